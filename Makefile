@@ -1,0 +1,78 @@
+# Needs Python 3.10 or later and make. Every target sets up what it needs in .venv and is
+# instant when pyproject.toml and constraints.txt have not changed. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BENCH_VENV := .venv-bench
+BIN := $(VENV)/bin
+BENCH_BIN := $(BENCH_VENV)/bin
+DEV_STAMP := $(VENV)/.installed
+BENCH_STAMP := $(BENCH_VENV)/.installed
+PYTEST_ARGS ?=
+
+# The tensors in the tests are small: one thread is faster than several, and more repeatable.
+TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
+PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test test-slow test-peers lint format docs bench-setup bench clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+define make_venv
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "aftermap needs Python 3.10 or later, got " + sys.version.split()[0] + "; run: make PYTHON=/path/to/python3.10")'
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+endef
+
+$(DEV_STAMP): pyproject.toml constraints.txt
+	$(call make_venv,$(VENV))
+	$(PIP_ENV) $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Peers are installed without their dependencies: those ask for torchvision, whose release must match
+# torch's build exactly. What they really import is listed in the same file.
+$(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/constraints-bench.txt
+	$(call make_venv,$(BENCH_VENV))
+	$(PIP_ENV) $(BENCH_BIN)/python -m pip install --quiet -c constraints.txt -e . scikit-learn pytest hypothesis
+	$(PIP_ENV) $(BENCH_BIN)/python -m pip install --quiet --no-deps -r benchmarks/constraints-bench.txt
+	$(BENCH_BIN)/python -c 'import aftermap, laplace, curvlinops, backpack, ivon'
+	@touch $@
+
+setup: $(DEV_STAMP) ## set up .venv for development
+
+demo: $(DEV_STAMP) ## run the first example
+	$(BIN)/python examples/quickstart.py
+
+test: $(DEV_STAMP) ## run the tests and doctests (PYTEST_ARGS="-k kron" narrows them)
+	$(TEST_ENV) $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+test-slow: $(DEV_STAMP) ## run the slow tests only
+	$(TEST_ENV) $(BIN)/python -m pytest -q -m "slow and not peers" $(PYTEST_ARGS) || test $$? -eq 5 # 5: none yet
+
+test-peers: $(BENCH_STAMP) ## compare with other libraries, in .venv-bench
+	$(TEST_ENV) $(BENCH_BIN)/python -m pytest -q -m peers tests/peers $(PYTEST_ARGS)
+
+lint: $(DEV_STAMP) ## check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP) ## rewrite the code in the common format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DEV_STAMP) ## build the documentation in site/, warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+bench-setup: $(BENCH_STAMP) ## set up .venv-bench with the peers
+
+bench: $(BENCH_STAMP) ## run the benchmarks against the peers
+	$(BENCH_BIN)/python -m benchmarks.run
+
+clean: ## remove caches and built files, keep the environments
+	rm -rf site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	find $(wildcard src tests examples benchmarks experiments) -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## remove the environments too
+	rm -rf $(VENV) $(BENCH_VENV)

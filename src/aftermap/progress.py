@@ -1,0 +1,78 @@
+"""One policy for progress bars: on for a terminal, off in continuous integration, on rank 0 only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import TypeVar
+
+from tqdm import tqdm
+
+from aftermap.errors import InputError
+
+__all__ = ["progress", "progress_enabled"]
+
+T = TypeVar("T")
+
+
+def progress_enabled(enabled: bool | None = None) -> bool:
+    """Say whether this process shows progress bars.
+
+    A bar is shown if and only if this is rank 0 (environment variable `RANK`, absent means 0) and either
+    `enabled` is True, or `enabled` is None, standard error is a terminal and the environment variable `CI` is
+    not set.
+
+    Args:
+        enabled: the caller's wish; None leaves the choice to the policy. True does not override the rank:
+            several processes that draw on one terminal are unreadable.
+
+    Returns:
+        True if a bar is to be shown.
+
+    >>> progress_enabled(False)
+    False
+    """
+    # Read from the environment, as torchrun sets it: a bar must not need an initialised process group.
+    if os.environ.get("RANK", "").strip() not in ("", "0"):
+        return False
+    if enabled is not None:
+        return enabled
+    if os.environ.get("CI", "").strip().lower() not in ("", "0", "false"):
+        return False
+    # Standard error is None under pythonw and in some services.
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def progress(
+    iterable: Iterable[T], *, description: str, total: int | None = None, enabled: bool | None = None
+) -> Iterable[T]:
+    """Iterate over `iterable` and show how far it is.
+
+    Args:
+        iterable: what to go through; its items are passed on unchanged and in order.
+        description: the words in front of the bar.
+        total: the number of items; None takes `len(iterable)` where that exists.
+        enabled: see `progress_enabled`.
+
+    Returns:
+        The iterable itself when no bar is shown, so that the cost is nothing; else a tqdm bar around it.
+
+    Raises:
+        InputError: `iterable` is not iterable, or `total` is negative.
+
+    >>> list(progress([2, 3, 5], description="primes", enabled=False))
+    [2, 3, 5]
+    """
+    # Not by iter(): that would start the workers of a DataLoader.
+    if not any(hasattr(iterable, method) for method in ("__iter__", "__getitem__")):
+        raise InputError(
+            f"progress: got {type(iterable).__name__} for iterable; pass something to loop over, "
+            "such as a list or a DataLoader"
+        )
+    if total is not None and total < 0:
+        raise InputError(f"progress: got total={total}; pass a number >= 0, or None to use the length")
+    if not progress_enabled(enabled):
+        return iterable
+    bar: Iterable[T] = tqdm(iterable, desc=description, total=total, file=sys.stderr, leave=False, dynamic_ncols=True)
+    return bar
