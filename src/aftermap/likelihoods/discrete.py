@@ -1,0 +1,345 @@
+"""Likelihoods of discrete targets: Categorical, Bernoulli, Poisson.
+
+Index legend: N examples, ... positions, C outputs, K columns of the root, V vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.likelihoods.base import (
+    Likelihood,
+    aligned,
+    check_outputs,
+    check_values,
+    sum_positions,
+    unit_vectors,
+)
+from aftermap.likelihoods.draws import poisson, uniform_like
+
+__all__ = ["Bernoulli", "Categorical", "Poisson"]
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Categorical(Likelihood):
+    r"""One of C classes, with logits f: p(y = c | f) = softmax(f)_c.
+
+    With w the class weight of the observed label (1 without weights), p = softmax(f) and u = √p:
+
+    .. math::
+        E = -w_y \log p_y, \quad \nabla E = w_y (p - e_y), \quad \Lambda = w_y (\mathrm{diag}(p) - p p^\top).
+
+    S₀ = diag(u) − p uᵀ is a root of Λ with S₀ u = 0. The Householder reflection with reflector u + e_m maps u
+    to −e_m, so column m of the reflected root vanishes and C − 1 columns remain, for j ≠ m:
+
+    .. math::
+        S_{mj} = -u_m u_j, \qquad S_{cj} = u_j \Big(\delta_{cj} - \frac{p_c}{1 + u_m}\Big) \quad (c \ne m).
+
+    With m the most probable class no entry of S or of S Sᵀ cancels: both are exact, entry by entry, however
+    close p is to one-hot.
+
+    Targets are integers [N, ...]; positions whose target is ``ignore_index`` contribute zero to everything.
+    Weights are those of ``torch.nn.functional.cross_entropy(..., reduction="sum")``.
+
+    Args:
+        weight: [C], non-negative weight of each class; None means 1.
+        ignore_index: the target value of positions to leave out.
+
+    Raises:
+        InputError: a weight that is not a vector of finite, non-negative numbers.
+
+    >>> likelihood = Categorical()
+    >>> f = torch.zeros(1, 2)
+    >>> likelihood.nll(f, torch.tensor([1]))
+    tensor([0.6931])
+    >>> likelihood.hessian(f)
+    tensor([[[ 0.2500, -0.2500],
+             [-0.2500,  0.2500]]])
+    """
+
+    weight: Tensor | Sequence[float] | None = None
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
+            raise InputError(f"Categorical: ignore_index must be an integer, got {self.ignore_index!r}.")
+        if self.weight is None:
+            return
+        if isinstance(self.weight, Tensor):
+            weight = self.weight.detach().clone()  # a later change of the user's tensor must not change this one
+        else:
+            weight = torch.tensor([float(value) for value in self.weight], dtype=torch.float64)
+        if weight.dim() != 1 or not bool((torch.isfinite(weight) & (weight >= 0)).all()):
+            raise InputError(
+                "Categorical: weight must be a vector [C] of finite, non-negative numbers, "
+                f"got shape {list(weight.shape)} and values {weight.flatten()[:6].tolist()}."
+            )
+        object.__setattr__(self, "weight", weight)
+
+    @property
+    def kind(self) -> str:
+        """Always "classification"."""
+        return "classification"
+
+    def columns(self, n_outputs: int) -> int:
+        """C - 1: the Householder reflection removes one column."""
+        return n_outputs - 1
+
+    def config(self) -> dict[str, Any]:
+        """Name, weight (a list or None) and ignore_index."""
+        weight = self.weight.tolist() if isinstance(self.weight, Tensor) else None
+        return {"name": "categorical", "weight": weight, "ignore_index": self.ignore_index}
+
+    def _check_shapes(self, outputs: Tensor, targets: Tensor | None) -> None:
+        n_classes = outputs.shape[-1]
+        if n_classes < 2:
+            raise ShapeError(
+                f"Categorical: outputs of shape {list(outputs.shape)} have {n_classes} class; at least 2 are "
+                'needed. For one logit per example use Bernoulli() or "binary".'
+            )
+        if isinstance(self.weight, Tensor) and self.weight.shape != (n_classes,):
+            raise ShapeError(
+                f"Categorical: weight has {self.weight.numel()} values, but outputs have {n_classes} classes."
+            )
+        if targets is not None and targets.shape != outputs.shape[:-1]:
+            raise ShapeError(
+                f"Categorical: targets have shape {list(targets.shape)}, but outputs of shape "
+                f"{list(outputs.shape)} need class indices of shape {list(outputs.shape[:-1])} "
+                "(classes in the last dimension; for [N, C, H, W] use outputs.movedim(1, -1))."
+            )
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise unless targets are class indices [N, ...] in 0 ... C - 1 or ``ignore_index``."""
+        check_outputs(outputs, "Categorical")
+        if targets.dtype not in _INTEGERS:
+            raise DataError(
+                f"Categorical: targets must be integers (class indices), got {targets.dtype}; "
+                "use targets.long(), or targets.argmax(-1) for one-hot targets."
+            )
+        self._check_shapes(outputs, targets)
+        n_classes = outputs.shape[-1]
+        bad = ((targets < 0) | (targets >= n_classes)) & (targets != self.ignore_index)
+        allowed = f"in 0 ... {n_classes - 1}, or ignore_index = {self.ignore_index}"
+        check_values(targets, bad, "targets", allowed, "Categorical")
+
+    def _labels(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels that are safe to gather with, and the factor w_y of each position (0 where ignored)."""
+        self._check_shapes(outputs, targets)
+        ignored = targets == self.ignore_index
+        labels = torch.where(ignored, 0, targets).long()
+        factor = torch.ones_like(labels, dtype=outputs.dtype, device=outputs.device)
+        if isinstance(self.weight, Tensor):
+            factor = self.weight.to(outputs)[labels]
+        return labels, factor.masked_fill(ignored, 0)
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The weighted cross-entropy -w_y log p_y, summed over positions: [N]."""
+        labels, factor = self._labels(outputs, targets)
+        picked = -F.log_softmax(outputs, -1).gather(-1, labels.unsqueeze(-1))
+        # where, not a product: 0 * inf at an ignored position would be NaN
+        return sum_positions(torch.where(factor.unsqueeze(-1) == 0, 0, factor.unsqueeze(-1) * picked)).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The gradient w_y (p - e_y): [N, ..., C]."""
+        labels, factor = self._labels(outputs, targets)
+        return _scaled(_residual(F.softmax(outputs, -1), labels), factor)
+
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The gradient √w_y (p - e_ỹ) with ỹ drawn from p: [N, ..., C]."""
+        self._check_shapes(outputs, targets)
+        probabilities = F.softmax(outputs, -1)
+        wide = torch.promote_types(outputs.dtype, torch.float32)  # half precision is too coarse to sum in
+        cumulative = probabilities.to(wide).cumsum(-1).contiguous()
+        height = (uniform_like(outputs[..., :1], generator) * cumulative[..., -1:]).contiguous()
+        # right=True skips classes of probability zero; the clamp is for a height rounded up to the total
+        drawn = torch.searchsorted(cumulative, height, right=True).clamp(max=outputs.shape[-1] - 1)
+        gradient = _residual(probabilities, drawn.squeeze(-1))
+        return gradient if targets is None else _scaled(gradient, self._labels(outputs, targets)[1].sqrt())
+
+    def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Products with the C - 1 columns of the class docstring, S never formed: [V, N, ..., C]."""
+        self._check_shapes(outputs, targets)
+        # through the logarithm: √p is representable long after p has underflowed
+        root_p = (0.5 * F.log_softmax(outputs, -1)).exp()  # u
+        top = root_p.argmax(-1, keepdim=True)  # m
+        root_top = root_p.gather(-1, top)
+        # one coefficient per class, none for m: column j is class j + 1, and class 0 takes the place of m
+        top = top.expand(*vectors.shape[:-1], 1)
+        first = F.pad(vectors, (1, 0)).gather(-1, top)
+        scaled = root_p * torch.cat([first, vectors], -1).scatter(-1, top, 0.0)
+        total = scaled.sum(-1, keepdim=True)
+        product = (scaled - total * root_p.square() / (1 + root_top)).scatter(-1, top, -root_top * total)
+        return product if targets is None else _scaled(product, self._labels(outputs, targets)[1].sqrt())
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The C - 1 columns of the class docstring: [N, ..., C, C - 1]."""
+        basis = unit_vectors(outputs, self.columns(outputs.shape[-1]))
+        return self.hessian_root_mv(outputs, basis, targets).movedim(0, -1)
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """The probabilities softmax(f): [N, ..., C]."""
+        return F.softmax(outputs, -1)
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        """The variance p (1 - p) of each one-hot entry: [N, ..., C]."""
+        mean = self.mean(outputs)
+        return mean * (1 - mean)
+
+
+def _residual(probabilities: Tensor, labels: Tensor) -> Tensor:
+    """The residual p − e_y; its entry at y is minus the sum of the others, since p_y − 1 would cancel."""
+    index = labels.unsqueeze(-1)
+    others = probabilities.scatter(-1, index, 0.0)
+    return others.scatter(-1, index, -others.sum(-1, keepdim=True))
+
+
+def _scaled(values: Tensor, factor: Tensor) -> Tensor:
+    """Multiply values [..., C] by factor [...], and exactly zero where the factor is zero."""
+    return torch.where(factor.unsqueeze(-1) == 0, 0.0, factor.unsqueeze(-1) * values)
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Bernoulli(Likelihood):
+    r"""Independent yes/no labels with logits f: one logit, or C labels that may all be true at once.
+
+    .. math::
+        E = -\sum_c [y_c \log p_c + (1 - y_c) \log(1 - p_c)], \quad \nabla E = p - y, \quad
+        \Lambda = \mathrm{diag}(p(1-p))
+
+    with p = sigmoid(f). Targets have the shape of the outputs (or [N, ...] for one logit) and lie in [0, 1].
+    For targets strictly inside (0, 1) E is the cross-entropy, which is not normalised over y.
+
+    >>> Bernoulli().nll(torch.zeros(1, 3), torch.tensor([[0, 1, 1]]))
+    tensor([2.0794])
+    """
+
+    @property
+    def kind(self) -> str:
+        """Always "binary"."""
+        return "binary"
+
+    def config(self) -> dict[str, Any]:
+        """Only the name."""
+        return {"name": "bernoulli"}
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise unless targets lie in [0, 1] and have the shape of the outputs."""
+        check_outputs(outputs, "Bernoulli")
+        aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
+        check_values(targets, ~((targets >= 0) & (targets <= 1)), "targets", "in [0, 1]", "Bernoulli")
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The binary cross-entropy, summed over labels and positions: [N]."""
+        labels = aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
+        # log sigmoid on both sides: softplus in torch is linear above its threshold, which loses digits
+        return sum_positions(-labels * F.logsigmoid(outputs) - (1 - labels) * F.logsigmoid(-outputs)).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The gradient p - y: [N, ..., C]."""
+        labels = aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
+        return (1 - labels) * outputs.sigmoid() - labels * (-outputs).sigmoid()  # p − y without cancellation
+
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The gradient p - ỹ with ỹ drawn from p: [N, ..., C]."""
+        probabilities = outputs.sigmoid()
+        return self.gradient(outputs, uniform_like(outputs, generator) < probabilities)
+
+    def _root_diagonal(self, outputs: Tensor) -> Tensor:
+        return (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp()
+
+    def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Products √(p (1 - p)) v: [V, N, ..., C]."""
+        return self._root_diagonal(outputs) * vectors
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The diagonal root √(p (1 - p)): [N, ..., C, C]."""
+        return torch.diag_embed(self._root_diagonal(outputs))
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """The probabilities sigmoid(f): [N, ..., C]."""
+        return outputs.sigmoid()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        """The variance p (1 - p): [N, ..., C]."""
+        return outputs.sigmoid() * (-outputs).sigmoid()
+
+
+@final
+@dataclass(frozen=True, eq=False, repr=False)
+class Poisson(Likelihood):
+    r"""Counts with the logarithm of the rate as output: y_c ~ Poisson(exp(f_c)).
+
+    .. math::
+        E = \sum_c [e^{f_c} - y_c f_c + \log\Gamma(y_c + 1)], \quad \nabla E = e^f - y, \quad
+        \Lambda = \mathrm{diag}(e^f).
+
+    Targets have the shape of the outputs (or [N, ...] for one output): whole numbers, not negative, of
+    any dtype.
+
+    >>> Poisson().nll(torch.zeros(1, 1), torch.tensor([3]))
+    tensor([2.7918])
+    """
+
+    @property
+    def kind(self) -> str:
+        """Always "counts"."""
+        return "counts"
+
+    def config(self) -> dict[str, Any]:
+        """Only the name."""
+        return {"name": "poisson"}
+
+    def check(self, outputs: Tensor, targets: Tensor) -> None:
+        """Raise unless targets are whole numbers of 0 or more in the shape of the outputs."""
+        check_outputs(outputs, "Poisson")
+        aligned(outputs, targets, outputs.shape[-1], "Poisson")
+        bad = ~((targets >= 0) & torch.isfinite(targets))
+        if targets.is_floating_point():
+            bad = bad | (targets != targets.round())
+        check_values(targets, bad, "targets", "a whole number of 0 or more", "Poisson")
+
+    def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The normalised Poisson loss, summed over outputs and positions: [N]."""
+        counts = aligned(outputs, targets, outputs.shape[-1], "Poisson")
+        return sum_positions(outputs.exp() - counts * outputs + torch.lgamma(counts + 1)).sum(-1)
+
+    def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The gradient exp(f) - y: [N, ..., C]."""
+        return outputs.exp() - aligned(outputs, targets, outputs.shape[-1], "Poisson")
+
+    def sample_gradient(
+        self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The gradient exp(f) - ỹ with ỹ ~ Poisson(exp(f)): [N, ..., C]."""
+        return self.gradient(outputs, poisson(outputs.exp(), generator))
+
+    def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Products exp(f / 2) v: [V, N, ..., C]."""
+        return (0.5 * outputs).exp() * vectors
+
+    def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The diagonal root exp(f / 2): [N, ..., C, C]."""
+        return torch.diag_embed((0.5 * outputs).exp())
+
+    def mean(self, outputs: Tensor) -> Tensor:
+        """The rate exp(f): [N, ..., C]."""
+        return outputs.exp()
+
+    def variance(self, outputs: Tensor) -> Tensor:
+        """The rate exp(f): [N, ..., C]."""
+        return outputs.exp()
