@@ -1,0 +1,190 @@
+"""Telling unusual from usual by a score: ROC, AUROC, AUPR, FPR at a TPR. Higher score = more unusual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aftermap.errors import DataError
+from aftermap.metrics._check import (
+    TensorLike,
+    check_flags,
+    check_fraction,
+    check_same_shape,
+    check_scores,
+)
+
+__all__ = ["RocCurve", "aupr", "auroc", "fpr_at_tpr", "labelled_scores", "roc_curve"]
+
+
+def _check_detection(scores: TensorLike, positive: TensorLike) -> tuple[Tensor, Tensor]:
+    s = check_scores("scores", scores).detach()
+    flags = check_flags("positive", positive).to(s.device)
+    check_same_shape(scores=s, positive=flags)
+    n_positive = int(flags.sum())
+    if n_positive in (0, flags.numel()):
+        raise DataError(
+            f"both kinds of examples are needed to rank them, got {n_positive} positive and "
+            f"{flags.numel() - n_positive} negative. Add examples of the missing kind (for a set without "
+            "errors there is nothing to detect)."
+        )
+    return s, flags
+
+
+def labelled_scores(inside: TensorLike, outside: TensorLike) -> tuple[Tensor, Tensor]:
+    """Join the scores of usual and unusual data, with flags that mark the unusual ones as positive.
+
+    Args:
+        inside: scores of in-distribution data [N].
+        outside: scores of out-of-distribution data [M].
+
+    Returns:
+        Scores [N + M] and booleans [N + M], true for ``outside``.
+
+    Raises:
+        DataError: NaN, or an empty set.
+        ShapeError: scores that are not vectors.
+
+    >>> auroc(*labelled_scores([0.1, 0.2], [0.2, 0.9, 0.3]))
+    0.9166666666666666
+    """
+    usual = check_scores("inside", inside)
+    unusual = check_scores("outside", outside).to(usual.device)
+    flags = torch.arange(usual.numel() + unusual.numel(), device=usual.device) >= usual.numel()
+    return torch.cat([usual, unusual]), flags
+
+
+def auroc(scores: TensorLike, positive: TensorLike) -> float:
+    """Area under the ROC curve: the chance that a positive example scores above a negative one.
+
+    P(s+ > s-) + 1/2 P(s+ = s-), from middle ranks (Mann-Whitney), so ties count one half. Misclassification:
+    positive = wrong. Out of distribution: positive = outside.
+
+    Args:
+        scores: one score for each example [N], higher = more unusual; infinite values are allowed.
+        positive: which examples are positive [N], booleans or 0/1.
+
+    Returns:
+        A number between 0 and 1; 0.5 for scores that say nothing.
+
+    Raises:
+        DataError: NaN, no examples, or only one kind of them.
+        ShapeError: shapes that do not match, or are not vectors.
+
+    >>> auroc([0.1, 0.4, 0.4, 0.8], [False, False, True, True])
+    0.875
+    """
+    s, flags = _check_detection(scores, positive)
+    _, inverse, counts = s.unique(return_inverse=True, return_counts=True)
+    rank = (counts.cumsum(0) - 0.5 * (counts - 1).to(torch.float64))[inverse]
+    n_positive = int(flags.sum())
+    n_negative = flags.numel() - n_positive
+    wins = rank[flags].sum().item() - 0.5 * n_positive * (n_positive + 1)
+    return wins / (n_positive * n_negative)
+
+
+def _cumulative(s: Tensor, flags: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Thresholds from high to low, with the positives and negatives at or above each."""
+    values, inverse = s.unique(return_inverse=True)
+    marks = flags.to(torch.float64)
+    hits = torch.bincount(inverse, weights=marks, minlength=values.numel()).flip(0).cumsum(0)
+    alarms = torch.bincount(inverse, weights=1.0 - marks, minlength=values.numel()).flip(0).cumsum(0)
+    return values.flip(0), hits, alarms
+
+
+@dataclass(frozen=True)
+class RocCurve:
+    """``tpr`` against ``fpr`` as the threshold falls, each float64 [M + 1]; flag where score >= threshold."""
+
+    fpr: Tensor
+    tpr: Tensor
+    thresholds: Tensor
+
+    @property
+    def area(self) -> float:
+        """Area by the trapezium rule, equal to :func:`auroc`."""
+        return torch.trapezoid(self.tpr, self.fpr).item()
+
+
+def roc_curve(scores: TensorLike, positive: TensorLike) -> RocCurve:
+    """Receiver operating characteristic: one point for each distinct score, from (0, 0) to (1, 1).
+
+    Args:
+        scores: one score for each example [N], higher = more unusual.
+        positive: which examples are positive [N].
+
+    Returns:
+        The curve; its first threshold is infinity (nothing flagged).
+
+    Raises:
+        DataError, ShapeError: as :func:`auroc`.
+
+    >>> curve = roc_curve([0.1, 0.4, 0.35, 0.8], [False, False, True, True])
+    >>> curve.fpr.tolist(), curve.tpr.tolist()
+    ([0.0, 0.0, 0.5, 0.5, 1.0], [0.0, 0.5, 0.5, 1.0, 1.0])
+    """
+    values, hits, alarms = _cumulative(*_check_detection(scores, positive))
+    start = values.new_zeros(1)
+    return RocCurve(
+        fpr=torch.cat([start, alarms / alarms[-1]]),
+        tpr=torch.cat([start, hits / hits[-1]]),
+        thresholds=torch.cat([values.new_full((1,), torch.inf), values]),
+    )
+
+
+def aupr(scores: TensorLike, positive: TensorLike) -> float:
+    """Area under the precision-recall curve as average precision, sum_i (R_i - R_{i-1}) P_i.
+
+    The sum over distinct thresholds, without interpolation (which would be too optimistic). It depends on the
+    share of positives. The value with the other kind as positive ("in") is ``aupr(-scores, ~positive)``.
+
+    Args:
+        scores: one score for each example [N], higher = more unusual.
+        positive: which examples are positive [N].
+
+    Returns:
+        A number between 0 and 1; about the share of positives for scores that say nothing.
+
+    Raises:
+        DataError, ShapeError: as :func:`auroc`.
+
+    References:
+        Davis, Goadrich (2006), The relationship between precision-recall and ROC curves.
+
+    >>> round(aupr([0.1, 0.4, 0.35, 0.8], [False, False, True, True]), 4)
+    0.8333
+    """
+    _, hits, alarms = _cumulative(*_check_detection(scores, positive))
+    precision = hits / (hits + alarms)
+    recall_step = torch.diff(hits, prepend=hits.new_zeros(1)) / hits[-1]
+    return (recall_step * precision).sum().item()
+
+
+def fpr_at_tpr(scores: TensorLike, positive: TensorLike, *, tpr: float = 0.95) -> float:
+    """Smallest false positive rate at which at least ``tpr`` of the positives are found (FPR95 by default).
+
+    No interpolation: the rate belongs to a threshold that can be set.
+
+    Args:
+        scores: one score for each example [N], higher = more unusual.
+        positive: which examples are positive [N].
+        tpr: true positive rate to reach, in (0, 1].
+
+    Returns:
+        A number between 0 and 1; lower is better.
+
+    Raises:
+        DataError, ShapeError: as :func:`auroc`.
+        InputError: ``tpr`` outside (0, 1].
+
+    References:
+        Hendrycks, Gimpel (2017); Liang, Li, Srikant (2018), which made FPR95 common.
+
+    >>> fpr_at_tpr([0.1, 0.4, 0.35, 0.8], [False, False, True, True])
+    0.5
+    """
+    tpr = check_fraction("tpr", tpr, closed_at_one=True)
+    curve = roc_curve(scores, positive)
+    return curve.fpr[curve.tpr >= tpr][0].item()

@@ -1,0 +1,253 @@
+"""Scores of real-valued predictions: errors, densities, CRPS, PIT and standardised residuals.
+
+Every ``variance`` is that of the target: function uncertainty **plus** observation noise. To judge the
+function itself against a known truth, pass the function variance alone and say so.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from aftermap.errors import DataError, ShapeError
+from aftermap.metrics._check import (
+    TensorLike,
+    check_gaussian,
+    check_real,
+    check_same_shape,
+    check_samples,
+    check_variance,
+)
+
+__all__ = [
+    "chi_square",
+    "crps_gaussian",
+    "crps_samples",
+    "gaussian_nll",
+    "pit",
+    "pit_samples",
+    "rmse",
+    "sample_nll",
+]
+
+_LOG_2PI = math.log(2.0 * math.pi)
+
+
+def _gaussian_terms(mu: Tensor, var: Tensor, y: Tensor) -> Tensor:
+    """Negative log-density of each example, summed over its outputs, [N]."""
+    terms = 0.5 * (_LOG_2PI + var.log() + (y - mu).square() / var)
+    return terms.reshape(mu.shape[0], -1).sum(-1) if mu.numel() else terms.new_zeros(0)
+
+
+def rmse(mean: TensorLike, targets: TensorLike) -> float:
+    """Root mean squared error of the predictive mean, over all examples and outputs.
+
+    Args:
+        mean: predictive mean [N] or [N, D].
+        targets: the same shape.
+
+    Returns:
+        sqrt(mean (y - mu)^2), in the units of the targets.
+
+    Raises:
+        DataError: NaN, infinity, or no examples.
+        ShapeError: shapes that differ.
+
+    >>> rmse([0.0, 0.0], [3.0, 3.0])
+    3.0
+    """
+    mu = check_real("mean", mean)
+    y = check_real("targets", targets).to(mu.device)
+    check_same_shape(mean=mu, targets=y)
+    return (y - mu).square().mean().sqrt().item()
+
+
+def gaussian_nll(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> float:
+    """Mean negative log-density of N(mu, s^2), 1/N sum_n sum_d 1/2 [log 2 pi s^2 + (y - mu)^2 / s^2].
+
+    Summed over outputs and averaged over examples: the density of the whole target vector. If targets were
+    standardised, add log of their scale (for each output) to come back to the original units.
+
+    Args:
+        mean: predictive mean [N] or [N, D].
+        variance: predictive variance with noise, the same shape or a single number.
+        targets: the same shape as ``mean``.
+
+    Returns:
+        Nats for each example.
+
+    Raises:
+        DataError: NaN, infinity, a variance that is not positive, or no examples.
+        ShapeError: shapes that differ.
+
+    >>> round(gaussian_nll([0.0, 1.0], 1.0, [0.0, 1.0]), 4)
+    0.9189
+    """
+    return _gaussian_terms(*check_gaussian(mean, variance, targets)).mean().item()
+
+
+def sample_nll(samples: TensorLike, noise_variance: TensorLike, targets: TensorLike) -> float:
+    """Mean negative log-density of the mixture 1/S sum_s N(f_s, noise), by log-sum-exp.
+
+    -1/N sum_n log 1/S sum_s prod_d N(y_nd; f_snd, v): the log of the mean density, not the mean of the logs.
+
+    Args:
+        samples: sampled means [S, N] or [S, N, D].
+        noise_variance: noise, a number or a shape that broadcasts to ``samples``: [D] for one per output,
+            [S, N, D] for members that predict their own noise.
+        targets: [N] or [N, D].
+
+    Returns:
+        Nats for each example.
+
+    Raises:
+        DataError: NaN, infinity, a variance that is not positive, or no examples.
+        ShapeError: shapes that do not match.
+
+    >>> round(sample_nll([[-1.0], [1.0]], 1.0, [0.0]), 4)
+    1.4189
+    """
+    f, y = check_samples("samples", samples, targets)
+    var = check_variance("noise_variance", noise_variance, f.shape).to(f.device)
+    try:
+        var = var.broadcast_to(f.shape)
+    except RuntimeError as error:
+        raise ShapeError(
+            f"noise_variance must broadcast to the samples, {list(f.shape)}, got {list(var.shape)}. "
+            "Pass a number, one value per output [D], or the full shape."
+        ) from error
+    n_samples, n = f.shape[:2]
+    log_density = -0.5 * (_LOG_2PI + var.log() + (y - f).square() / var)
+    joint = log_density.reshape(n_samples, n, -1).sum(-1)
+    return (math.log(n_samples) - joint.logsumexp(0)).mean().item()
+
+
+def crps_gaussian(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> float:
+    """Continuous ranked probability score of N(mu, s^2).
+
+    s [z (2 Phi(z) - 1) + 2 phi(z) - 1/sqrt(pi)] with z = (y - mu) / s.
+
+    Args:
+        mean: predictive mean [N] or [N, D].
+        variance: predictive variance with noise, the same shape or a single number.
+        targets: the same shape as ``mean``.
+
+    Returns:
+        The mean over examples and outputs, in the units of the targets; lower is better.
+
+    Raises:
+        DataError, ShapeError: as :func:`gaussian_nll`.
+
+    References:
+        Gneiting, Raftery (2007), Strictly proper scoring rules, section 4.2.
+
+    >>> round(crps_gaussian([0.0], 1.0, [0.0]), 4)
+    0.2337
+    """
+    mu, var, y = check_gaussian(mean, variance, targets)
+    s = var.sqrt()
+    z = (y - mu) / s
+    density = (-0.5 * (z.square() + _LOG_2PI)).exp()
+    return (s * (z * torch.erf(z / math.sqrt(2.0)) + 2.0 * density - 1.0 / math.sqrt(math.pi))).mean().item()
+
+
+def crps_samples(samples: TensorLike, targets: TensorLike, *, fair: bool = False) -> float:
+    """CRPS of the empirical distribution of samples, 1/S sum |x_i - y| - 1/(2 S^2) sum_ij |x_i - x_j|.
+
+    The double sum is 2 sum_i (2 i - S - 1) x_(i) over sorted samples: S log S work. ``fair`` divides by
+    S (S - 1) instead of S^2, which makes it an unbiased estimate of the score of the distribution that the
+    samples come from.
+
+    Args:
+        samples: samples of the **target** [S, N] or [S, N, D], noise included.
+        targets: [N] or [N, D].
+        fair: remove the bias of few samples; needs two or more.
+
+    Returns:
+        The mean over examples and outputs, in the units of the targets; lower is better.
+
+    Raises:
+        DataError: NaN, infinity, no examples, or a fair score of one sample.
+        ShapeError: shapes that do not match.
+
+    References:
+        Ferro (2014), Fair scores for ensemble forecasts.
+
+    >>> crps_samples([[0.0], [2.0]], [1.0]), crps_samples([[0.0], [2.0]], [1.0], fair=True)
+    (0.5, 0.0)
+    """
+    x, y = check_samples("samples", samples, targets)
+    n_samples = x.shape[0]
+    if fair and n_samples < 2:
+        raise DataError("a fair CRPS needs at least 2 samples, got 1. Draw more, or pass fair=False.")
+    # Centred on the target: the sum over sorted samples cancels for values far from zero.
+    centred = (x - y).sort(0).values
+    coefficient = 2.0 * torch.arange(1, n_samples + 1, dtype=torch.float64, device=x.device) - n_samples - 1.0
+    spread = torch.tensordot(coefficient, centred, dims=1) / (n_samples * (n_samples - 1 if fair else n_samples))
+    return (centred.abs().mean(0) - spread).mean().item()
+
+
+def pit(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> Tensor:
+    """Probability integral transform Phi((y - mu) / s): uniform on [0, 1] if the predictions are right.
+
+    Args:
+        mean: predictive mean [N] or [N, D].
+        variance: predictive variance with noise, the same shape or a single number.
+        targets: the same shape as ``mean``.
+
+    Returns:
+        Float64, the shape of ``mean``.
+
+    Raises:
+        DataError, ShapeError: as :func:`gaussian_nll`.
+
+    >>> pit([0.0, 0.0], 1.0, [0.0, 1.96])
+    tensor([0.5000, 0.9750], dtype=torch.float64)
+    """
+    mu, var, y = check_gaussian(mean, variance, targets)
+    return torch.special.ndtr((y - mu) / var.sqrt())
+
+
+def pit_samples(samples: TensorLike, targets: TensorLike) -> Tensor:
+    """Probability integral transform from samples, (#{x < y} + 1/2 #{x = y}) / S.
+
+    Args:
+        samples: samples of the **target** [S, N] or [S, N, D], noise included.
+        targets: [N] or [N, D].
+
+    Returns:
+        Float64, the shape of ``targets``, in steps of 1/(2 S).
+
+    Raises:
+        DataError, ShapeError: as :func:`crps_samples`.
+
+    >>> pit_samples([[0.0], [1.0], [2.0], [3.0]], [1.0])
+    tensor([0.3750], dtype=torch.float64)
+    """
+    x, y = check_samples("samples", samples, targets)
+    return (x < y).to(torch.float64).mean(0) + 0.5 * (x == y).to(torch.float64).mean(0)
+
+
+def chi_square(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> float:
+    """Mean squared standardised residual, 1/N sum (y - mu)^2 / s^2.
+
+    About 1 if the variances are right, above if they are too small.
+
+    Args:
+        mean: predictive mean [N] or [N, D].
+        variance: predictive variance with noise, the same shape or a single number.
+        targets: the same shape as ``mean``.
+
+    Returns:
+        The mean over examples and outputs.
+
+    Raises:
+        DataError, ShapeError: as :func:`gaussian_nll`.
+
+    >>> chi_square([0.0, 0.0], 4.0, [2.0, 4.0])
+    2.5
+    """
+    mu, var, y = check_gaussian(mean, variance, targets)
+    return ((y - mu).square() / var).mean().item()
