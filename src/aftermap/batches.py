@@ -1,0 +1,238 @@
+"""Batches of any form: what goes into the model, what it should have answered, and how often it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.errors import DataError, InputError, ShapeError
+
+__all__ = ["Batch", "Unpack", "call_model", "check_device", "iterate", "take", "unpack_batch"]
+
+Unpack = Callable[[Any], tuple[Any, Any] | tuple[Any, Any, Any]]
+
+_TARGET_KEYS = ("labels", "label", "targets", "target", "y")
+_WEIGHT_KEYS = ("weight", "weights", "sample_weight")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch, taken apart.
+
+    Attributes:
+        inputs: a tensor, a tuple (positional arguments) or a mapping (keyword arguments) for the model.
+        targets: labels or regression targets; None when the batch has none.
+        weight: [N], how many copies of each datum this one stands for; None means one.
+        size: N.
+    """
+
+    inputs: Any
+    targets: Any
+    weight: Tensor | None
+    size: int
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on another device."""
+        weight = None if self.weight is None else self.weight.to(device)
+        return Batch(
+            _map(lambda t: t.to(device), self.inputs),
+            _map(lambda t: t.to(device), self.targets),
+            weight,
+            self.size,
+        )
+
+
+def unpack_batch(batch: Any, unpack: Unpack | None = None) -> Batch:
+    """Takes a batch apart.
+
+    Understood as they are: ``(x, y)``, ``(x, y, weight)``, a mapping with a key for the targets
+    (``labels``, ``label``, ``targets``, ``target`` or ``y``) such as a tokenizer's ``BatchEncoding``; x itself may be a
+    tensor, a tuple of tensors or a mapping. Anything else: ``unpack``, a function that returns one of the first two.
+
+    >>> unpack_batch((torch.zeros(4, 2), torch.zeros(4))).size
+    4
+    """
+    if unpack is not None:
+        batch = unpack(batch)
+        if not isinstance(batch, tuple) or len(batch) not in (2, 3):
+            raise DataError(
+                f"unpack= must return (inputs, targets) or (inputs, targets, weight), but it returned {_describe(batch)}"
+            )
+    weight: Any = None
+    if isinstance(batch, Mapping):
+        inputs, targets, weight = _split_mapping(batch)
+    elif isinstance(batch, tuple | list) and len(batch) in (2, 3):
+        inputs, targets = batch[0], batch[1]
+        weight = batch[2] if len(batch) == 3 else None
+    else:
+        raise DataError(
+            f"a batch is {_describe(batch)}. Understood are (x, y), (x, y, weight) and mappings with one of the keys "
+            f"{', '.join(_TARGET_KEYS)}; for anything else pass unpack=, a function that returns (inputs, targets)"
+        )
+    if isinstance(inputs, list):
+        inputs = tuple(inputs)
+    size = _size(inputs)
+    targets = (
+        torch.as_tensor(targets) if targets is not None and not isinstance(targets, Mapping | tuple | list) else targets
+    )
+    if isinstance(targets, Tensor) and (targets.dim() == 0 or targets.shape[0] != size):
+        raise ShapeError(
+            f"the inputs hold {size} examples, but the targets have shape {tuple(targets.shape)}; the first dimension must agree"
+        )
+    return Batch(inputs, targets, _check_weight(weight, size), size)
+
+
+def _split_mapping(batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    # BatchEncoding is a UserDict: copying into a dict keeps the user's object as it is.
+    items = {k: batch[k] for k in batch}
+    target = next((k for k in _TARGET_KEYS if k in items), None)
+    if target is None:
+        raise DataError(
+            f"a batch is a mapping with the keys {sorted(map(str, items))}, none of which names the targets "
+            f"({', '.join(_TARGET_KEYS)}). Rename one, or pass unpack="
+        )
+    weight = next((items.pop(k) for k in _WEIGHT_KEYS if k in items), None)
+    return {k: v for k, v in items.items() if k != target}, items[target], weight
+
+
+def _check_weight(weight: Any, size: int) -> Tensor | None:
+    if weight is None:
+        return None
+    weight = torch.as_tensor(weight)
+    if weight.shape != (size,) or not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()):
+        raise DataError(
+            f"example weights must be {size} finite numbers that are not negative, one per example; "
+            f"got shape {tuple(weight.shape)}" + (f", smallest {float(weight.min()):g}" if weight.numel() else "")
+        )
+    return weight
+
+
+def _describe(thing: Any) -> str:
+    if isinstance(thing, tuple | list):
+        return f"a {type(thing).__name__} of {len(thing)} elements"
+    return f"a {type(thing).__module__}.{type(thing).__name__}"
+
+
+def _tensors(tree: Any) -> Iterable[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for key in tree:
+            yield from _tensors(tree[key])
+    elif isinstance(tree, tuple | list):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {key: _map(function, tree[key]) for key in tree}
+    if isinstance(tree, tuple | list):
+        return tuple(_map(function, item) for item in tree)
+    return tree
+
+
+def _size(inputs: Any) -> int:
+    sizes = [t.shape[0] for t in _tensors(inputs) if t.dim() > 0]
+    if not sizes:
+        raise DataError(f"the inputs of a batch hold no tensor with a batch dimension: they are {_describe(inputs)}")
+    return sizes[0]
+
+
+def take(inputs: Any, index: Tensor, size: int) -> Any:
+    """The chosen examples of a batch's inputs or targets; what has no batch dimension stays as it is."""
+    return _map(lambda t: t[index.to(t.device)] if t.dim() > 0 and t.shape[0] == size else t, inputs)
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Tensor:
+    """Runs the model on a batch's inputs and finds the tensor among what it returns.
+
+    A tensor is passed as it is, a tuple as positional and a mapping as keyword arguments. From a returned object or
+    mapping the ``logits`` are taken (Hugging Face models), from a tuple its only tensor.
+    """
+    if isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    elif isinstance(inputs, tuple):
+        outputs = model(*inputs)
+    else:
+        outputs = model(inputs)
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
+        found: Tensor = outputs["logits"]
+        return found
+    logits = getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    raise ShapeError(
+        f"the model returned {_describe(outputs)}; it must return a tensor [N, ..., C] or an object with .logits. "
+        "Wrap it in a module that picks the output"
+    )
+
+
+def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of a model's parameters; an error when they are spread or not materialised."""
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        raise InputError(
+            f"the model's parameters are on several devices: {sorted(map(str, devices))}. Move it to one with model.to(device)"
+        )
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type == "meta":
+        raise InputError("the model's parameters are on the meta device and hold no values; load its weights first")
+    return device, parameters[0].dtype if parameters else torch.get_default_dtype()
+
+
+def iterate(
+    data: Iterable[Any],
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    unpack: Unpack | None = None,
+) -> Iterable[Batch]:
+    """Batches of ``data``, taken apart, checked and moved to ``device``.
+
+    Raises:
+        DataError: no batch at all, an input that is not finite, or a floating-point input of another dtype than the model's.
+    """
+    if isinstance(data, Tensor) or not isinstance(data, Iterable):
+        raise DataError(
+            f"data must be an iterable of batches (a DataLoader or a list of (x, y)), but it is {_describe(data)}. "
+            "For two tensors pass [(x, y)]"
+        )
+    seen = False
+    for raw in data:
+        seen = True
+        batch = unpack_batch(raw, unpack)
+        if batch.size == 0:
+            continue
+        _check_inputs(batch.inputs, dtype)
+        yield batch.to(device)
+    if not seen:
+        raise DataError(
+            "the data are empty: not a single batch came. Check the loader (drop_last? an exhausted generator?)"
+        )
+
+
+def _check_inputs(inputs: Any, dtype: torch.dtype | None) -> None:
+    for tensor in _tensors(inputs):
+        if not tensor.is_floating_point():
+            continue
+        if not bool(torch.isfinite(tensor).all()):
+            bad = torch.nonzero(~torch.isfinite(tensor))[0].tolist()
+            raise DataError(
+                f"the inputs are not finite: {tensor[tuple(bad)].item()} at index {bad}. Clean or mask them first"
+            )
+        mixed = dtype is not None and tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type)
+        if mixed:
+            raise DataError(
+                f"the inputs are {tensor.dtype}, but the model's parameters are {dtype}. "
+                f"Convert one of them: x.to({dtype}) or model.to({tensor.dtype})"
+            )

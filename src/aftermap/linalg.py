@@ -1,0 +1,154 @@
+"""Dense linear algebra that the rest stands on: Gram matrices, safe decompositions, Kronecker products.
+
+Every decomposition is done in float64, whatever the dtype of its input: factors of neural networks are
+often close to singular, and their small eigenvalues decide the posterior.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from aftermap.errors import NumericalError, NumericalWarning
+
+__all__ = ["add_gram_", "gram", "kron", "psd_eigh", "safe_cholesky", "symmetrise"]
+
+# Below this width one matrix product is faster than several products of halves.
+_SPLIT_WIDTH = 384
+# An eigenvalue below -TOLERANCE * largest is no rounding error: the matrix was not p.s.d.
+_NEGATIVE_TOLERANCE = 1e-5
+
+
+def gram(rows: Tensor) -> Tensor:
+    """Σ over rows of x xᵀ, by products of column halves where that saves work.
+
+    A general matrix product computes both triangles. Splitting the columns as X = [X₁ X₂] leaves
+    X₁ᵀX₁, X₂ᵀX₂ (recursively) and X₁ᵀX₂, and so up to half of the work.
+
+    Args:
+        rows: [..., R, D], or any strides.
+
+    Returns:
+        [..., D, D], symmetric.
+
+    >>> x = torch.arange(6.0).reshape(3, 2)
+    >>> bool(torch.equal(gram(x), x.T @ x))
+    True
+    """
+    width = rows.shape[-1]
+    out = rows.new_zeros(*rows.shape[:-2], width, width)
+    return add_gram_(out, rows)
+
+
+def add_gram_(out: Tensor, rows: Tensor) -> Tensor:
+    """Adds the Gram matrix of ``rows`` [..., R, D] to ``out`` [..., D, D] in place and returns it."""
+    width = rows.shape[-1]
+    if width <= _SPLIT_WIDTH:
+        if rows.dim() == 2 and out.dtype == rows.dtype:
+            return out.addmm_(rows.T, rows)
+        return out.add_(rows.transpose(-1, -2) @ rows)
+    half = width // 2
+    left, right = rows[..., :half], rows[..., half:]
+    add_gram_(out[..., :half, :half], left)
+    add_gram_(out[..., half:, half:], right)
+    cross = left.transpose(-1, -2) @ right
+    out[..., :half, half:].add_(cross)
+    out[..., half:, :half].add_(cross.transpose(-1, -2))
+    return out
+
+
+def symmetrise(matrix: Tensor) -> Tensor:
+    """(M + Mᵀ)/2 over the last two dimensions: removes what rounding made unsymmetric."""
+    return (matrix + matrix.transpose(-1, -2)) / 2
+
+
+def psd_eigh(matrix: Tensor, *, what: str = "matrix") -> tuple[Tensor, Tensor]:
+    """Eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
+
+    Args:
+        matrix: [..., D, D], symmetric and p.s.d. up to rounding.
+        what: a name for messages.
+
+    Returns:
+        Eigenvalues [..., D] in ascending order, none negative, and eigenvectors [..., D, D] in columns.
+
+    Raises:
+        NumericalError: an entry is not finite, or the smallest eigenvalue is below −1e-5 times the largest.
+
+    >>> values, vectors = psd_eigh(torch.diag(torch.tensor([4.0, 1.0])))
+    >>> values
+    tensor([1., 4.], dtype=torch.float64)
+    """
+    matrix = symmetrise(matrix.to(torch.float64))
+    if not bool(torch.isfinite(matrix).all()):
+        raise NumericalError(f"{what} has entries that are not finite; check the data and the model's outputs")
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except RuntimeError:
+        jitter = 1e-12 * matrix.diagonal(dim1=-2, dim2=-1).mean()
+        warnings.warn(
+            f"eigendecomposition of {what} did not converge; {float(jitter):.1e} was added to its diagonal",
+            NumericalWarning,
+            stacklevel=2,
+        )
+        eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        values, vectors = torch.linalg.eigh(matrix + jitter * eye)
+    if values.numel():
+        smallest, largest = float(values.min()), float(values.max())
+        if smallest < -_NEGATIVE_TOLERANCE * max(largest, 0.0) - 1e-300:
+            raise NumericalError(
+                f"{what} is not positive semi-definite: smallest eigenvalue {smallest:.3e}, "
+                f"largest {largest:.3e}. A Gauss-Newton or Fisher curvature always is; an exact Hessian need not be"
+            )
+    return values.clamp_min(0.0), vectors
+
+
+def safe_cholesky(matrix: Tensor, *, what: str = "matrix") -> Tensor:
+    """Lower Cholesky factor in float64; a ladder of jitters on failure, each one reported.
+
+    Args:
+        matrix: [D, D], symmetric positive definite up to rounding.
+        what: a name for messages.
+
+    Returns:
+        L [D, D] with L Lᵀ = matrix (+ jitter).
+
+    Raises:
+        NumericalError: not positive definite even with a jitter of 1e-6 times the mean diagonal.
+
+    >>> safe_cholesky(torch.tensor([[4.0]]))
+    tensor([[2.]], dtype=torch.float64)
+    """
+    matrix = symmetrise(matrix.to(torch.float64))
+    if not bool(torch.isfinite(matrix).all()):
+        raise NumericalError(f"{what} has entries that are not finite; check the data and the model's outputs")
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if int(info.max()) == 0:
+        return factor
+    scale = float(matrix.diagonal(dim1=-2, dim2=-1).abs().mean())
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    for relative in (1e-14, 1e-12, 1e-10, 1e-8, 1e-6):
+        factor, info = torch.linalg.cholesky_ex(matrix + relative * scale * eye)
+        if int(info.max()) == 0:
+            warnings.warn(
+                f"Cholesky of {what} needed {relative * scale:.1e} on its diagonal (relative {relative:.0e})",
+                NumericalWarning,
+                stacklevel=2,
+            )
+            return factor
+    raise NumericalError(
+        f"{what} is not positive definite, even with 1e-6 of its mean diagonal added. "
+        "A larger prior precision makes a posterior precision positive definite"
+    )
+
+
+def kron(left: Tensor, right: Tensor) -> Tensor:
+    """Kronecker product of two matrices (or batches of them): [..., M, N] ⊗ [..., P, Q] -> [..., MP, NQ].
+
+    >>> kron(torch.eye(2), torch.ones(1, 2)).shape
+    torch.Size([2, 4])
+    """
+    shape = (*left.shape[:-2], left.shape[-2] * right.shape[-2], left.shape[-1] * right.shape[-1])
+    return torch.einsum("...mn,...pq->...mpnq", left, right).reshape(shape)

@@ -1,0 +1,162 @@
+"""Parameters by name: selecting them, flattening them, and putting others in their place for a while."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.errors import InputError
+
+__all__ = ["Params", "Selection", "flatten", "named_parameters", "select", "swapped", "unflatten"]
+
+Params = dict[str, Tensor]
+Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Every parameter once, under the first of its names, in the order of registration."""
+    return dict(model.named_parameters())
+
+
+def select(model: nn.Module, selection: Selection = "all") -> list[str]:
+    """Names of the chosen parameters, in the model's order.
+
+    Args:
+        model: any module.
+        selection: ``"all"`` (every parameter that requires a gradient), ``"last_layer"`` (the last module in
+            order of registration that owns a floating-point parameter), a list of parameter or module names, a regular
+            expression that must match a whole parameter name, or a function of (name, parameter).
+
+    Returns:
+        Names as in ``model.named_parameters()``; a tied parameter appears once.
+
+    Raises:
+        InputError: nothing is chosen, or a name does not exist.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> select(net, "last_layer")
+    ['2.weight', '2.bias']
+    >>> select(net, r".*bias")
+    ['0.bias', '2.bias']
+    """
+    parameters = {n: p for n, p in named_parameters(model).items() if p.is_floating_point()}
+    if not parameters:
+        raise InputError(
+            f"{type(model).__name__} has no floating-point parameter, so there is nothing to be uncertain about"
+        )
+    if callable(selection):
+        names = [n for n, p in parameters.items() if selection(n, p)]
+        described = "the given function"
+    elif isinstance(selection, str):
+        names = _select_by_word(model, parameters, selection)
+        described = repr(selection)
+    else:
+        names = _select_by_names(model, parameters, selection)
+        described = repr(list(selection))
+    if not names:
+        hint = "every parameter is frozen (requires_grad=False)" if selection == "all" else "nothing matched"
+        raise InputError(
+            f"params={described} selects no parameter: {hint}. This model has: {_few(list(parameters))}. "
+            'Allowed: "all", "last_layer", a list of names, a regular expression for whole names, or a function'
+        )
+    return names
+
+
+def _select_by_word(model: nn.Module, parameters: dict[str, nn.Parameter], word: str) -> list[str]:
+    if word == "all":
+        return [n for n, p in parameters.items() if p.requires_grad]
+    if word == "last_layer":
+        owner = [n for n, m in model.named_modules() if any(p is not None for p in m._parameters.values())][-1]
+        own = {id(p) for p in model.get_submodule(owner)._parameters.values()}
+        return [n for n, p in parameters.items() if id(p) in own]
+    if word in parameters or word in dict(model.named_modules()):
+        return _select_by_names(model, parameters, [word])
+    try:
+        pattern = re.compile(word)
+    except re.error as error:
+        raise InputError(f"params={word!r} is neither a name nor a regular expression: {error}") from error
+    return [n for n in parameters if pattern.fullmatch(n)]
+
+
+def _select_by_names(model: nn.Module, parameters: dict[str, nn.Parameter], names: Sequence[str]) -> list[str]:
+    # A tied parameter may be asked for under any of its names, or through any module that holds it.
+    aliases = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules())
+    wanted: set[int] = set()
+    unknown = []
+    for name in names:
+        if name in aliases:
+            wanted.add(id(aliases[name]))
+        elif name in modules:
+            wanted.update(id(p) for p in modules[name].parameters())
+        else:
+            unknown.append(name)
+    if unknown:
+        raise InputError(f"no parameter or module is called {_few(unknown)}. This model has: {_few(list(parameters))}")
+    return [n for n, p in parameters.items() if id(p) in wanted]
+
+
+def _few(names: Sequence[str], limit: int = 8) -> str:
+    rest = f", … ({len(names) - limit} more)" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + rest
+
+
+def flatten(params: Params, names: Sequence[str] | None = None) -> Tensor:
+    """Concatenates parameters, each row-major, in the order of ``names``.
+
+    >>> flatten({"a": torch.zeros(2, 2), "b": torch.ones(1)})
+    tensor([0., 0., 0., 0., 1.])
+    """
+    return torch.cat([params[n].reshape(-1) for n in (params if names is None else names)])
+
+
+def unflatten(vector: Tensor, like: Params, names: Sequence[str] | None = None) -> Params:
+    """Undoes :func:`flatten`; extra trailing dimensions of ``vector`` [P, ...] move to the front."""
+    out: Params = {}
+    start = 0
+    for name in like if names is None else names:
+        size = like[name].numel()
+        part = vector[start : start + size]
+        out[name] = (
+            part.reshape(like[name].shape)
+            if vector.dim() == 1
+            else part.movedim(0, -1).reshape(*vector.shape[1:], *like[name].shape)
+        )
+        start += size
+    if start != vector.shape[0]:
+        raise InputError(f"a vector of length {vector.shape[0]} does not fit parameters with {start} entries")
+    return out
+
+
+@contextmanager
+def swapped(model: nn.Module, params: Params) -> Iterator[nn.Module]:
+    """The model with other values in the named parameters; the old ones come back, whatever happens inside.
+
+    >>> net = nn.Linear(1, 1, bias=False)
+    >>> before = net.weight.detach().clone()
+    >>> with swapped(net, {"weight": torch.full((1, 1), 5.0)}):
+    ...     net(torch.ones(1, 1)).item()
+    5.0
+    >>> bool(torch.equal(net.weight, before))
+    True
+    """
+    own = named_parameters(model)
+    unknown = [n for n in params if n not in own]
+    if unknown:
+        raise InputError(f"the model has no parameter called {_few(unknown)}")
+    wrong = [n for n in params if params[n].shape != own[n].shape]
+    if wrong:
+        name = wrong[0]
+        raise InputError(f"{name} has shape {tuple(own[name].shape)}, but {tuple(params[name].shape)} was given")
+    saved = {n: own[n].data for n in params}
+    try:
+        for name, value in params.items():
+            own[name].data = value.detach().to(dtype=saved[name].dtype, device=saved[name].device)
+        yield model
+    finally:
+        for name, value in saved.items():
+            own[name].data = value
