@@ -1,0 +1,18 @@
+"""The curvature engine: exact sums over data of Kronecker factors, diagonals, full and low-rank matrices."""
+
+from aftermap.curvature.factors import Block, Factors, Treatment
+from aftermap.curvature.fit import STRUCTURES, fit_curvature
+from aftermap.curvature.layers import LayerRule, register, registered_rules
+from aftermap.curvature.vectors import VECTOR_KINDS
+
+__all__ = [
+    "STRUCTURES",
+    "VECTOR_KINDS",
+    "Block",
+    "Factors",
+    "LayerRule",
+    "Treatment",
+    "fit_curvature",
+    "register",
+    "registered_rules",
+]

@@ -1,0 +1,160 @@
+"""Records every call of every layer in one forward pass; the only file with hooks.
+
+A forward hook keeps the detached input and the *gradient edge* of the output, not the output itself: an activation that
+works in place changes the tensor, but not the edge. Gradients are taken with respect to these edges, never with respect
+to parameters: that is half the work of a backward pass. Whatever happens inside, the model is afterwards exactly what it
+was: hooks, ``forward``, ``requires_grad``, ``.grad`` and modes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from aftermap.curvature.attention import attention_forward
+from aftermap.curvature.sites import Sites
+from aftermap.errors import UnsupportedError
+
+__all__ = ["Call", "backpropagate", "capture", "gradients_for"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer.
+
+    Attributes:
+        site: number of its site.
+        module: whose call it was (modules with tied parameters share a site, but not a stride).
+        inputs: what went in, detached.
+        version: the input's version when it was seen.
+        edge: where in the graph the output's gradient arrives.
+        out_shape: shape of the output.
+        group: which group of the block the call concerns; None for all.
+    """
+
+    site: int
+    module: nn.Module
+    inputs: Tensor
+    version: int
+    edge: GradientEdge
+    out_shape: tuple[int, ...]
+    group: int | None = None
+
+    def check_unchanged(self) -> None:
+        """Raises if the input was overwritten after the call (autograd would refuse to train such a model, too)."""
+        if self.inputs._version != self.version:
+            raise UnsupportedError(
+                f"the input of a {type(self.module).__name__} was changed in place after the call, so its curvature is lost. "
+                "Use an operation that is not in place there"
+            )
+
+
+@contextmanager
+def gradients_for(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Inside, exactly the named parameters require gradients: frozen parts build no graph and cost no memory."""
+    before = {n: p.requires_grad for n, p in model.named_parameters()}
+    wanted = set(names)
+    try:
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name in wanted)
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(before[name])
+
+
+@contextmanager
+def capture(sites: Sites) -> Iterator[list[Call]]:
+    """Inside, every call at the sites is appended to the list that is yielded.
+
+    >>> from aftermap.curvature.sites import find_sites
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
+    >>> with capture(find_sites(net, ["0.weight", "2.weight"])) as calls:
+    ...     out = net(torch.ones(4, 2))
+    >>> [(c.site, c.out_shape) for c in calls]
+    [(0, (4, 3)), (1, (4, 1))]
+    >>> len(net[0]._forward_hooks)
+    0
+    """
+    calls: list[Call] = []
+
+    def record(site: int, module: nn.Module, inputs: Any, output: Any, group: int | None = None) -> None:
+        # A call under no_grad passes no gradient on, and so contributes nothing.
+        if isinstance(inputs, Tensor) and isinstance(output, Tensor) and output.requires_grad:
+            kept = inputs.detach()
+            calls.append(Call(site, module, kept, kept._version, get_gradient_edge(output), tuple(output.shape), group))
+
+    def hook_for(site: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            record(site, module, args[0] if args else next(iter(kwargs.values()), None), output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for module, site in sites.hooked:
+            handle = module.register_forward_hook(hook_for(site), with_kwargs=True)
+            stack.callback(handle.remove)
+        for attention, parts in sites.attention:
+            stack.enter_context(_tapped(attention, parts, record))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        yield calls
+
+
+@contextmanager
+def _tapped(module: nn.MultiheadAttention, parts: dict[str, int], record: Any) -> Iterator[None]:
+    def tap(part: str, inputs: Tensor, output: Tensor, group: int | None) -> None:
+        if part in parts:
+            record(parts[part], module, inputs, output, group)
+
+    own = module.__dict__
+    had = "forward" in own
+    before = own.get("forward")
+    try:
+        own["forward"] = attention_forward(module, tap)
+        yield
+    finally:
+        if had:
+            own["forward"] = before
+        else:
+            del own["forward"]
+
+
+def backpropagate(
+    outputs: Tensor, edges: Sequence[GradientEdge], vectors: Tensor, *, batched: bool, keep: bool
+) -> Iterator[list[Tensor | None]]:
+    """Gradients at the edges for each vector, several at a time or one by one.
+
+    Args:
+        outputs: [b, ..., c].
+        edges: of the layer outputs.
+        vectors: [v, b, ..., c].
+        batched: all vectors in one vectorised pass (faster for matrix products, slower for convolutions).
+        keep: the graph is needed again afterwards.
+
+    Yields:
+        For some vectors at a time, a gradient [v', b, ...] per edge; None where the output does not depend on it.
+    """
+    if batched and len(vectors) > 1:
+        with warnings.catch_warnings():
+            # A missing batching rule makes PyTorch loop inside: slower, not wrong.
+            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+            yield list(
+                torch.autograd.grad(
+                    outputs, list(edges), vectors, is_grads_batched=True, retain_graph=keep, allow_unused=True
+                )
+            )
+        return
+    for number, vector in enumerate(vectors):
+        last = number == len(vectors) - 1
+        grads = torch.autograd.grad(outputs, list(edges), vector, retain_graph=keep or not last, allow_unused=True)
+        yield [None if g is None else g[None] for g in grads]

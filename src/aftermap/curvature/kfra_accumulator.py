@@ -1,0 +1,42 @@
+"""KFRA in the stream: input factors as in KFAC, output factors by the backward recursion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from aftermap.curvature.accumulate import Accumulator
+from aftermap.curvature.factors import Block
+from aftermap.curvature.kfra import kfra_factors
+from aftermap.curvature.kron import KronAccumulator, KronBlock
+from aftermap.curvature.sites import Sites
+from aftermap.curvature.step import BatchStep, VectorStep
+from aftermap.errors import UnsupportedError
+from aftermap.likelihoods import Likelihood
+
+__all__ = ["KfraAccumulator"]
+
+
+class KfraAccumulator(Accumulator):
+    """Sums the factors of all layers with a weight matrix; one recursion per batch serves them all."""
+
+    def __init__(self, parts: Sequence[KronAccumulator], sites: Sites, likelihood: Likelihood):
+        self.parts, self.likelihood = list(parts), likelihood
+        self.names = [sites.sites[p.site].name for p in self.parts]
+
+    def on_batch(self, step: BatchStep) -> None:
+        if step.batch.weight is not None:
+            raise UnsupportedError(
+                "KFRA averages one matrix over the examples of a batch and cannot weigh them; "
+                "use structure='kron' with example weights"
+            )
+        found = kfra_factors(step.model, step.batch.inputs, self.likelihood, step.batch.targets, self.names)
+        for part, name in zip(self.parts, self.names, strict=True):
+            part.on_batch(step)
+            part.outputs += found[name].to(part.outputs.dtype)
+
+    def on_vectors(self, step: VectorStep) -> None:
+        """Nothing: the recursion needs no vectors."""
+
+    def results(self) -> list[Block]:
+        return [replace(b, kind="kfra") for p in self.parts for b in p.results() if isinstance(b, KronBlock)]

@@ -1,0 +1,158 @@
+"""Kronecker-factored curvature (KFAC): one pair of factors per layer and group.
+
+For the sum loss and row-major vec(W) the block of a layer is approximated by
+
+    Σ_n Σ_v vec(G_nv) vec(G_nv)ᵀ ≈ B ⊗ A / rows,   A = Σ a aᵀ,   B = Σ g gᵀ
+
+with the sums over data and shared positions (expand, Grosse & Martens 2016; Ritter et al. 2018, eq. 1 and 14), or over
+data after summing each example's positions (reduce, Eschenhagen et al. 2023). ``rows`` is the number of rows in A: the
+block is an expectation over rows of one factor times the sum of the other. Exact for one datum without sharing, for deep
+linear networks with squared loss, and (reduce) for linear convolutions with mean pooling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.accumulate import Accumulator
+from aftermap.curvature.factors import Block
+from aftermap.curvature.layout import Layout
+from aftermap.curvature.rows import MatrixRows, budget
+from aftermap.curvature.step import BatchStep, VectorStep
+from aftermap.linalg import gram, kron
+
+__all__ = ["APPROACHES", "KronAccumulator", "KronBlock", "grad_gram"]
+
+APPROACHES = ("expand", "reduce")
+
+
+@dataclass(frozen=True)
+class KronBlock(Block):
+    """B ⊗ A / rows for each group.
+
+    Attributes:
+        layout: how the parameters form [group, out, in].
+        inputs: A [g, i, i], or its diagonal [g, i] (embeddings).
+        outputs: B [g, o, o].
+        rows: [g], float64.
+        kind: kron or kfra.
+    """
+
+    layout: Layout
+    inputs: Tensor
+    outputs: Tensor
+    rows: Tensor
+    kind: str = "kron"
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.layout.shapes
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"inputs": self.inputs, "outputs": self.outputs, "rows": self.rows}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> KronBlock:
+        return replace(self, inputs=tensors["inputs"], outputs=tensors["outputs"], rows=tensors["rows"])
+
+    def scaled(self, factor: float) -> KronBlock:
+        # Counting every datum c times multiplies both sums and the rows.
+        return replace(self, inputs=self.inputs * factor, outputs=self.outputs * factor, rows=self.rows * factor)
+
+    def input_mean(self) -> Tensor:
+        """A / rows in float64: [g, i, i] or [g, i]. Only here is the count divided out."""
+        rows = torch.where(self.rows > 0, self.rows, 1.0)  # a layer that was never called has A = 0
+        return self.inputs.to(torch.float64) / rows.reshape(-1, *[1] * (self.inputs.dim() - 1))
+
+    def to_dense(self) -> Tensor:
+        mean, size = self.input_mean(), self.layout.out * self.layout.in_
+        dense = torch.zeros(self.size, self.size, dtype=torch.float64, device=mean.device)
+        for g in range(self.layout.groups):
+            side = torch.diag(mean[g]) if mean.dim() == 2 else mean[g]
+            part = slice(g * size, (g + 1) * size)
+            dense[part, part] = kron(self.outputs[g].to(torch.float64), side)
+        place = self.layout.positions()
+        ordered = torch.empty_like(dense)
+        ordered[place[:, None], place] = dense
+        return ordered
+
+    def diagonal(self) -> dict[str, Tensor]:
+        mean = self.input_mean()
+        inner = mean if mean.dim() == 2 else mean.diagonal(dim1=-2, dim2=-1)
+        outer = self.outputs.to(torch.float64).diagonal(dim1=-2, dim2=-1)
+        return self.layout.split(outer[:, :, None] * inner[:, None, :])
+
+
+def grad_gram(grads: Tensor) -> Tensor:
+    """Σ_vbt g gᵀ: [v, b, g, t, o] -> [g, o, o]."""
+    vectors, batch, groups, shared, out = grads.shape
+    if shared > 1 and grads.stride(-2) == 1:
+        # A convolution's gradient lies feature by feature: multiply the lines where they are.
+        lines = grads.transpose(-1, -2).reshape(vectors * batch, groups, out, shared)
+        total = lines.new_zeros(groups, out, out)
+        step = budget(groups * out * out, 1 << 20)
+        for start in range(0, len(lines), step):
+            part = lines[start : start + step]
+            total += (part @ part.transpose(-1, -2)).sum(0)
+        return total
+    rows = grads.permute(2, 0, 1, 3, 4).reshape(groups, -1, out)
+    return gram(rows[0])[None] if groups == 1 else gram(rows)
+
+
+class KronAccumulator(Accumulator):
+    """Sums A and B of one site."""
+
+    def __init__(
+        self,
+        site: int,
+        layout: Layout,
+        approach: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        one_hot: bool,
+    ):
+        self.site, self.layout, self.approach = site, layout, approach
+        groups, out, width = layout.groups, layout.out, layout.in_
+        shape = (groups, width) if one_hot else (groups, width, width)
+        self.inputs = torch.zeros(shape, dtype=dtype, device=device)
+        self.outputs = torch.zeros(groups, out, out, dtype=dtype, device=device)
+        self.rows = torch.zeros(groups, dtype=torch.float64, device=device)
+
+    def on_batch(self, step: BatchStep) -> None:
+        weight = step.batch.weight
+        rows = [r for r in (call.rows for call in step.calls[self.site]) if isinstance(r, MatrixRows)]
+        if not rows:
+            return
+        count = step.size if weight is None else float(weight.sum())
+        lengths = torch.tensor([r.lengths() for r in rows], dtype=torch.float64, device=self.rows.device).sum(0)
+        if self.approach == "expand":
+            for each in rows:
+                self.inputs += each.gram(weight)
+            self.rows += count * lengths
+            return
+        total = sum((r.total() for r in rows[1:]), rows[0].total())  # [b, g, i]
+        if weight is not None:
+            total = total * weight.sqrt()[:, None, None].to(total.dtype)
+        self.inputs += total.square().sum(0) if self.inputs.dim() == 2 else gram(total.transpose(0, 1))
+        self.rows += count * lengths.square()
+
+    def on_vectors(self, step: VectorStep) -> None:
+        grads = [g for _, g in step.grads[self.site]]
+        if not grads:
+            return
+        if self.approach == "expand":
+            for each in grads:
+                self.outputs += grad_gram(each)
+            return
+        total = sum((g.sum(3) for g in grads[1:]), grads[0].sum(3))  # [v, b, g, o]
+        self.outputs += gram(total.flatten(0, 1).transpose(0, 1))
+
+    def results(self) -> list[Block]:
+        return [KronBlock(self.layout, self.inputs, self.outputs, self.rows)]

@@ -1,0 +1,194 @@
+"""A look at the model on two and three examples before the work: what is batched, what is independent, what is right.
+
+The probe answers, for a model nobody has seen before: do the outputs of one example depend on others? Which dimension of
+each layer's input is the batch? And do the rules give the true gradient, example by example? Where they do not (a weight
+that is also used as a bare tensor, a layer without a batch dimension, a checkpointed segment), the parameter is treated
+by exact per-example gradients instead, and the reason is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Batch, call_model, take
+from aftermap.curvature.capture import Call, capture, gradients_for
+from aftermap.curvature.sites import Sites, find_sites
+from aftermap.curvature.step import BatchStep
+from aftermap.errors import InputError, ShapeError, UnsupportedError
+
+__all__ = ["Probe", "check_modes", "check_outputs", "probe"]
+
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was learnt.
+
+    Attributes:
+        sites: where rules apply.
+        axes: (site, id of the module) -> dimension of the batch in its inputs.
+        by_parameter: parameter -> numbers of its sites; missing for parameters without a rule.
+        reasons: parameter without a rule -> why.
+        unused: parameters that the outputs do not depend on.
+    """
+
+    sites: Sites
+    axes: dict[tuple[int, int], int]
+    by_parameter: dict[str, list[int]]
+    reasons: dict[str, str]
+    unused: frozenset[str]
+
+
+def check_modes(model: nn.Module) -> None:
+    """Raises if a layer would make outputs random or dependent on other examples."""
+    bad: list[str] = []
+    for path, module in model.named_modules():
+        dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        if module.training and (dropout or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+            bad.append(f"{path or 'the model'} ({type(module).__name__})")
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            bad.append(f"{path or 'the model'} ({type(module).__name__} without running statistics)")
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise InputError(
+            f"these layers are in training mode: {', '.join(bad[:5])}{more}. Batch statistics couple the examples and dropout "
+            "makes outputs random, so there is no curvature of one datum. Call model.eval() first "
+            "(a BatchNorm needs running statistics)"
+        )
+
+
+def check_outputs(outputs: Tensor, size: int) -> None:
+    """Raises unless outputs are finite floating-point numbers [size, ..., C]."""
+    if outputs.dim() < 2 or outputs.shape[0] != size:
+        raise ShapeError(
+            f"the model returned shape {tuple(outputs.shape)} for {size} examples; allowed is [N, ..., C] with the batch first. "
+            "For one output per example add a last dimension: model(x).unsqueeze(-1)"
+        )
+    if not outputs.is_floating_point():
+        raise ShapeError(
+            f"the model returned {outputs.dtype}; the outputs must be floating-point (logits, means, log rates)"
+        )
+    if not bool(torch.isfinite(outputs).all()):
+        bad = torch.nonzero(~torch.isfinite(outputs.detach()))[0].tolist()
+        raise InputError(
+            f"the model's outputs are not finite: {outputs[tuple(bad)].item()} at index {bad}. "
+            "Check the weights and the scale of the inputs"
+        )
+
+
+def probe(model: nn.Module, names: Sequence[str], batch: Batch) -> Probe:
+    """Looks at the model on copies of up to three examples of the first batch.
+
+    Raises:
+        UnsupportedError: the outputs of an example depend on the other examples of its batch.
+        InputError: the outputs depend on none of the selected parameters.
+    """
+    check_modes(model)
+    sites = find_sites(model, names)
+    with gradients_for(model, names):
+        pair, calls_of_pair = _run(model, sites, _copies(batch, 2))
+        three = _copies(batch, 3)
+        outputs, calls = _run(model, sites, three)
+        check_outputs(outputs, 3)
+        _check_independent(pair, outputs)
+        if not outputs.requires_grad:
+            raise InputError(
+                f"the outputs depend on none of the selected parameters ({', '.join(list(names)[:5])}…); "
+                "is part of the forward pass under torch.no_grad()?"
+            )
+        axes, unbatched = _find_axes(calls_of_pair, calls, sites)
+        reasons = dict(sites.reasons)
+        for number in unbatched:
+            for name in sites.sites[number].layout.names:
+                reasons[name] = "its layer is called without a batch dimension"
+        by_parameter = {n: s for n, s in sites.by_parameter().items() if n not in reasons}
+        by_parameter, wrong, unused = _verify(model, names, three, outputs, calls, sites, axes, by_parameter)
+    reasons.update(wrong)
+    return Probe(sites, axes, by_parameter, reasons, unused)
+
+
+def _copies(batch: Batch, count: int) -> Batch:
+    """The first examples of a batch, repeated where it has fewer."""
+    index = torch.arange(count) % batch.size
+    return Batch(take(batch.inputs, index, batch.size), None, None, count)
+
+
+def _run(model: nn.Module, sites: Sites, batch: Batch) -> tuple[Tensor, list[Call]]:
+    with capture(sites) as calls:
+        outputs = call_model(model, batch.inputs)
+    return outputs, calls
+
+
+def _check_independent(pair: Tensor, triple: Tensor) -> None:
+    scale = float(triple.detach().abs().max())
+    tolerance = 1e-3 if triple.dtype == torch.float64 else 2e-2
+    if (
+        pair.shape[1:] != triple.shape[1:]
+        or float((pair - triple[: len(pair)]).detach().abs().max()) > tolerance * scale
+    ):
+        raise UnsupportedError(
+            "the output of an example changes with the other examples of its batch (or is random). Curvature needs independent "
+            "examples: check for normalisation over the batch, dropout that is always on, or a model that mixes examples"
+        )
+
+
+def _find_axes(
+    pair: Sequence[Call], triple: Sequence[Call], sites: Sites
+) -> tuple[dict[tuple[int, int], int], set[int]]:
+    """The batch dimension by (site, module), and sites with a call that has none."""
+    axes: dict[tuple[int, int], int] = {}
+    unbatched: set[int] = set()
+    if len(pair) != len(triple):
+        return axes, set(range(len(sites.sites)))
+    for two, three in zip(pair, triple, strict=True):
+        if two.out_shape[0] * 3 == three.out_shape[0] * 2:
+            axis = 0
+        elif len(two.out_shape) > 2 and (two.out_shape[1], three.out_shape[1]) == (2, 3):
+            axis = 1
+        else:
+            unbatched.add(three.site)
+            continue
+        if axes.setdefault((three.site, id(three.module)), axis) != axis:
+            unbatched.add(three.site)
+    return axes, unbatched
+
+
+def _verify(
+    model: nn.Module,
+    names: Sequence[str],
+    three: Batch,
+    outputs: Tensor,
+    calls: Sequence[Call],
+    sites: Sites,
+    axes: dict[tuple[int, int], int],
+    by_parameter: dict[str, list[int]],
+) -> tuple[dict[str, list[int]], dict[str, str], frozenset[str]]:
+    """Compares the rules with autograd for a vector that only the first example has."""
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.zeros(outputs.shape, dtype=outputs.dtype)
+    vector[0] = torch.randn(outputs.shape[1:], generator=generator, dtype=outputs.dtype)
+    vector = vector.to(outputs.device)
+    own = dict(model.named_parameters())
+    truth = torch.autograd.grad(outputs, [own[n] for n in names], vector, retain_graph=True, allow_unused=True)
+    unused = frozenset(n for n, t in zip(names, truth, strict=True) if t is None)
+    step = BatchStep.make(model, three, outputs, sites, by_parameter, calls, axes)
+    covered = list(by_parameter)
+    found = next(iter(step.backpropagate(vector[None], batched=False, keep=False))).per_example(covered, 0, 3)
+    tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
+    wrong: dict[str, str] = {}
+    for name, true in zip(names, truth, strict=True):
+        if name not in found:
+            continue
+        expected = torch.zeros_like(found[name][0])
+        if true is not None:
+            expected[0] = true
+        error, size = float((found[name][0] - expected).norm()), float(expected.norm())
+        if error > tolerance * size + torch.finfo(outputs.dtype).tiny:
+            wrong[name] = "it is also used outside its layer's call (or the layer mixes examples)"
+    # A parameter that is wrong spoils only itself: the others keep their rule, but not in a common block.
+    return {n: s for n, s in by_parameter.items() if n not in wrong}, wrong, unused

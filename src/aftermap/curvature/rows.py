@@ -1,0 +1,251 @@
+"""The input side of a layer call in the one format [batch, group, shared, features], and what is summed over it.
+
+Index legend: b example, v back-propagated vector, g group, t shared position, i feature in, o feature out.
+
+A layer call is affine in its block: y[b,g,t,o] = Σ_i W[g,o,i] a[b,g,t,i]. So for an output gradient g the block's
+per-example gradient is
+
+    G[v,b,g] = Σ_t g[v,b,g,t] a[b,g,t]ᵀ          (the sum over t before any square: MATH 1.2)
+
+and every curvature is a contraction of a and g. A `Rows` knows its a, in the cheapest form, and does these contractions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aftermap.linalg import gram
+
+__all__ = ["DenseRows", "MatrixRows", "OneHotRows", "Rows", "ScaleRows", "append_ones", "budget"]
+
+# Working memory of one contraction, in numbers: large enough to keep the cores busy, small enough for the cache.
+_CHUNK_NUMBERS = 1 << 22
+
+
+def budget(per_example: int, numbers: int = _CHUNK_NUMBERS) -> int:
+    """How many examples of ``per_example`` numbers each fit into the working memory (at least one)."""
+    return max(1, numbers // max(1, per_example))
+
+
+def append_ones(columns: Tensor) -> Tensor:
+    """[..., i] -> [..., i + 1] with a trailing 1: the bias is one more weight."""
+    return torch.cat([columns, columns.new_ones(*columns.shape[:-1], 1)], dim=-1)
+
+
+class Rows(ABC):
+    """Input rows a[b,g,t,i] of one call of a layer; ``i`` includes the trailing 1 of a bias."""
+
+    batch: int
+    groups: int
+    shared: int
+    features: int
+
+    @abstractmethod
+    def outer(self, grads: Tensor) -> Tensor:
+        """Per-example gradients: [v, b, g, t, o] -> [v, b, g, o, i]."""
+
+    def outer_squared(self, grads: Tensor) -> Tensor:
+        """Σ_vb of the squared per-example gradients: [v, b, g, t, o] -> [g, o, i]."""
+        out = grads.shape[-1]
+        result = grads.new_zeros(self.groups, out, self.features)
+        step = budget(grads.shape[0] * self.groups * out * self.features)
+        for start in range(0, self.batch, step):
+            part = self.narrow(start, min(step, self.batch - start))
+            each = part.outer(grads[:, start : start + step])
+            result += each.square_().sum((0, 1))
+        return result
+
+    @abstractmethod
+    def narrow(self, start: int, length: int) -> Rows:
+        """The rows of some examples."""
+
+
+class MatrixRows(Rows):
+    """Rows of a layer with a weight matrix, which can also be correlated among themselves."""
+
+    @abstractmethod
+    def gram(self, weight: Tensor | None = None) -> Tensor:
+        """Σ_bt w_b a aᵀ: [g, i, i], or its diagonal [g, i] where the matrix is diagonal by construction."""
+
+    @abstractmethod
+    def total(self) -> Tensor:
+        """Σ_t a: [b, g, i]."""
+
+    def lengths(self) -> tuple[int, ...]:
+        """How many shared rows one example has in each group."""
+        return (self.shared,) * self.groups
+
+
+@dataclass(frozen=True)
+class DenseRows(MatrixRows):
+    """Rows that are there as a tensor; ``ones`` says that a trailing 1 belongs to each.
+
+    Attributes:
+        data: [b, g, t, i] without the ones; i may be 0 (only a bias).
+        only_group: the one group that this call concerns (the others hold zeros); None for all.
+    """
+
+    data: Tensor
+    ones: bool
+    only_group: int | None = None
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        return self.data.shape[0]
+
+    @property
+    def groups(self) -> int:  # type: ignore[override]
+        return self.data.shape[1]
+
+    @property
+    def shared(self) -> int:  # type: ignore[override]
+        return self.data.shape[2]
+
+    @property
+    def features(self) -> int:  # type: ignore[override]
+        return self.data.shape[3] + int(self.ones)
+
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self.shared if self.only_group in (None, g) else 0 for g in range(self.groups))
+
+    def dense(self) -> Tensor:
+        """[b, g, t, i] with the ones."""
+        return append_ones(self.data) if self.ones else self.data
+
+    def gram(self, weight: Tensor | None = None) -> Tensor:
+        if weight is not None:
+            root = weight.to(self.data.dtype).sqrt()[:, None, None, None]
+            return DenseRows(self.dense() * root, ones=False).gram()
+        rows = self.data.transpose(0, 1).flatten(1, 2)  # [g, bt, i]
+        if not self.ones:
+            return gram(rows[0])[None] if self.groups == 1 else gram(rows)
+        width = rows.shape[-1]
+        out = rows.new_empty(self.groups, width + 1, width + 1)
+        out[:, :width, :width] = gram(rows[0]) if self.groups == 1 else gram(rows)
+        out[:, width, :width] = out[:, :width, width] = rows.sum(1)
+        out[:, width, width] = rows.shape[1]
+        return out
+
+    def total(self) -> Tensor:
+        summed = self.data.sum(2)
+        return torch.cat([summed, summed.new_full((*summed.shape[:-1], 1), self.shared)], -1) if self.ones else summed
+
+    def outer(self, grads: Tensor) -> Tensor:
+        rows = self.dense()
+        if self.shared == 1:
+            return grads[:, :, :, 0, :, None] * rows[:, :, 0, None, :]
+        if grads.shape[0] == 1:
+            return (grads[0].transpose(-1, -2) @ rows)[None]
+        return torch.stack([each.transpose(-1, -2) @ rows for each in grads])
+
+    def outer_squared(self, grads: Tensor) -> Tensor:
+        if self.shared > 1:
+            return super().outer_squared(grads)
+        # Without sharing Σ_vb g² a² is one matrix product per group: no per-example tensor exists.
+        weights = grads[:, :, :, 0].square().sum(0)  # [b, g, o]
+        rows = self.dense()[:, :, 0].square()  # [b, g, i]
+        return torch.einsum("bgo,bgi->goi", weights, rows)
+
+    def narrow(self, start: int, length: int) -> DenseRows:
+        return DenseRows(self.data[start : start + length], self.ones, self.only_group)
+
+
+@dataclass(frozen=True)
+class ScaleRows(Rows):
+    """Rows of an elementwise scale (norm layers, PReLU): each group has one output, features (x̂, 1).
+
+    Attributes:
+        data: [b, g, t]; None where only the shift is selected.
+        ones: whether a shift belongs to the block.
+        shape: (b, g, t).
+    """
+
+    data: Tensor | None
+    ones: bool
+    shape: tuple[int, int, int]
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        return self.shape[0]
+
+    @property
+    def groups(self) -> int:  # type: ignore[override]
+        return self.shape[1]
+
+    @property
+    def shared(self) -> int:  # type: ignore[override]
+        return self.shape[2]
+
+    @property
+    def features(self) -> int:  # type: ignore[override]
+        return int(self.data is not None) + int(self.ones)
+
+    def outer(self, grads: Tensor) -> Tensor:
+        flat = grads[..., 0]  # [v, b, g, t]
+        parts = [] if self.data is None else [torch.einsum("vbgt,bgt->vbg", flat, self.data)]
+        if self.ones:
+            parts.append(flat.sum(-1))
+        return torch.stack(parts, -1)[..., None, :]
+
+    def narrow(self, start: int, length: int) -> ScaleRows:
+        data = None if self.data is None else self.data[start : start + length]
+        return ScaleRows(data, self.ones, (length, *self.shape[1:]))
+
+
+@dataclass(frozen=True)
+class OneHotRows(MatrixRows):
+    """Rows that are one-hot (embeddings): only the index is kept, Σ a aᵀ is the diagonal of counts.
+
+    Attributes:
+        index: [b, t] integer; a negative index is a row of zeros (padding).
+        features: vocabulary.
+    """
+
+    index: Tensor
+    features: int
+    dtype: torch.dtype
+    groups: int = 1
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        return self.index.shape[0]
+
+    @property
+    def shared(self) -> int:  # type: ignore[override]
+        return self.index.shape[1]
+
+    def gram(self, weight: Tensor | None = None) -> Tensor:
+        used = self.index >= 0
+        counts = None if weight is None else weight[:, None].expand_as(self.index)[used].to(torch.float64)
+        return torch.bincount(self.index[used], counts, minlength=self.features).to(self.dtype)[None]
+
+    def total(self) -> Tensor:
+        out = torch.zeros(self.batch, self.features, dtype=self.dtype, device=self.index.device)
+        ones = (self.index >= 0).to(self.dtype)
+        return out.scatter_add_(1, self.index.clamp_min(0), ones)[:, None]
+
+    def outer(self, grads: Tensor) -> Tensor:
+        vectors, batch, _, shared, out = grads.shape
+        result = grads.new_zeros(vectors, batch, self.features, out)
+        used = (self.index >= 0).to(grads.dtype)[None, :, :, None]
+        place = self.index.clamp_min(0)[None, :, :, None].expand(vectors, batch, shared, out)
+        result.scatter_add_(2, place, grads[:, :, 0] * used)
+        return result.transpose(2, 3)[:, :, None]
+
+    def outer_squared(self, grads: Tensor) -> Tensor:
+        # Sum what one example says about one token, square, then sum over examples: never [b, vocabulary, o].
+        used = self.index >= 0
+        example = torch.arange(self.batch, device=self.index.device)[:, None].expand_as(self.index)
+        pairs, place = torch.unique(example[used] * self.features + self.index[used], return_inverse=True)
+        result = grads.new_zeros(self.features, grads.shape[-1])
+        for each in grads[:, :, 0]:  # [b, t, o]
+            sums = each.new_zeros(len(pairs), each.shape[-1]).index_add_(0, place, each[used])
+            result.index_add_(0, pairs % self.features, sums.square_())
+        return result.T[None]
+
+    def narrow(self, start: int, length: int) -> OneHotRows:
+        return OneHotRows(self.index[start : start + length], self.features, self.dtype)
