@@ -1,0 +1,248 @@
+"""What a posterior is, and the Gaussian one: a mean and block posteriors that together hold every parameter once."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.diagonal import DiagonalBlock
+from aftermap.curvature.ekfac import EigenBlock, decompose
+from aftermap.curvature.factors import Factors
+from aftermap.curvature.full import FullBlock
+from aftermap.curvature.kron import KronBlock
+from aftermap.curvature.low_rank import LowRankBlock
+from aftermap.curvature.step import VectorStep
+from aftermap.errors import InputError
+from aftermap.params import Params
+from aftermap.posteriors.blocks import BlockPosterior
+from aftermap.posteriors.diagonal import DiagonalBlockPosterior
+from aftermap.posteriors.full import full_block_posterior
+from aftermap.posteriors.kron import DAMPINGS, kron_block_posterior
+from aftermap.posteriors.low_rank import low_rank_block_posterior
+from aftermap.posteriors.prior import Prior, PriorSpec
+
+__all__ = ["GaussianPosterior", "Posterior", "layers_of"]
+
+
+class Posterior(ABC):
+    """A distribution over the selected parameters of a network (DESIGN 6)."""
+
+    mean: Params
+
+    @abstractmethod
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
+        """Weights: name -> [count, *shape]."""
+
+    @abstractmethod
+    def log_prob(self, params: Params) -> Tensor:
+        """Log density at weights [..., *shape]: [...]."""
+
+    @abstractmethod
+    def log_det_precision(self) -> Tensor:
+        """Log determinant of the precision."""
+
+    @abstractmethod
+    def precision_mv(self, values: Params) -> Params:
+        """Precision times [..., *shape]."""
+
+    @abstractmethod
+    def covariance_mv(self, values: Params) -> Params:
+        """Covariance times [..., *shape]."""
+
+    @abstractmethod
+    def marginal_variance(self) -> Params:
+        """The diagonal of the covariance."""
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """The precision [P, P] in float64 over `names`, each parameter row-major."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The parameters, in order."""
+        return tuple(self.mean)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Their shapes."""
+        return {n: tuple(v.shape) for n, v in self.mean.items()}
+
+    @property
+    def n_params(self) -> int:
+        """P."""
+        return sum(v.numel() for v in self.mean.values())
+
+
+def layers_of(factors: Factors) -> dict[str, list[str]]:
+    """Layer name -> parameters: the blocks, or for one block over everything the modules that own the parameters."""
+    if len(factors.blocks) > 1:
+        return {b.name: list(b.shapes) for b in factors.blocks}
+    found: dict[str, list[str]] = {}
+    for name in factors.names:
+        found.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return found
+
+
+@dataclass(frozen=True)
+class GaussianPosterior(Posterior):
+    """N(θ*, (s·H + P₀)⁻¹) with a block-diagonal curvature H.
+
+    Attributes:
+        mean: θ*, by name.
+        blocks: one posterior per curvature block.
+        prior: P₀ and its mean.
+        scale: s = data scale / temperature (and 1/σ² for a Gaussian likelihood with unit-noise curvature), 0-d float64.
+        layers: layer name -> parameters, the granularity of a per-layer prior.
+        damping: exact, factored or pi.
+    """
+
+    mean: Params
+    blocks: tuple[BlockPosterior, ...]
+    prior: Prior
+    scale: Tensor
+    layers: Mapping[str, Sequence[str]]
+    damping: str = "exact"
+
+    @staticmethod
+    def from_factors(
+        factors: Factors,
+        mean: Params,
+        prior: PriorSpec = 1.0,
+        *,
+        prior_mean: float | Params = 0.0,
+        scale: float | Tensor = 1.0,
+        damping: str = "exact",
+    ) -> GaussianPosterior:
+        """Decomposes the curvature once; over several processes the decompositions are shared out.
+
+        Args:
+            factors: the curvature.
+            mean: the trained weights.
+            prior: precision; see :class:`Prior`.
+            prior_mean: a number or tensors by name.
+            scale: what multiplies the curvature.
+            damping: "exact", or for Kronecker factors "factored" (Ritter et al. 2018, eq. 9) or "pi".
+        """
+        if damping not in DAMPINGS:
+            raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
+        mean = {n: mean[n].detach().clone() for n in factors.names}
+        layers = layers_of(factors)
+        parsed = Prior.make(prior, prior_mean, layers, factors.shapes)
+        factor = torch.as_tensor(scale, dtype=torch.float64)
+        krons = [b for b in factors.blocks if isinstance(b, KronBlock)]
+        eigens = dict(zip((id(b) for b in krons), decompose(krons), strict=True))
+        made: list[BlockPosterior] = []
+        for block in factors.blocks:
+            dtype = mean[next(iter(block.shapes))].dtype
+            if isinstance(block, KronBlock | EigenBlock):
+                eigen = eigens.get(id(block))
+                made.append(kron_block_posterior(block, eigen, parsed, factor, factors.n_data, damping, dtype))
+            elif isinstance(block, DiagonalBlock):
+                device = next(iter(block.values.values())).device
+                own = {n: parsed.precision[n].to(device) for n in block.shapes}
+                made.append(DiagonalBlockPosterior(block, own, factor.to(device), dtype))
+            elif isinstance(block, FullBlock):
+                made.append(full_block_posterior(block, parsed, factor, dtype))
+            elif isinstance(block, LowRankBlock):
+                made.append(low_rank_block_posterior(block, parsed, factor, dtype))
+            else:
+                raise InputError(f"there is no posterior for a {type(block).__name__}")
+        return GaussianPosterior(mean, tuple(made), parsed, factor, layers, damping)
+
+    def with_prior(
+        self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None
+    ) -> GaussianPosterior:
+        """The same curvature under another prior or scale: no data pass, no new decomposition.
+
+        (A full or low-rank block decomposes anew when the *shape* of the prior over its parameters changes.)
+        """
+        if prior is None:
+            prior = self.prior
+            if precision is not None:
+                prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
+        factor = self.scale if scale is None else torch.as_tensor(scale, dtype=torch.float64)
+        if float(factor) <= 0 or not math.isfinite(float(factor)):
+            raise InputError(f"the scale of the curvature must be positive and finite, got {float(factor)}")
+        blocks = tuple(b.with_prior(prior, factor) for b in self.blocks)
+        return replace(self, blocks=blocks, prior=prior, scale=factor)
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
+        if not isinstance(count, int) or count < 1:
+            raise InputError(f"the number of samples must be a whole number of at least 1, got {count!r}")
+        deviations: Params = {}
+        for block in self.blocks:
+            deviations.update(block.sample(count, generator))
+        return {n: self.mean[n] + deviations[n].to(self.mean[n].dtype) for n in self.names}
+
+    def log_prob(self, params: Params) -> Tensor:
+        difference = {n: params[n].to(torch.float64) - self.mean[n].to(torch.float64) for n in self.names}
+        product = self.precision_mv(difference)
+        name = self.names[0]
+        lead = difference[name].dim() - self.mean[name].dim()
+        energy = sum((difference[n] * product[n]).flatten(lead).sum(-1) for n in self.names)
+        return 0.5 * (self.log_det_precision() - self.n_params * math.log(2 * math.pi)) - 0.5 * energy
+
+    def log_det_precision(self) -> Tensor:
+        return torch.stack([b.log_det_precision().cpu() for b in self.blocks]).sum()
+
+    def log_det_ratio(self) -> Tensor:
+        """log |P| − log |P₀|: twice the information gained from the data, in nats."""
+        return torch.stack([b.log_det_ratio().cpu() for b in self.blocks]).sum()
+
+    def effective_parameters(self) -> dict[str, float]:
+        """γ by layer (MacKay): how many directions of a layer the data determine."""
+        if len(self.layers) == len(self.blocks):
+            return {k: float(b.effective_parameters()) for k, b in zip(self.layers, self.blocks, strict=True)}
+        variance = self.marginal_variance()
+        return {
+            k: sum(float((1 - self.prior.precision[n].to(variance[n].device) * variance[n]).sum()) for n in names)
+            for k, names in self.layers.items()
+        }
+
+    def precision_mv(self, values: Params) -> Params:
+        found: Params = {}
+        for block in self.blocks:
+            found.update(block.precision_mv({n: values[n] for n in block.names}))
+        return {n: found[n] for n in self.names}
+
+    def covariance_mv(self, values: Params) -> Params:
+        found: Params = {}
+        for block in self.blocks:
+            found.update(block.covariance_mv({n: values[n] for n in block.names}))
+        return {n: found[n] for n in self.names}
+
+    def marginal_variance(self) -> Params:
+        found: Params = {}
+        for block in self.blocks:
+            found.update(block.marginal_variance())
+        return {n: found[n] for n in self.names}
+
+    def to_dense(self) -> Tensor:
+        starts, total = {}, 0
+        for name, value in self.mean.items():
+            starts[name], total = total, total + value.numel()
+        dense = torch.zeros(total, total, dtype=torch.float64)
+        for block in self.blocks:
+            place = torch.cat([torch.arange(self.mean[n].numel()) + starts[n] for n in block.names])
+            dense[place[:, None], place] = block.to_dense().detach().cpu()
+        return dense
+
+    def functional_covariance(
+        self, step: VectorStep, variants: Sequence[GaussianPosterior] | None = None, *, diagonal: bool = False
+    ) -> list[list[Tensor]]:
+        """J Σ Jᵀ by block, for this posterior or for variants of it (made by `with_prior`).
+
+        Returns:
+            For each variant one [b, v, v] (or [b, v]) per block; they add up to the predictive covariance, exactly.
+        """
+        variants = [self] if variants is None else list(variants)
+        by_block = [
+            block.functional_covariance(step, [v.blocks[i] for v in variants], diagonal)
+            for i, block in enumerate(self.blocks)
+        ]
+        return [[parts[k] for parts in by_block] for k in range(len(variants))]

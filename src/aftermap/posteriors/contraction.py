@@ -1,0 +1,99 @@
+"""J Σ Jᵀ of one layer in the basis where Σ is diagonal, without a Jacobian (MATH 7).
+
+With G_c the gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c and variances R in that basis,
+
+    V[c, c'] = Σ_oi G̃_c,oi R_oi G̃_c',oi.
+
+Where a layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. Where the
+layer is the last one, g_c is a unit vector and V = U_B diag(R ã²) U_Bᵀ.
+
+Index legend: b example, v output, g group, t shared position, i feature in, o feature out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.rows import DenseRows, budget
+from aftermap.curvature.step import VectorStep
+
+__all__ = ["site_covariance", "site_of"]
+
+
+def site_of(step: VectorStep, names: Sequence[str]) -> int | None:
+    """The site whose rule alone accounts for exactly these parameters; None where there is none."""
+    plan = step.batch.by_parameter
+    numbers = plan.get(names[0], [])
+    if len(numbers) != 1 or any(plan.get(n) != numbers for n in names):
+        return None
+    layout = step.batch.sites.sites[numbers[0]].layout
+    return numbers[0] if set(layout.names) == set(names) else None
+
+
+def site_covariance(
+    step: VectorStep, site: int, tables: Sequence[Tensor], outer: Tensor | None, inner: Tensor | None, diagonal: bool
+) -> list[Tensor]:
+    """Covariance of the outputs due to one site.
+
+    Args:
+        step: the outputs' vectors, back-propagated.
+        site: its number.
+        tables: variances R [g, o, i] in the basis, one per variant.
+        outer: U_B [g, o, o]; None for the identity.
+        inner: U_A [g, i, i]; None for the identity.
+        diagonal: only the variances.
+
+    Returns:
+        For each table [b, v, v], or [b, v].
+    """
+    calls = step.grads[site]
+    if not calls:
+        shape = (step.batch.size, step.vectors) if diagonal else (step.batch.size, step.vectors, step.vectors)
+        return [step.chunk.new_zeros(shape) for _ in tables]
+    call, grads = calls[0]
+    if len(calls) > 1 or not isinstance(call.rows, DenseRows) or call.rows.shared > 1:
+        return _with_sharing(step, site, tables, outer, inner, diagonal)
+    dtype = step.chunk.dtype
+    inputs = call.rows.dense()[:, :, 0]  # [b, g, i]
+    if inner is not None:
+        inputs = torch.einsum("bgi,gij->bgj", inputs, inner.to(dtype))
+    squares = inputs.square().transpose(0, 1)  # [g, b, i]
+    weights = [(squares @ t.to(dtype).transpose(-1, -2)).transpose(0, 1) for t in tables]  # [b, g, o]
+    if step.identity:
+        basis = torch.eye(grads.shape[-1], dtype=dtype, device=inputs.device) if outer is None else outer[0].to(dtype)
+        if diagonal:
+            return [w[:, 0] @ basis.square().T for w in weights]
+        return [(basis * w) @ basis.T for w in weights]  # [b, 1, o] scales the columns
+    turned = grads[:, :, :, 0].transpose(0, 1)  # [b, v, g, o]
+    if outer is not None:
+        turned = torch.einsum("bvgo,gop->bvgp", turned, outer.to(dtype))
+    return [_contract(turned, w[:, None], diagonal) for w in weights]
+
+
+def _with_sharing(
+    step: VectorStep, site: int, tables: Sequence[Tensor], outer: Tensor | None, inner: Tensor | None, diagonal: bool
+) -> list[Tensor]:
+    found: list[list[Tensor]] = [[] for _ in tables]
+    layout = step.batch.sites.sites[site].layout
+    stride = budget(2 * step.vectors * layout.size)
+    for start in range(0, step.batch.size, stride):
+        length = min(stride, step.batch.size - start)
+        turned = step.outer(site, start, length)  # [v, b, g, o, i]
+        if outer is not None:
+            turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
+        if inner is not None:
+            turned = turned @ inner.to(turned.dtype)
+        turned = turned.transpose(0, 1)
+        for place, table in enumerate(tables):
+            found[place].append(_contract(turned, table.to(turned.dtype), diagonal))
+    return [torch.cat(parts) for parts in found]
+
+
+def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
+    """Σ over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'."""
+    weighted = (values * weights).flatten(2)
+    flat = values.flatten(2)
+    return (weighted * flat).sum(-1) if diagonal else weighted @ flat.transpose(-1, -2)

@@ -1,0 +1,187 @@
+"""Kronecker posteriors in the eigenbasis: KFAC, EKFAC and KFRA factors with the exact prior, or factored damping.
+
+With B ⊗ A / rows = (U_B ⊗ U_A) diag(μ_i λ_j) (U_B ⊗ U_A)ᵀ the posterior precision has eigenvalues
+
+    exact:      s·μ_i λ_j + δ                                        (EKFAC: s·E_ij + δ)
+    factored:   (√(sN) λ_j + √δ)(√(s/N) μ_i + √δ)                    (Ritter et al. 2018, eq. 9, with H̄ = B/N)
+    pi:         (√(sN) λ_j + π√δ)(√(s/N) μ_i + √δ/π),  π² = ratio of the factors' mean traces
+
+in the same basis, so priors, scales and kinds of damping are all re-evaluated without a decomposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.ekfac import EigenBlock, KronEigen
+from aftermap.curvature.factors import Block
+from aftermap.curvature.kron import KronBlock
+from aftermap.curvature.layout import Layout
+from aftermap.curvature.step import VectorStep
+from aftermap.errors import InputError
+from aftermap.likelihoods.draws import normal_like
+from aftermap.params import Params
+from aftermap.posteriors.blocks import BlockPosterior
+from aftermap.posteriors.contraction import site_covariance, site_of
+from aftermap.posteriors.prior import Prior
+
+__all__ = ["DAMPINGS", "EigenTable", "KronBlockPosterior", "kron_block_posterior"]
+
+DAMPINGS = ("exact", "factored", "pi")
+
+
+@dataclass(frozen=True)
+class EigenTable:
+    """Curvature eigenvalues of a block: a full table E [g, o, i], or the outer product of μ [g, o] and λ [g, i].
+
+    Attributes:
+        n_data: N of eq. 9.
+    """
+
+    table: Tensor | None
+    outputs: Tensor | None
+    inputs: Tensor | None
+    n_data: float
+
+    def values(self) -> Tensor:
+        """[g, o, i]."""
+        if self.table is not None:
+            return self.table
+        if self.outputs is None or self.inputs is None:
+            raise InputError("an eigenvalue table needs E, or both μ and λ")
+        return self.outputs[:, :, None] * self.inputs[:, None, :]
+
+    def precision(self, scale: Tensor, prior: Tensor, damping: str) -> Tensor:
+        """Eigenvalues of the posterior precision [g, o, i]."""
+        if damping == "exact":
+            return scale * self.values() + prior
+        if self.outputs is None or self.inputs is None:
+            raise InputError(f"damping={damping!r} needs Kronecker factors; EKFAC has none: use damping='exact'")
+        left = (scale / self.n_data).sqrt() * self.outputs
+        right = (scale * self.n_data).sqrt() * self.inputs
+        root = prior.sqrt()
+        pi = torch.ones_like(left[:, :1])
+        if damping == "pi":
+            ratio = right.mean(1, keepdim=True) / left.mean(1, keepdim=True).clamp_min(1e-300)
+            pi = torch.where(ratio > 0, ratio, 1.0).sqrt()
+        return (left + root / pi)[:, :, None] * (right + root * pi)[:, None, :]  # eq. (9)
+
+
+@dataclass(frozen=True)
+class KronBlockPosterior(BlockPosterior):
+    """A Kronecker block under a prior.
+
+    Attributes:
+        source_block: the curvature.
+        layout: how parameters form [g, o, i].
+        inner: U_A [g, i, i] or None for the identity (embeddings).
+        outer: U_B [g, o, o].
+        eigen: curvature eigenvalues.
+        prior: δ, 0-d.
+        scale: s, 0-d.
+        damping: exact, factored or pi.
+    """
+
+    source_block: Block
+    layout: Layout
+    inner: Tensor | None
+    outer: Tensor
+    eigen: EigenTable
+    prior: Tensor
+    scale: Tensor
+    damping: str = "exact"
+
+    @property
+    def source(self) -> Block:
+        return self.source_block
+
+    @property
+    def precision(self) -> Tensor:
+        """Eigenvalues of the precision [g, o, i]."""
+        return self.eigen.precision(self.scale, self.prior, self.damping)
+
+    def with_prior(self, prior: Prior, scale: Tensor) -> KronBlockPosterior:
+        return replace(self, prior=prior.scalar(self.names).to(self.outer.device), scale=scale.to(self.outer.device))
+
+    def log_det_ratio(self) -> Tensor:
+        if self.damping == "exact":
+            return torch.log1p(self.scale * self.eigen.values() / self.prior).sum()
+        return (self.precision.log() - self.prior.log()).sum()
+
+    def log_det_prior(self) -> Tensor:
+        return self.size * self.prior.log()
+
+    def effective_parameters(self) -> Tensor:
+        return (1 - self.prior / self.precision).sum()
+
+    def rotate(self, values: Tensor) -> Tensor:
+        """U_Bᵀ W U_A for W [..., g, o, i]."""
+        turned = self.outer.to(values.dtype).transpose(-1, -2) @ values
+        return turned if self.inner is None else turned @ self.inner.to(values.dtype)
+
+    def rotate_back(self, values: Tensor) -> Tensor:
+        """U_B W U_Aᵀ."""
+        turned = self.outer.to(values.dtype) @ values
+        return turned if self.inner is None else turned @ self.inner.to(values.dtype).transpose(-1, -2)
+
+    def sample(self, count: int, generator: torch.Generator | None) -> Params:
+        table = self.precision.detach().rsqrt()
+        like = table.to(self.outer.dtype).expand(count, *table.shape)
+        noise = normal_like(like, generator)
+        return self.layout.split(self.rotate_back(noise * table.to(noise.dtype)))
+
+    def _apply(self, values: Params, table: Tensor) -> Params:
+        block = self.layout.join(values)
+        return self.layout.split(self.rotate_back(self.rotate(block) * table.to(block.dtype)))
+
+    def precision_mv(self, values: Params) -> Params:
+        return self._apply(values, self.precision)
+
+    def covariance_mv(self, values: Params) -> Params:
+        return self._apply(values, 1 / self.precision)
+
+    def marginal_variance(self) -> Params:
+        found = self.outer.to(torch.float64).square() @ (1 / self.precision.detach())
+        if self.inner is not None:
+            found = found @ self.inner.to(torch.float64).square().transpose(-1, -2)
+        return self.layout.split(found)
+
+    def functional_covariance(
+        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+    ) -> list[Tensor]:
+        site = site_of(step, self.names)
+        tables = [1 / v.precision for v in variants if isinstance(v, KronBlockPosterior)]
+        if site is None or len(tables) != len(variants):
+            return super().functional_covariance(step, variants, diagonal)
+        return site_covariance(step, site, tables, self.outer, self.inner, diagonal)
+
+
+def kron_block_posterior(
+    block: KronBlock | EigenBlock,
+    eigen: KronEigen | None,
+    prior: Prior,
+    scale: Tensor,
+    n_data: float,
+    damping: str,
+    dtype: torch.dtype,
+) -> KronBlockPosterior:
+    """A posterior from a curvature block and, for plain Kronecker factors, their eigendecomposition.
+
+    Eigenvectors take ``dtype`` (the model's own: they meet its gradients); eigenvalues stay in float64.
+    """
+    device = block.values.device if isinstance(block, EigenBlock) else block.outputs.device
+    delta = prior.scalar(tuple(block.shapes)).to(device)
+    if isinstance(block, EigenBlock):
+        table = EigenTable(block.values.to(torch.float64), None, None, n_data)
+        inner, outer = block.input_vectors, block.output_vectors
+    else:
+        if eigen is None:
+            raise InputError(f"the Kronecker block of {block.name} needs its eigendecomposition")
+        table = EigenTable(None, eigen.output_values, eigen.input_values, n_data)
+        inner, outer = eigen.input_vectors, eigen.output_vectors
+    inner = None if inner is None else inner.to(dtype)
+    return KronBlockPosterior(block, block.layout, inner, outer.to(dtype), table, delta, scale.to(device), damping)

@@ -1,0 +1,147 @@
+"""Low-rank posteriors: precision s·U diag(l) Uᵀ + D over all parameters, cross-layer terms included.
+
+With W = D^{-½} U √(s·l) = Q diag(σ) Rᵀ the precision is D^{½}(I + Q σ² Qᵀ)D^{½}. Directions outside U keep the prior, so the
+variance is never below that of the full matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.factors import Block
+from aftermap.curvature.low_rank import LowRankBlock
+from aftermap.curvature.rows import budget
+from aftermap.curvature.step import VectorStep
+from aftermap.likelihoods.draws import normal_like
+from aftermap.params import Params
+from aftermap.posteriors.blocks import BlockPosterior, flatten_batch, join_flat, split_flat
+from aftermap.posteriors.prior import Prior
+
+__all__ = ["LowRankBlockPosterior", "low_rank_block_posterior"]
+
+
+@dataclass(frozen=True)
+class LowRankBlockPosterior(BlockPosterior):
+    """A low-rank block under a prior.
+
+    Attributes:
+        source_block: U and l.
+        prior: D as a vector [p].
+        basis: Q [p, k], float64, orthonormal.
+        values: σ² for s = 1 and the decomposition's prior [k].
+        whitener: √D of the decomposition [p].
+        ratio: present prior over the decomposition's, 0-d.
+        scale: s, 0-d.
+        dtype: of samples.
+    """
+
+    source_block: LowRankBlock
+    prior: Tensor
+    basis: Tensor
+    values: Tensor
+    whitener: Tensor
+    ratio: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @property
+    def source(self) -> Block:
+        return self.source_block
+
+    def with_prior(self, prior: Prior, scale: Tensor) -> LowRankBlockPosterior:
+        device = self.basis.device
+        vector, scale = prior.vector(self.names, device), scale.to(device)
+        ratio = vector / self.whitener.square()
+        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) < 1e-12:
+            return replace(self, prior=vector, ratio=ratio[0], scale=scale)
+        return low_rank_block_posterior(self.source_block, prior, scale, self.dtype)
+
+    @property
+    def _gain(self) -> Tensor:
+        """1 + σ²."""
+        return 1 + self.scale * self.values / self.ratio
+
+    def log_det_ratio(self) -> Tensor:
+        isotropic = float((self.prior.detach() / self.prior.detach()[0] - 1).abs().max()) < 1e-12
+        if self.prior.requires_grad and not isotropic:
+            # |I + s √l Uᵀ D⁻¹ U √l|, differentiable in every entry of D.
+            half = self.source_block.vectors * self.source_block.values.sqrt()
+            inner = half.T @ (half / self.prior[:, None]) * self.scale
+            eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
+            return 2 * torch.linalg.cholesky(inner + eye).diagonal().log().sum()
+        return torch.log1p(self._gain - 1).sum()
+
+    def log_det_prior(self) -> Tensor:
+        return self.prior.log().sum()
+
+    def effective_parameters(self) -> Tensor:
+        return (1 - 1 / self._gain).sum()
+
+    @property
+    def _root(self) -> Tensor:
+        """√D [p]."""
+        return self.whitener * self.ratio.sqrt()
+
+    def sample(self, count: int, generator: torch.Generator | None) -> Params:
+        like = torch.empty(count, self.size, dtype=torch.float64, device=self.basis.device)
+        noise = normal_like(like, generator)
+        shrunk = (noise @ self.basis) * (1 - self._gain.detach().rsqrt())
+        return split_flat(((noise - shrunk @ self.basis.T) / self._root.detach()).to(self.dtype), self.shapes)
+
+    def precision_mv(self, values: Params) -> Params:
+        vector = self._joined(values) * self._root
+        product = vector + (vector @ self.basis) * (self._gain - 1) @ self.basis.T
+        return split_flat((product * self._root).to(next(iter(values.values())).dtype), self.shapes)
+
+    def covariance_mv(self, values: Params) -> Params:
+        vector = self._joined(values) / self._root
+        product = vector - (vector @ self.basis) * (1 - 1 / self._gain) @ self.basis.T
+        return split_flat((product / self._root).to(next(iter(values.values())).dtype), self.shapes)
+
+    def _joined(self, values: Params) -> Tensor:
+        name = self.names[0]
+        return join_flat(values, self.names, values[name].dim() - len(self.shapes[name])).to(torch.float64)
+
+    def marginal_variance(self) -> Params:
+        shrink = self.basis.square() @ (1 - 1 / self._gain.detach())
+        return split_flat((1 - shrink) / self._root.detach().square(), self.shapes)
+
+    def functional_covariance(
+        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+    ) -> list[Tensor]:
+        """J D⁻¹ Jᵀ minus what the data took away: k numbers per output, no covariance of parameters."""
+        found: list[list[Tensor]] = [[] for _ in variants]
+        stride = budget(2 * step.vectors * self.size)
+        for start in range(0, step.batch.size, stride):
+            length = min(stride, step.batch.size - start)
+            lines = flatten_batch(step.per_example(self.names, start, length), self.names)  # [v, b, p]
+            for place, variant in enumerate(variants):
+                assert isinstance(variant, LowRankBlockPosterior)
+                white = (lines / variant._root.to(lines.dtype)).transpose(0, 1)  # [b, v, p]
+                inside = white @ variant.basis.to(lines.dtype)
+                taken = inside * (1 - 1 / variant._gain).to(lines.dtype)
+                if diagonal:
+                    found[place].append(white.square().sum(-1) - (taken * inside).sum(-1))
+                else:
+                    found[place].append(white @ white.transpose(1, 2) - taken @ inside.transpose(1, 2))
+        return [torch.cat(parts) for parts in found]
+
+
+def low_rank_block_posterior(
+    block: LowRankBlock, prior: Prior, scale: Tensor, dtype: torch.dtype
+) -> LowRankBlockPosterior:
+    """Whitens U; for one prior precision it stays as it is."""
+    vectors, values = block.vectors.to(torch.float64), block.values.to(torch.float64)
+    vector = prior.vector(tuple(block.shapes), vectors.device)
+    whitener = vector.detach().sqrt()
+    one = torch.ones((), dtype=torch.float64, device=vectors.device)
+    if prior.is_scalar(tuple(block.shapes)):
+        basis, squares = vectors, values / whitener[0].square()
+    else:
+        basis, singular, _ = torch.linalg.svd(vectors * values.sqrt() / whitener[:, None], full_matrices=False)
+        squares = singular.square()
+    return LowRankBlockPosterior(block, vector, basis, squares, whitener, one, scale.to(vectors.device), dtype)

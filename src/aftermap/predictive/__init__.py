@@ -1,0 +1,26 @@
+"""Predictions: the linearised and the sampling predictive, links, and the one Prediction type."""
+
+from aftermap.predictive.linearised import (
+    LatentGaussian,
+    differentiable_latent,
+    function_samples,
+    joint_covariance,
+    latent_gaussians,
+)
+from aftermap.predictive.links import LINKS, gaussian_prediction, samples_prediction
+from aftermap.predictive.prediction import Prediction
+from aftermap.predictive.sampling import draw_weights, sampled_outputs
+
+__all__ = [
+    "LINKS",
+    "LatentGaussian",
+    "Prediction",
+    "differentiable_latent",
+    "draw_weights",
+    "function_samples",
+    "gaussian_prediction",
+    "joint_covariance",
+    "latent_gaussians",
+    "sampled_outputs",
+    "samples_prediction",
+]

@@ -1,0 +1,208 @@
+"""The linearised predictive: f_lin(x, θ) = f(x, θ*) + J(x)(θ − θ*) is Gaussian under a Gaussian posterior.
+
+Its covariance J Σ Jᵀ is contracted layer by layer (Immer, Korzepa & Bauer 2021, with the contractions of MATH 7): a Jacobian
+[b, c, P] never exists, and the layers' contributions add up exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, jvp, vmap
+
+from aftermap.batches import Batch, call_model
+from aftermap.curvature.functional import evaluating, prepare_forward_mode
+from aftermap.curvature.jacobian import jacobian_steps
+from aftermap.curvature.probe import Probe, check_outputs
+from aftermap.errors import InputError
+from aftermap.params import Params, named_parameters
+from aftermap.posteriors import GaussianPosterior, Posterior
+from aftermap.posteriors.blocks import flatten_batch
+
+__all__ = ["LatentGaussian", "differentiable_latent", "function_samples", "joint_covariance", "latent_gaussians"]
+
+_JOINT_NUMBERS = 2 * 10**8
+
+
+@dataclass(frozen=True)
+class LatentGaussian:
+    """Mean and covariance of the outputs of some inputs.
+
+    Attributes:
+        mean: [N, ..., C] (all outputs, also where only some were chosen).
+        cov: [N, ..., c, c] with c the chosen outputs; None if only variances were asked for.
+        var: [N, ..., c].
+        by_layer: layer -> its part of the variance [N, ..., c]; they add up to `var`.
+    """
+
+    mean: Tensor
+    cov: Tensor | None
+    var: Tensor
+    by_layer: Mapping[str, Tensor]
+
+
+def latent_gaussians(
+    model: nn.Module,
+    posterior: GaussianPosterior,
+    batch: Batch,
+    found: Probe,
+    *,
+    variants: Sequence[GaussianPosterior] | None = None,
+    diagonal: bool = False,
+    outputs: Sequence[int] | None = None,
+    by_layer: bool = False,
+) -> list[LatentGaussian]:
+    """The Gaussian over the outputs, for the posterior or for variants of it, in one pass through the network.
+
+    Args:
+        model: the trained network, in eval mode.
+        posterior: over its parameters.
+        batch: the inputs.
+        found: the probe of the model and the posterior's parameters.
+        variants: the same posterior under other priors and scales (`with_prior`); None: only the posterior itself.
+        diagonal: variances only.
+        outputs: which of the C outputs; None for all.
+        by_layer: keep the layers' parts of the variance.
+
+    Returns:
+        One LatentGaussian per variant.
+    """
+    chosen = None if outputs is None else list(outputs)
+    which = [posterior] if variants is None else list(variants)
+    means: list[Tensor] = []
+    parts: list[dict[int, list[Tensor]]] = [{} for _ in which]  # variant -> position -> chunks
+    shares: list[dict[int, list[Tensor]]] = [{} for _ in which]
+    for _, position, values, step in jacobian_steps(model, posterior.names, batch, found, chosen=chosen):
+        if position == 0:
+            means.append(values)
+        for place, blocks in enumerate(posterior.functional_covariance(step, which, diagonal=diagonal)):
+            parts[place].setdefault(position, []).append(torch.stack(blocks).sum(0))
+            if by_layer:
+                each = [b if diagonal else b.diagonal(dim1=-2, dim2=-1) for b in blocks]
+                shares[place].setdefault(position, []).append(torch.stack(each))
+    mean = torch.cat(means)
+    space = mean.shape[1:-1]
+    found_all = []
+    for place in range(len(which)):
+        stacked = torch.stack([torch.cat(chunks) for _, chunks in sorted(parts[place].items())], dim=1)
+        stacked = stacked.reshape(len(mean), *space, *stacked.shape[2:])
+        var = stacked if diagonal else stacked.diagonal(dim1=-2, dim2=-1)
+        layers: dict[str, Tensor] = {}
+        if by_layer:
+            joined = torch.stack([torch.cat(c, dim=1) for _, c in sorted(shares[place].items())], dim=2)
+            for name, share in zip((b.source.name for b in posterior.blocks), joined, strict=True):
+                layers[name] = share.reshape(len(mean), *space, -1)
+        found_all.append(LatentGaussian(mean, None if diagonal else stacked, var.clamp_min(0.0), layers))
+    return found_all
+
+
+def joint_covariance(
+    model: nn.Module, posterior: GaussianPosterior, batch: Batch, found: Probe
+) -> tuple[Tensor, Tensor]:
+    """Mean [N, C] and covariance [N, C, N, C] over several inputs together.
+
+    Raises:
+        InputError: the Jacobian of all inputs would not fit; draw function samples instead.
+    """
+    lines: dict[str, list[Tensor]] = {n: [] for n in posterior.names}
+    means = []
+    for part, position, values, step in jacobian_steps(model, posterior.names, batch, found):
+        if values.dim() != 2:
+            raise InputError(f"a joint covariance is over outputs [N, C]; this model returns {tuple(values.shape)}")
+        if batch.size * values.shape[1] * posterior.n_params > _JOINT_NUMBERS:
+            raise InputError(
+                f"the joint covariance of {batch.size} inputs with {values.shape[1]} outputs over {posterior.n_params:,} parameters "
+                "needs a Jacobian that is too large; ask for fewer inputs, or draw function samples (predict(..., joint_samples=n))"
+            )
+        if position == 0:
+            means.append(values)
+        for name, value in step.per_example(posterior.names, 0, part.stop - part.start).items():
+            lines[name].append(value)
+    jacobian = {n: torch.cat(v, dim=1) for n, v in lines.items()}  # [C, N, *shape]
+    left = flatten_batch(jacobian, posterior.names)
+    right = flatten_batch(posterior.covariance_mv(jacobian), posterior.names)
+    return torch.cat(means), torch.einsum("cnp,dmp->ncmd", left, right)
+
+
+def function_samples(
+    model: nn.Module, posterior: Posterior, inputs: Any, count: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """Samples f(x, θ*) + J(x)(θ_s − θ*) with the true correlation between inputs: [count, N, ..., C]; one jvp each."""
+    prepare_forward_mode()
+    own = named_parameters(model)
+    mean = {n: own[n].detach() for n in posterior.names}
+
+    def outputs(params: Params) -> Tensor:
+        return call_model(lambda *a, **k: functional_call(model, params, a, k), inputs)
+
+    drawn = []
+    with evaluating(model), torch.no_grad():
+        weights = posterior.sample(count, generator)
+        for number in range(count):
+            direction = {n: weights[n][number] - posterior.mean[n] for n in posterior.names}
+            value, moved = jvp(outputs, (mean,), (direction,))
+            drawn.append(value + moved)
+    return torch.stack(drawn)
+
+
+def differentiable_latent(
+    model: nn.Module, posterior: Posterior, inputs: Tensor, *, diagonal: bool = False
+) -> LatentGaussian:
+    """Mean and covariance that can be differentiated in ``inputs`` (Bayesian optimisation, attacks, saliency).
+
+    Forms a Jacobian per example, so it is for small batches; `latent_gaussians` does not.
+    """
+    own = named_parameters(model)
+    params = {n: own[n].detach() for n in posterior.names}
+
+    with evaluating(model), torch.enable_grad():
+        try:
+            mean, lines = _vectorised_jacobian(model, params, inputs)
+        except RuntimeError:  # an operation without a batching rule: the loop makes the same numbers
+            mean, lines = _looped_jacobian(model, params, inputs)
+    check_outputs(mean, len(inputs))
+    left = flatten_batch(lines, posterior.names)
+    right = flatten_batch(posterior.covariance_mv(lines), posterior.names)
+    var = (left * right).sum(-1).T.reshape(mean.shape)
+    if diagonal:
+        return LatentGaussian(mean, None, var, {})
+    if mean.dim() != 2:
+        raise InputError(
+            f"a differentiable covariance is over outputs [N, C]; got {tuple(mean.shape)}: use diagonal=True"
+        )
+    return LatentGaussian(mean, torch.einsum("vbp,wbp->bvw", left, right), var, {})
+
+
+def _vectorised_jacobian(model: nn.Module, params: Params, inputs: Tensor) -> tuple[Tensor, Params]:
+    """Outputs [N, ..., C] and J [outputs, N, *shape] by name, both functions of the inputs."""
+
+    def single(chosen: Params, x: Tensor) -> tuple[Tensor, Tensor]:
+        value = call_model(lambda *a, **k: functional_call(model, chosen, a, k), x[None])[0]
+        return value.reshape(-1), value
+
+    jacobian, mean = vmap(jacrev(single, has_aux=True), in_dims=(None, 0))(params, inputs)
+    return mean, {n: v.transpose(0, 1) for n, v in jacobian.items()}
+
+
+def _looped_jacobian(model: nn.Module, params: Params, inputs: Tensor) -> tuple[Tensor, Params]:
+    leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
+    means, lines = [], []
+    for example in inputs.split(1):
+        value = call_model(lambda *a, **k: functional_call(model, leaves, a, k), example)[0]
+        rows = [
+            torch.autograd.grad(each, list(leaves.values()), create_graph=True, allow_unused=True)
+            for each in value.reshape(-1)
+        ]
+        means.append(value)
+        lines.append(rows)
+    found = {}
+    for place, (name, leaf) in enumerate(leaves.items()):
+        zero = torch.zeros_like(leaf)
+        found[name] = torch.stack(
+            [torch.stack([zero if r[place] is None else r[place] for r in rows]) for rows in lines], dim=1
+        )
+    return torch.stack(means), found

@@ -1,0 +1,63 @@
+"""Sampling predictive: the network itself under weights drawn from the posterior.
+
+The average is over probabilities, never over logits (MATH 1.7). The samples are a fixed ensemble when asked for, so that
+predictions for different inputs, grid points or attacks are comparable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import call_model
+from aftermap.errors import InputError
+from aftermap.params import Params, swapped
+from aftermap.posteriors import Posterior
+
+__all__ = ["draw_weights", "sampled_outputs"]
+
+# Weight samples that are alive at once (256 MB in float32).
+_NUMBERS = 1 << 26
+
+
+def draw_weights(posterior: Posterior, count: int, generator: torch.Generator | None = None) -> list[Params]:
+    """A fixed set of weight samples, one dict each."""
+    weights = posterior.sample(count, generator)
+    return [{n: v[i] for n, v in weights.items()} for i in range(count)]
+
+
+def sampled_outputs(
+    model: nn.Module,
+    posterior: Posterior,
+    inputs: Any,
+    count: int,
+    generator: torch.Generator | None = None,
+    weights: list[Params] | None = None,
+) -> Tensor:
+    """Outputs under weight samples: [S, N, ..., C]; the model's own weights come back, whatever happens.
+
+    Args:
+        model: in eval mode.
+        posterior: to draw from.
+        inputs: as the model takes them.
+        count: S, if ``weights`` is None.
+        generator: for the draws.
+        weights: a fixed set from :func:`draw_weights`, used as it is.
+    """
+    if weights is not None:
+        return torch.stack([_outputs(model, each, inputs) for each in weights])
+    if not isinstance(count, int) or count < 1:
+        raise InputError(f"the number of weight samples must be a whole number of at least 1, got {count!r}")
+    found: list[Tensor] = []
+    step = max(1, _NUMBERS // max(1, posterior.n_params))
+    while len(found) < count:
+        some = draw_weights(posterior, min(step, count - len(found)), generator)
+        found += [_outputs(model, each, inputs) for each in some]
+    return torch.stack(found)
+
+
+def _outputs(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
+    with swapped(model, weights):
+        return call_model(model, inputs)
