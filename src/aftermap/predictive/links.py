@@ -1,0 +1,384 @@
+"""From a Gaussian over network outputs, or from samples of them, to a Prediction.
+
+Index legend: S samples, N examples, ... positions (tokens, pixels), C outputs, D targets per position.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
+from aftermap.likelihoods.base import check_outputs, check_values
+from aftermap.predictive.latent import Latent, at_least_float32, check_latent, draw
+from aftermap.predictive.prediction import Prediction
+from aftermap.predictive.quadrature import bernoulli_gaussian, normal_points, shares
+
+__all__ = [
+    "LINKS",
+    "gaussian_prediction",
+    "laplace_bridge",
+    "pairwise_probit",
+    "probit",
+    "samples_prediction",
+]
+
+LINKS = ("auto", "mc", "probit", "pairwise", "bridge")
+
+_LINKS_OF: dict[type[Likelihood], tuple[str, ...]] = {Categorical: LINKS, Bernoulli: ("auto", "mc", "probit")}
+_PAIRWISE_MAX_CLASSES = 10
+_PAIRWISE_MAX_VARIANCE = 0.5  # of a difference of two logits; beyond it sampling is clearly more accurate
+_BRIDGE_LEAST = 1e-12  # a variance of this size relative to the largest is zero up to rounding
+_LEAST_SHARE = 0.1  # a drawn natural parameter keeps at least this share of its mean: the noise stays finite
+_MAX_LOG_CONCENTRATION = 300.0  # the digamma function of e^300 is still exact
+
+
+def probit(latent_mean: Tensor, latent_var: Tensor) -> Tensor:
+    r"""Scaled logits m / √(1 + π v / 8), whose sigmoid or softmax approximates the mean probability.
+
+    For one logit this is MacKay's approximation of E σ(f), off by at most 0.02. For several classes it ignores their
+    correlation and is **not** invariant when all logits move together.
+
+    Args:
+        latent_mean: m [..., C].
+        latent_var: v [..., C].
+
+    Returns:
+        Logits [..., C].
+
+    References:
+        MacKay 1992, The evidence framework applied to classification networks;
+        Lu et al. 2020, Mean-field approximation to Gaussian-softmax integral, "mf0".
+
+    >>> probit(torch.tensor([2.0]), torch.tensor([24 / torch.pi]))
+    tensor([1.])
+    """
+    return latent_mean / (1 + math.pi / 8 * latent_var).sqrt()
+
+
+def pairwise_probit(latent_mean: Tensor, latent_cov: Tensor) -> Tensor:
+    r"""Log-probabilities by the probit approximation of every pair of classes.
+
+    .. math::
+        p_k \propto \Big[\sum_j \exp\frac{m_j - m_k}{\sqrt{1 + \frac\pi8 (V_{kk} + V_{jj} - 2 V_{kj})}}\Big]^{-1},
+
+    renormalised. Two classes give the binary probit of their difference; adding c 11ᵀ to V changes nothing.
+
+    Args:
+        latent_mean: m [..., C].
+        latent_cov: V [..., C, C].
+
+    Returns:
+        [..., C].
+
+    References:
+        Lu et al. 2020, Mean-field approximation to Gaussian-softmax integral, "mf2"; here with renormalisation.
+
+    >>> pairwise_probit(torch.zeros(2), torch.eye(2)).exp()
+    tensor([0.5000, 0.5000])
+    """
+    scale = (1 + math.pi / 8 * _pair_variance(latent_cov)).sqrt()
+    difference = latent_mean.unsqueeze(-2) - latent_mean.unsqueeze(-1)  # [..., k, j] = m_j − m_k
+    return F.log_softmax(-torch.logsumexp(difference / scale, -1), -1)
+
+
+def laplace_bridge(latent_mean: Tensor, latent_cov: Tensor, *, normalise: bool = False) -> Tensor:
+    r"""Log of the Dirichlet parameters α whose Laplace approximation in logits is the given Gaussian.
+
+    First the Gaussian is conditioned on Σ f = 0, m ← m − V1 1ᵀm / 1ᵀV1 and V ← V − V11ᵀV / 1ᵀV1; then
+
+    .. math::
+        \alpha_k = \frac{1}{V_{kk}} \Big(1 - \frac 2C + \frac{e^{m_k}}{C^2} \sum_l e^{-m_l}\Big).
+
+    Args:
+        latent_mean: m [..., C].
+        latent_cov: V [..., C, C].
+        normalise: first divide V by c and m by √c, with c the mean of V_kk over √(C/2).
+
+    Returns:
+        log α [..., C].
+
+    Raises:
+        DataError: a variance of zero, for which there is no Dirichlet.
+
+    References:
+        Hobbhahn, Kristiadi, Hennig 2022, Fast predictive uncertainty for classification with Bayesian deep networks.
+
+    >>> alpha = torch.tensor([5.0, 3.0, 2.0])
+    >>> mean = alpha.log() - alpha.log().mean()
+    >>> inverse = 1 / alpha
+    >>> spread = inverse.unsqueeze(-1) + inverse
+    >>> cov = inverse.diag() - spread / 3 + inverse.sum() / 9
+    >>> laplace_bridge(mean, cov + 1).exp()
+    tensor([5.0000, 3.0000, 2.0000])
+    """
+    n_classes = latent_mean.shape[-1]
+    row = latent_cov.sum(-1)
+    everything = row.sum(-1, keepdim=True)
+    gain = torch.where(everything > 0, row / torch.where(everything > 0, everything, 1.0), 0.0)
+    mean = latent_mean - gain * latent_mean.sum(-1, keepdim=True)
+    variance = latent_cov.diagonal(dim1=-2, dim2=-1) - gain * row
+    least = _BRIDGE_LEAST * latent_cov.diagonal(dim1=-2, dim2=-1).amax(-1, keepdim=True)
+    allowed = 'positive once the common shift of all logits is removed; use link="mc" or "pairwise"'
+    check_values(variance, ~(variance > least), "variance", allowed, 'link "bridge"')
+    if normalise:
+        scale = variance.mean(-1, keepdim=True) / math.sqrt(n_classes / 2)
+        mean, variance = mean / scale.sqrt(), variance / scale
+    exponent = mean + torch.logsumexp(-mean, -1, keepdim=True) - 2 * math.log(n_classes)
+    if n_classes > 2:
+        exponent = torch.logaddexp(exponent, exponent.new_tensor(1 - 2 / n_classes).log())
+    return exponent - variance.log()  # log α
+
+
+def gaussian_prediction(
+    likelihood: Likelihood,
+    latent_mean: Tensor,
+    latent_cov: Tensor | None = None,
+    latent_var: Tensor | None = None,
+    *,
+    link: str = "auto",
+    samples: int = 100,
+    generator: torch.Generator | None = None,
+) -> Prediction:
+    r"""Predict from a Gaussian N(m, V) over the outputs at every position.
+
+    - classification: ``mc`` averages the probabilities of S even-spread (scrambled Sobol) draws; ``probit``,
+      ``pairwise`` and ``bridge`` are closed forms; ``auto`` is ``pairwise`` at positions with at most 10 classes where no
+      difference of two logits has a variance above 0.5, and ``mc`` elsewhere. Of a closed form the mutual information comes from
+      S **fixed** draws, the same in every call, and the expected entropy is the entropy of the mean less that;
+      the bridge's is that of its Dirichlet.
+    - binary: ``auto`` integrates numerically, to 1e-12; ``probit``, ``mc``.
+    - regression: exact for Gaussian noise; a predicted log-variance s gives E eˢ = exp(m_s + v_s/2); natural parameters
+      are drawn, with η₂ kept below a tenth of its mean, since the expectation of 1/η₂ does not exist.
+    - counts: rate exp(m + v/2), and Var = (eᵛ − 1) rate² + rate.
+    - a likelihood of your own: drawn, through its ``mean`` and ``variance``.
+
+    Draws are shared by all positions: splitting a batch changes nothing. The mean is differentiable in m, V and v
+    (through a singular covariance only in m, if drawn).
+
+    Args:
+        likelihood: p(y | f).
+        latent_mean: m [N, ..., C].
+        latent_cov: V [N, ..., C, C]; or None if only the variances are known: outputs are then independent.
+        latent_var: v [N, ..., C]; not used where ``latent_cov`` is given.
+        link: one of ``LINKS``.
+        samples: S, the number of draws.
+        generator: the source of randomness; None is torch's default one. Closed forms leave it alone.
+
+    Returns:
+        The prediction, with the latent Gaussian in it.
+
+    Raises:
+        InputError: an unknown link, one that this likelihood does not have, or neither covariance nor variance.
+        ShapeError, DataError: shapes that do not fit, NaN or infinite values, a negative variance.
+        NumericalError: a covariance that is not positive semi-definite.
+
+    >>> pred = gaussian_prediction(Categorical(), torch.zeros(1, 2), torch.eye(2).unsqueeze(0), link="pairwise")
+    >>> pred.mean
+    tensor([[0.5000, 0.5000]])
+    """
+    _check_link(likelihood, link)
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise InputError(f"samples must be a whole number of at least 1, got {samples!r}.")
+    latent = check_latent(latent_mean, latent_cov, latent_var)
+    if isinstance(likelihood, Categorical):
+        prediction = _classification(latent, link, samples, generator)
+    elif link == "mc":
+        prediction = _drawn(likelihood, latent, samples, generator)
+    elif isinstance(likelihood, Bernoulli):
+        prediction = _binary(latent, link)
+    elif isinstance(likelihood, Gaussian):
+        prediction = _moments("regression", latent.mean, latent.var, likelihood.variance(latent.mean))
+    elif isinstance(likelihood, HeteroscedasticGaussian) and likelihood.parametrisation == "mean_log_variance":
+        mean = likelihood.mean(latent.mean)  # which also checks that the number of outputs is even
+        epistemic, log_spread = latent.var.split(mean.shape[-1], -1)
+        prediction = _moments("regression", mean, epistemic, likelihood.variance(latent.mean) * (log_spread / 2).exp())
+    elif isinstance(likelihood, Poisson):
+        rate = (latent.mean + latent.var / 2).exp()
+        prediction = _moments("counts", rate, torch.expm1(latent.var) * rate.square(), rate)
+    else:
+        prediction = _drawn(likelihood, latent, samples, generator)
+    return replace(prediction, latent_mean=latent.mean, latent_cov=latent.cov, latent_var=latent.var)
+
+
+def samples_prediction(likelihood: Likelihood, outputs: Tensor, *, weights: Tensor | None = None) -> Prediction:
+    r"""Predict with a mixture: outputs of S networks, or of one network with S samples of its weights.
+
+    Probabilities, means and rates are averaged, never logits. Variances are those of the mixture, with μ_s and σ_s² the
+    mean and variance of y given sample s: epistemic Σ w_s (μ_s − μ̄)², aleatoric Σ w_s σ_s².
+
+    Args:
+        likelihood: p(y | f).
+        outputs: [S, N, ..., C].
+        weights: mixture weights [S], not negative; scaled to sum to one. None is equal weights.
+
+    Returns:
+        The prediction; its ``samples`` are E[y | f_s].
+
+    Raises:
+        ShapeError, DataError: outputs that are not [S, N, ..., C], NaN or infinite values, bad weights.
+
+    >>> pred = samples_prediction(Gaussian(noise=0.5), torch.tensor([[[1.0]], [[3.0]]]))
+    >>> pred.mean.item(), pred.epistemic.item(), pred.total.item()
+    (2.0, 1.0, 1.25)
+    """
+    check_outputs(outputs, "samples_prediction")
+    if outputs.dim() < 3 or outputs.shape[0] == 0:
+        raise ShapeError(
+            f"samples_prediction: outputs must have shape [S, N, ..., C] with samples first, got "
+            f"{list(outputs.shape)}; stack them with torch.stack, or use outputs.unsqueeze(0) for a single one."
+        )
+    check_values(outputs, ~outputs.isfinite(), "outputs", "finite", "samples_prediction")
+    outputs = at_least_float32(outputs)
+    share = _check_weights(weights, outputs)
+    prediction = _mixture(likelihood, outputs, shares(outputs, share))
+    return replace(prediction, link="samples", weights=share)
+
+
+def _check_link(likelihood: Likelihood, link: str) -> None:
+    if link not in LINKS:
+        raise InputError(f"link is {link!r}, but must be one of {', '.join(map(repr, LINKS))}.")
+    allowed = next((links for cls, links in _LINKS_OF.items() if isinstance(likelihood, cls)), ("auto", "mc"))
+    if link not in allowed:
+        raise InputError(
+            f"link {link!r} does not exist for {type(likelihood).__name__}; use one of {', '.join(map(repr, allowed))}."
+        )
+
+
+def _check_weights(weights: Tensor | None, outputs: Tensor) -> Tensor | None:
+    if weights is None:
+        return None
+    weights = torch.as_tensor(weights, device=outputs.device).to(outputs.dtype)
+    if weights.shape != outputs.shape[:1]:
+        raise ShapeError(f"weights have shape {list(weights.shape)}, but there are {outputs.shape[0]} samples.")
+    check_values(
+        weights, ~(weights.isfinite() & (weights >= 0)), "weights", "finite and 0 or more", "samples_prediction"
+    )
+    if not bool(weights.sum() > 0):
+        raise DataError("weights are all zero; at least one sample must count.")
+    return weights / weights.sum()
+
+
+def _pair_variance(cov: Tensor) -> Tensor:
+    """Variance of every difference of two outputs [..., C, C]."""
+    diagonal = cov.diagonal(dim1=-2, dim2=-1)
+    return (diagonal.unsqueeze(-1) + diagonal.unsqueeze(-2) - cov - cov.mT).clamp_min(0.0)
+
+
+def _drawn(likelihood: Likelihood, latent: Latent, samples: int, generator: torch.Generator | None) -> Prediction:
+    outputs = draw(latent, normal_points(samples, latent.mean.shape[-1], generator))
+    if isinstance(likelihood, HeteroscedasticGaussian) and likelihood.parametrisation == "natural":
+        width = likelihood.mean(latent.mean).shape[-1]
+        eta = latent.mean[..., width:]
+        check_values(eta, ~(eta < 0), "values[..., D:]", "negative: it is -1 / (2 variance)", "latent_mean")
+        outputs = torch.cat([outputs[..., :width], outputs[..., width:].minimum(_LEAST_SHARE * eta)], -1)
+    return replace(samples_prediction(likelihood, outputs), link="mc")
+
+
+def _moments(kind: str, mean: Tensor, epistemic: Tensor, aleatoric: Tensor) -> Prediction:
+    return Prediction(kind, mean, epistemic, aleatoric, epistemic + aleatoric, link="closed_form")
+
+
+def _split(total: Tensor, information: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Epistemic, aleatoric and their sum, where the mutual information lies between 0 and the total."""
+    epistemic = information.clamp_min(0.0).minimum(total)
+    aleatoric = total - epistemic
+    return epistemic, aleatoric, epistemic + aleatoric
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    """From log-probabilities: no infinite slope where a probability underflows."""
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+def _binary_entropy(p: Tensor, q: Tensor) -> Tensor:
+    """Of a Bernoulli with probabilities p and q = 1 − p, each given without cancellation."""
+    tiny = torch.finfo(p.dtype).tiny
+    return -(p * p.clamp_min(tiny).log() + q * q.clamp_min(tiny).log())
+
+
+def _class_average(log_p: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Log of the mean probability [N, ..., C] and mutual information [N, ...] of [S, N, ..., C]."""
+    log_mean = torch.logsumexp(log_p + share.log(), 0)
+    expected = (share.squeeze(-1) * _entropy(log_p)).sum(0)
+    return log_mean, _entropy(log_mean) - expected
+
+
+def _classification(latent: Latent, link: str, samples: int, generator: torch.Generator | None) -> Prediction:
+    n_classes = latent.mean.shape[-1]
+    if n_classes < 2:
+        raise ShapeError(f'latent_mean has {n_classes} class; for one logit per example use Bernoulli() or "binary".')
+    if link == "bridge":
+        return _bridge(latent)
+    points = normal_points(samples, n_classes, generator, fixed=link in ("probit", "pairwise"))
+    log_p = F.log_softmax(draw(latent, points), -1)
+    log_mean, information = _class_average(log_p, shares(log_p, None))
+    if link == "auto" and n_classes > _PAIRWISE_MAX_CLASSES:
+        link = "mc"
+    if link == "probit":
+        log_mean = F.log_softmax(probit(latent.mean, latent.var), -1)
+    elif link == "pairwise":
+        log_mean = pairwise_probit(latent.mean, latent.full())
+    elif link == "auto":
+        # decided for each position on its own: the other examples of a batch must not matter
+        narrow = _pair_variance(latent.full()).amax((-2, -1)) <= _PAIRWISE_MAX_VARIANCE
+        log_mean = torch.where(narrow.unsqueeze(-1), pairwise_probit(latent.mean, latent.full()), log_mean)
+    kept = log_p.exp() if link in ("mc", "auto") else None
+    parts = _split(_entropy(log_mean), information)
+    return Prediction("classification", log_mean.exp(), *parts, samples=kept, link=link)
+
+
+def _bridge(latent: Latent) -> Prediction:
+    log_alpha = laplace_bridge(latent.mean.double(), latent.full().double())
+    log_mean = F.log_softmax(log_alpha, -1)
+    alpha = log_alpha.clamp_max(_MAX_LOG_CONCENTRATION).exp()
+    # of a Dirichlet: E H[p] = ψ(α₀ + 1) − Σ p̄_k ψ(α_k + 1)
+    expected = torch.digamma(alpha.sum(-1) + 1) - (log_mean.exp() * torch.digamma(alpha + 1)).sum(-1)
+    total = _entropy(log_mean)
+    mean, total, information, alpha = (
+        t.to(latent.mean.dtype) for t in (log_mean.exp(), total, total - expected, alpha)
+    )
+    return Prediction("classification", mean, *_split(total, information), concentration=alpha, link="bridge")
+
+
+def _binary(latent: Latent, link: str) -> Prediction:
+    exact, expected = bernoulli_gaussian(latent.mean, latent.var)
+    information = _binary_entropy(exact, 1 - exact) - expected
+    if link == "probit":
+        logits = probit(latent.mean, latent.var).double()
+        exact, other = logits.sigmoid(), (-logits).sigmoid()
+    else:
+        link, other = "quadrature", 1 - exact
+    parts = _split(_binary_entropy(exact, other), information)
+    mean, epistemic, aleatoric = (value.to(latent.mean.dtype) for value in (exact, *parts[:2]))
+    return Prediction("binary", mean, epistemic, aleatoric, epistemic + aleatoric, link=link)
+
+
+def _mixture(likelihood: Likelihood, outputs: Tensor, share: Tensor) -> Prediction:
+    """Average over samples [S, N, ..., C] with weights [S, 1, ...]."""
+    kind = likelihood.kind
+    rows = outputs.flatten(0, 1)  # a likelihood of your own knows [N, ..., C] only
+    if kind == "classification":
+        log_p = F.log_softmax(outputs, -1)
+        if not isinstance(likelihood, Categorical):
+            p = likelihood.mean(rows).unflatten(0, outputs.shape[:2])
+            log_p = p.clamp_min(torch.finfo(p.dtype).tiny).log()
+        log_mean, information = _class_average(log_p, share)
+        return Prediction(kind, log_mean.exp(), *_split(_entropy(log_mean), information), samples=log_p.exp())
+    means = likelihood.mean(rows).unflatten(0, outputs.shape[:2])
+    mean = (share * means).sum(0)
+    if kind == "binary":
+        others = (-outputs).sigmoid() if isinstance(likelihood, Bernoulli) else 1 - means
+        total = _binary_entropy(mean, (share * others).sum(0))
+        expected = (share * _binary_entropy(means, others)).sum(0)
+        return Prediction(kind, mean, *_split(total, total - expected), samples=means)
+    variances = likelihood.variance(rows).unflatten(0, outputs.shape[:2])
+    epistemic = (share * (means - mean).square()).sum(0)
+    aleatoric = (share * variances).sum(0)
+    kept = None if kind == "counts" else variances
+    return Prediction(kind, mean, epistemic, aleatoric, epistemic + aleatoric, samples=means, sample_variance=kept)
