@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from aftermap.errors import DataError, InputError, ShapeError
 
-__all__ = ["Batch", "Unpack", "call_model", "check_device", "iterate", "take", "unpack_batch"]
+__all__ = [
+    "Batch",
+    "Unpack",
+    "call_model",
+    "check_device",
+    "check_inputs",
+    "iterate",
+    "take",
+    "tensors_of",
+    "unpack_batch",
+    "unpack_inputs",
+]
 
 Unpack = Callable[[Any], tuple[Any, Any] | tuple[Any, Any, Any]]
 
@@ -36,14 +47,13 @@ class Batch:
     size: int
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device."""
-        weight = None if self.weight is None else self.weight.to(device)
-        return Batch(
-            _map(lambda t: t.to(device), self.inputs),
-            _map(lambda t: t.to(device), self.targets),
-            weight,
-            self.size,
-        )
+        """The same batch on another device; tensors made in inference mode, which autograd refuses, are copied."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, copy=tensor.is_inference())
+
+        weight = None if self.weight is None else move(self.weight)
+        return Batch(_map(move, self.inputs), _map(move, self.targets), weight, self.size)
 
 
 def unpack_batch(batch: Any, unpack: Unpack | None = None) -> Batch:
@@ -76,14 +86,25 @@ def unpack_batch(batch: Any, unpack: Unpack | None = None) -> Batch:
     if isinstance(inputs, list):
         inputs = tuple(inputs)
     size = _size(inputs)
-    targets = (
-        torch.as_tensor(targets) if targets is not None and not isinstance(targets, Mapping | tuple | list) else targets
-    )
+    targets = _as_targets(targets)
     if isinstance(targets, Tensor) and (targets.dim() == 0 or targets.shape[0] != size):
         raise ShapeError(
             f"the inputs hold {size} examples, but the targets have shape {tuple(targets.shape)}; the first dimension must agree"
         )
     return Batch(inputs, targets, _check_weight(weight, size), size)
+
+
+def _as_targets(targets: Any) -> Any:
+    """Numbers and arrays as a tensor; None, and a mapping or sequence of tensors, as they are."""
+    if targets is None or isinstance(targets, Mapping | Tensor) or any(True for _ in tensors_of(targets)):
+        return targets
+    try:
+        return torch.as_tensor(targets)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the targets are {_describe(targets)} that cannot be made into a tensor ({error}); "
+            "pass a tensor of labels or values, or unpack= to make one"
+        ) from error
 
 
 def _split_mapping(batch: Mapping[str, Any]) -> tuple[Any, Any, Any]:
@@ -117,15 +138,16 @@ def _describe(thing: Any) -> str:
     return f"a {type(thing).__module__}.{type(thing).__name__}"
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
+def tensors_of(tree: Any) -> Iterable[Tensor]:
+    """Every tensor in nested mappings, tuples and lists."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, Mapping):
         for key in tree:
-            yield from _tensors(tree[key])
+            yield from tensors_of(tree[key])
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -139,7 +161,7 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _size(inputs: Any) -> int:
-    sizes = [t.shape[0] for t in _tensors(inputs) if t.dim() > 0]
+    sizes = [t.shape[0] for t in tensors_of(inputs) if t.dim() > 0]
     if not sizes:
         raise DataError(f"the inputs of a batch hold no tensor with a batch dimension: they are {_describe(inputs)}")
     return sizes[0]
@@ -154,7 +176,7 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Tensor:
     """Runs the model on a batch's inputs and finds the tensor among what it returns.
 
     A tensor is passed as it is, a tuple as positional and a mapping as keyword arguments. From a returned object or
-    mapping the ``logits`` are taken (Hugging Face models), from a tuple its only tensor.
+    mapping the ``logits`` are taken (Hugging Face models), from a tuple or list its only tensor.
     """
     if isinstance(inputs, Mapping):
         outputs = model(**inputs)
@@ -170,6 +192,8 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Tensor:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return logits
+    if isinstance(outputs, tuple | list) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
+        return outputs[0]
     raise ShapeError(
         f"the model returned {_describe(outputs)}; it must return a tensor [N, ..., C] or an object with .logits. "
         "Wrap it in a module that picks the output"
@@ -213,7 +237,7 @@ def iterate(
         batch = unpack_batch(raw, unpack)
         if batch.size == 0:
             continue
-        _check_inputs(batch.inputs, dtype)
+        check_inputs(batch.inputs, dtype)
         yield batch.to(device)
     if not seen:
         raise DataError(
@@ -221,8 +245,18 @@ def iterate(
         )
 
 
-def _check_inputs(inputs: Any, dtype: torch.dtype | None) -> None:
-    for tensor in _tensors(inputs):
+def unpack_inputs(inputs: Any) -> Batch:
+    """Inputs alone, without targets: a tensor, a tuple of positional or a mapping of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        inputs = {k: inputs[k] for k in inputs}
+    elif isinstance(inputs, list):
+        inputs = tuple(inputs)
+    return Batch(inputs, None, None, _size(inputs))
+
+
+def check_inputs(inputs: Any, dtype: torch.dtype | None) -> None:
+    """Raises unless every floating-point input is finite and of the model's dtype."""
+    for tensor in tensors_of(inputs):
         if not tensor.is_floating_point():
             continue
         if not bool(torch.isfinite(tensor).all()):

@@ -144,8 +144,8 @@ def function_samples(
         weights = posterior.sample(count, generator)
         for number in range(count):
             direction = {n: weights[n][number] - posterior.mean[n] for n in posterior.names}
-            value, moved = jvp(outputs, (mean,), (direction,))
-            drawn.append(value + moved)
+            moved = jvp(outputs, (mean,), (direction,))
+            drawn.append(moved[0] + moved[1])
     return torch.stack(drawn)
 
 

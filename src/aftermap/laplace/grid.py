@@ -1,0 +1,194 @@
+"""Tuning on validation data: the prior's precision τ and the data's scale c, on the predictive that will be used.
+
+(c, τ) and (1, τ/c) differ only by a factor 1/c of the whole covariance (MATH 1.5). So one pass through the network gives the
+covariances for a row of ratios τ/c, and every c costs only the link. The random numbers of the link are the same at every
+grid point.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.batches import Batch
+from aftermap.errors import DataError, StatisticalWarning
+from aftermap.likelihoods import Likelihood
+from aftermap.posteriors import GaussianPosterior
+from aftermap.predictive import gaussian_prediction, latent_gaussians, sampled_outputs, samples_prediction
+
+__all__ = ["GridResult", "tune_on_validation"]
+
+
+@dataclass(frozen=True)
+class GridResult:
+    """What the grid gave.
+
+    Attributes:
+        data_scale: best c.
+        precision: best τ.
+        nll: mean negative log predictive probability at the best point.
+        table: (c, τ, nll) for every grid point of the last stage.
+        n_data: validation examples used.
+    """
+
+    data_scale: float
+    precision: float
+    nll: float
+    table: list[tuple[float, float, float]]
+    n_data: int
+
+
+def tune_on_validation(
+    predictor: Any,
+    posterior: GaussianPosterior,
+    likelihood: Likelihood,
+    batches: Iterable[Batch],
+    base_scale: float,
+    *,
+    kind: str = "linearised",
+    link: str = "auto",
+    samples: int = 100,
+    precisions: Sequence[float] | None = None,
+    scales: Sequence[float] | None = None,
+    first_stage: int = 500,
+) -> GridResult:
+    """Grid search over (c, τ) on the mean negative log predictive probability.
+
+    Args:
+        predictor: has ``model`` and ``probe(batch)``.
+        posterior: any prior; it is replaced by one precision for all.
+        likelihood: with its noise.
+        batches: validation data.
+        base_scale: what multiplies the curvature at c = 1 (1/temperature, 1/σ²).
+        kind: linearised or sampling.
+        link: of the linearised predictive.
+        samples: of the link, or weight samples.
+        precisions: ratios τ/c to try; None: two stages, coarse on ``first_stage`` examples, then fine on all.
+        scales: values of c to try.
+        first_stage: examples of the coarse stage.
+    """
+    held = [b for b in batches if b.targets is not None]
+    if not held:
+        raise DataError("the validation data are empty or have no targets")
+    cs = list(scales) if scales is not None else [10 ** (k / 4) for k in range(-4, 17)]
+    if precisions is not None:
+        return _stage(predictor, posterior, likelihood, held, base_scale, list(precisions), cs, kind, link, samples)
+    coarse = [10.0**k for k in range(-3, 6)]
+    some = _limited(held, first_stage)
+    first = _stage(predictor, posterior, likelihood, some, base_scale, coarse, cs, kind, link, samples)
+    centre = math.log10(first.precision / first.data_scale)
+    fine = [10 ** (centre + d) for d in (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)]
+    result = _stage(predictor, posterior, likelihood, held, base_scale, fine, cs, kind, link, samples)
+    _warn_at_edge(result, cs, (coarse[0], coarse[-1]))
+    return result
+
+
+def _warn_at_edge(result: GridResult, cs: Sequence[float], ratios: tuple[float, float]) -> None:
+    at_edge = []
+    if len(cs) > 2 and (result.data_scale <= min(cs) or result.data_scale >= max(cs)):
+        at_edge.append(f"data scale {result.data_scale:g}")
+    ratio = result.precision / result.data_scale
+    if ratio <= ratios[0] * 10**0.25 or ratio >= ratios[1] / 10**0.25:
+        at_edge.append(f"precision ratio {ratio:g}")
+    if at_edge:
+        warnings.warn(
+            f"the best point lies at the edge of the grid ({', '.join(at_edge)}): the posterior wants to be narrower or wider than "
+            "the grid allows. Pass scales= and precisions= to widen it, or look whether this posterior helps at all",
+            StatisticalWarning,
+            stacklevel=4,
+        )
+
+
+def _limited(held: Sequence[Batch], limit: int) -> list[Batch]:
+    some, count = [], 0
+    for batch in held:
+        some.append(batch)
+        count += batch.size
+        if count >= limit:
+            break
+    return some
+
+
+def _stage(
+    predictor: Any,
+    posterior: GaussianPosterior,
+    likelihood: Likelihood,
+    held: Sequence[Batch],
+    base_scale: float,
+    ratios: Sequence[float],
+    cs: Sequence[float],
+    kind: str,
+    link: str,
+    samples: int,
+) -> GridResult:
+    variants = [posterior.with_prior(r, scale=base_scale) for r in ratios]
+    sums = torch.zeros(len(ratios), len(cs), dtype=torch.float64)
+    count = 0
+    for batch in held:
+        count += batch.size
+        if kind == "linearised":
+            sums += _linearised(predictor, posterior, variants, likelihood, batch, cs, link, samples)
+        else:
+            sums += _sampled(predictor, variants, likelihood, batch, cs, samples)
+    means = sums / count
+    table = [(c, ratio * c, float(means[i, j])) for i, ratio in enumerate(ratios) for j, c in enumerate(cs)]
+    # A predictive that is not finite somewhere can never be the best.
+    best = min(table, key=lambda row: row[2] if math.isfinite(row[2]) else math.inf)
+    return GridResult(best[0], best[1], best[2], table, count)
+
+
+def _linearised(
+    predictor: Any,
+    posterior: GaussianPosterior,
+    variants: Sequence[GaussianPosterior],
+    likelihood: Likelihood,
+    batch: Batch,
+    cs: Sequence[float],
+    link: str,
+    samples: int,
+) -> Tensor:
+    found = latent_gaussians(predictor.model, posterior, batch, predictor.probe(batch), variants=variants)
+    values = torch.empty(len(variants), len(cs), dtype=torch.float64)
+    for i, latent in enumerate(found):
+        for j, c in enumerate(cs):
+            prediction = gaussian_prediction(
+                likelihood,
+                latent.mean,
+                None if latent.cov is None else latent.cov / c,
+                latent_var=latent.var / c if latent.cov is None else None,
+                link=link,
+                samples=samples,
+                generator=torch.Generator().manual_seed(0),
+            )
+            values[i, j] = -prediction.log_prob(batch.targets).sum().to(torch.float64)
+    return values
+
+
+def _sampled(
+    predictor: Any,
+    variants: Sequence[GaussianPosterior],
+    likelihood: Likelihood,
+    batch: Batch,
+    cs: Sequence[float],
+    samples: int,
+) -> Tensor:
+    values = torch.empty(len(variants), len(cs), dtype=torch.float64)
+    for i, variant in enumerate(variants):
+        for j, c in enumerate(cs):
+            # with_prior(τ·c, scale·c) divides the covariance by c.
+            scaled = variant.with_prior(
+                prior=variant.prior.with_precision({n: p * c for n, p in variant.prior.precision.items()}),
+                scale=variant.scale * c,
+            )
+            with torch.no_grad():
+                outputs = sampled_outputs(
+                    predictor.model, scaled, batch.inputs, samples, torch.Generator().manual_seed(0)
+                )
+            values[i, j] = -samples_prediction(likelihood, outputs).log_prob(batch.targets).sum().to(torch.float64)
+    return values

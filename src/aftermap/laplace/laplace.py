@@ -1,0 +1,438 @@
+"""Laplace: a trained network becomes Bayesian in three lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Batch, Unpack, call_model, check_device, check_inputs, iterate, unpack_inputs
+from aftermap.curvature import Factors, fit_curvature
+from aftermap.curvature.last_layer import find_last_layer
+from aftermap.curvature.probe import Probe, check_outputs, probe
+from aftermap.errors import InputError, NotFittedError
+from aftermap.laplace.evidence import EvidenceResult, log_evidence, maximise_evidence
+from aftermap.laplace.grid import GridResult, tune_on_validation
+from aftermap.laplace.noise import Observation
+from aftermap.laplace.weights import WeightsWatch
+from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.params import Params, Selection, named_parameters
+from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors.prior import PriorSpec
+from aftermap.predictive import (
+    Prediction,
+    differentiable_latent,
+    draw_weights,
+    function_samples,
+    gaussian_prediction,
+    joint_covariance,
+    latent_gaussians,
+    sampled_outputs,
+    samples_prediction,
+)
+
+__all__ = ["KINDS", "Laplace"]
+
+KINDS = ("linearised", "sampling")
+
+
+class Laplace:
+    """A Gaussian posterior around the trained weights of a network.
+
+    The posterior is N(θ*, (s·H + P₀)⁻¹): H is the curvature of the negative log-likelihood at the trained weights θ*, summed
+    over the data, P₀ the prior's precision and s = data_scale / temperature (times 1/σ² for a regression).
+
+    Args:
+        model: a trained network with outputs [N, ..., C], in eval mode. It is never changed.
+        likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
+        structure: of H: kron, ekfac, kfra, diagonal, full, low_rank or hessian.
+        params: which weights are uncertain: "all", "last_layer", names, a regular expression, a function.
+        curvature: exact, rademacher, sampled, empirical, or auto.
+        prior_precision: one number, one per layer, or a mapping; see `posteriors.Prior`. `tune` finds it.
+        prior_mean: a number or tensors by name.
+        data_scale: multiplies the number of data (pseudo-observations).
+        temperature: divides the log-likelihood.
+        damping: "exact" (the prior is added in the eigenbasis), "factored" (Ritter et al. 2018, eq. 9) or "pi".
+        approach: Kronecker factors of shared weights: expand or reduce.
+        rank: of structure="low_rank".
+        strict: refuse parameters without a layer rule.
+
+    >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+    >>> x = torch.linspace(-1, 1, 20)[:, None]
+    >>> la = Laplace(net, "regression").fit([(x, x**3)]).tune()
+    >>> la.predict(x).epistemic.shape
+    torch.Size([20, 1])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        *,
+        structure: str = "kron",
+        params: Selection = "all",
+        curvature: str = "auto",
+        prior_precision: PriorSpec = 1.0,
+        prior_mean: float | Params = 0.0,
+        data_scale: float = 1.0,
+        temperature: float = 1.0,
+        damping: str = "exact",
+        approach: str = "expand",
+        rank: int = 50,
+        strict: bool = False,
+    ):
+        for name, value in (("data_scale", data_scale), ("temperature", temperature)):
+            if not value > 0:
+                raise InputError(f"{name}={value!r} must be a positive number")
+        self.model = model
+        self.observation = Observation.split(parse_likelihood(likelihood))
+        self.structure, self.params, self.curvature = structure, params, curvature
+        self.prior_mean, self.damping, self.approach, self.rank, self.strict = (
+            prior_mean,
+            damping,
+            approach,
+            rank,
+            strict,
+        )
+        self.data_scale, self.temperature = float(data_scale), float(temperature)
+        self.tuning: EvidenceResult | GridResult | None = None
+        self._prior_precision = prior_precision
+        self._factors: Factors | None = None
+        self._posterior: GaussianPosterior | None = None
+        self._probe: Probe | None = None
+        self._watch: WeightsWatch | None = None
+        self._unpack: Unpack | None = None
+
+    # What was fitted
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood with its present noise."""
+        return self.observation.whole()
+
+    @property
+    def posterior(self) -> GaussianPosterior:
+        """The posterior over the weights."""
+        if self._posterior is None:
+            raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
+        return self._posterior
+
+    @property
+    def factors(self) -> Factors:
+        """The curvature of the data."""
+        if self._factors is None:
+            raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
+        return self._factors
+
+    @property
+    def prior_precision(self) -> dict[str, Tensor]:
+        """Prior precision by layer (a number), or by parameter where a layer holds several."""
+        prior, found = self.posterior.prior, {}
+        for layer, names in self.posterior.layers.items():
+            if prior.is_scalar(list(names)):
+                found[layer] = prior.precision[names[0]]
+            else:
+                found.update({n: prior.precision[n] for n in names})
+        return found
+
+    @property
+    def n_data(self) -> float:
+        """How many data were seen."""
+        return self.factors.n_data
+
+    @property
+    def power(self) -> float:
+        """What the log-likelihood is multiplied by: data_scale / temperature."""
+        return self.data_scale / self.temperature
+
+    def _scale(self) -> Tensor:
+        return self.power * self.observation.curvature_scale()
+
+    # Fitting
+
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        update: bool = False,
+        passes: int = 1,
+        samples: int = 1,
+        unpack: Unpack | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> Laplace:
+        """Sums the curvature over the data and forms the posterior.
+
+        Args:
+            data: batches: a DataLoader, or a list of (x, y), (x, y, weight) or mappings.
+            update: add to what was fitted before (more data of the same kind) instead of starting anew.
+            passes: how often to go through a loader that augments its data.
+            samples: vectors per datum for curvature="rademacher" or "sampled".
+            unpack: turns a batch of another form into (inputs, targets).
+            generator: for random vectors.
+            progress: show a bar; None: on a terminal.
+
+        Returns:
+            self.
+        """
+        if update:
+            self._check_weights()
+        params = self.params
+        if params == "last_layer":
+            device, dtype = check_device(self.model)
+            batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
+            params = find_last_layer(self.model, batch)
+        factors = fit_curvature(
+            self.model,
+            data,
+            self.observation.base,
+            structure=self.structure,
+            params=params,
+            curvature=self.curvature,
+            approach=self.approach,
+            samples=samples,
+            passes=passes,
+            rank=self.rank,
+            strict=self.strict,
+            unpack=unpack,
+            generator=generator,
+            progress=progress,
+        )
+        prior: PriorSpec = self._prior_precision
+        if update and self._factors is not None:
+            factors = self._factors + factors
+            prior = dict(self.posterior.prior.precision)
+        mean: Params = {n: named_parameters(self.model)[n].detach() for n in factors.names}
+        posterior = GaussianPosterior.from_factors(
+            factors, mean, prior, prior_mean=self.prior_mean, scale=self._scale(), damping=self.damping
+        )
+        # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
+        self._factors, self._posterior, self._unpack, self._probe = factors, posterior, unpack, None
+        self._watch = WeightsWatch.of(self.model)
+        return self
+
+    def _check_weights(self) -> None:
+        if self._watch is None:
+            raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
+        self._watch.check(self.model)
+
+    # Evidence and tuning
+
+    def log_evidence(self) -> Tensor:
+        """Log marginal likelihood of the training data under the present prior and noise (0-d, float64)."""
+        return log_evidence(self.posterior, self.factors, self.observation, self.power)
+
+    def tune(
+        self,
+        val_loader: Iterable[Any] | None = None,
+        *,
+        method: str | None = None,
+        kind: str = "linearised",
+        link: str = "auto",
+        samples: int = 100,
+        per_layer: bool = True,
+        noise: bool = True,
+        precisions: Sequence[float] | None = None,
+        scales: Sequence[float] | None = None,
+    ) -> Laplace:
+        """Finds the prior precision (and noise, and data scale) that fit best.
+
+        Args:
+            val_loader: held-out data; needed for method="validation".
+            method: "evidence" (MacKay's fixed point on the training data; the default without ``val_loader``), "lbfgs" (the same
+                by gradients; for factored damping), or "validation" (a grid over data scale and precision on the predictive
+                log-likelihood; the default with ``val_loader``).
+            kind: the predictive that validation scores: linearised or sampling.
+            link: its link.
+            samples: its samples.
+            per_layer: evidence: one precision per layer, or one for all.
+            noise: tune the noise of a regression too.
+            precisions: validation: ratios precision / data scale to try.
+            scales: validation: data scales to try.
+
+        Returns:
+            self; details are in ``tuning``.
+        """
+        chosen = method or ("evidence" if val_loader is None else "validation")
+        if chosen not in ("evidence", "mackay", "lbfgs", "validation"):
+            raise InputError(f"method={method!r} is not known; allowed are 'evidence', 'lbfgs' and 'validation'")
+        if chosen == "validation":
+            if val_loader is None:
+                raise InputError("method='validation' needs validation data: tune(val_loader, method='validation')")
+            return self._tune_on(val_loader, kind, link, samples, noise, precisions, scales)
+        how = "lbfgs" if chosen == "lbfgs" or self.damping != "exact" else "mackay"
+        found = maximise_evidence(
+            self.posterior, self.factors, self.observation, self.power, method=how, per_layer=per_layer, noise=noise
+        )
+        self._set(found.precision, level=found.level)
+        self.tuning = found
+        return self
+
+    def _tune_on(
+        self,
+        val_loader: Iterable[Any],
+        kind: str,
+        link: str,
+        samples: int,
+        noise: bool,
+        precisions: Sequence[float] | None,
+        scales: Sequence[float] | None,
+    ) -> Laplace:
+        _check_kind(kind)
+        self._check_weights()
+        if noise and self.observation.tunable:
+            # The noise follows from the training residuals; the grid then decides on the rest.
+            level = maximise_evidence(self.posterior, self.factors, self.observation, self.power, per_layer=False).level
+            self._set(None, level=level)
+        device, dtype = check_device(self.model)
+        batches = iterate(val_loader, device=device, dtype=dtype, unpack=self._unpack)
+        base = float(self.observation.curvature_scale()) / self.temperature
+        found = tune_on_validation(
+            self,
+            self.posterior,
+            self.likelihood,
+            batches,
+            base,
+            kind=kind,
+            link=link,
+            samples=samples,
+            precisions=precisions,
+            scales=scales,
+        )
+        self.data_scale = found.data_scale
+        self._set(found.precision)
+        self.tuning = found
+        return self
+
+    def _set(self, precision: PriorSpec | None, *, level: float | None = None) -> None:
+        """Another prior or noise: no data pass, no decomposition."""
+        if level is not None:
+            value = torch.tensor(level, dtype=torch.float64)
+            self.observation = Observation(self.observation.base, value, self.observation.tunable)
+        self._posterior = self.posterior.with_prior(precision, scale=self._scale())
+
+    def with_prior(self, precision: PriorSpec) -> Laplace:
+        """Sets the prior precision of a fitted posterior; returns self."""
+        self._set(precision)
+        return self
+
+    # Prediction
+
+    def probe(self, batch: Batch) -> Probe:
+        """How the model treats a batch; looked at once."""
+        if self._probe is None:
+            self._probe = probe(self.model, self.posterior.names, batch)
+        return self._probe
+
+    def predict(
+        self,
+        x: Any,
+        *,
+        kind: str = "linearised",
+        link: str = "auto",
+        samples: int = 100,
+        diagonal: bool = False,
+        outputs: Sequence[int] | None = None,
+        weights: list[Params] | None = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Predicts with uncertainty.
+
+        Args:
+            x: inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
+            kind: "linearised" (default: the Gaussian of the linearised network) or "sampling" (the network under weight samples).
+            link: from latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
+            samples: of the link (mc), or weight samples.
+            diagonal: only variances of the outputs, no covariances.
+            outputs: only these of the C outputs (regression): their variances; cheaper.
+            weights: a fixed set of weight samples for kind="sampling" (`ensemble`).
+            differentiable: keep the gradient in x (small batches).
+            generator: for the samples.
+        """
+        _check_kind(kind)
+        self._check_weights()
+        batch = self._inputs(x)
+        if kind == "sampling":
+            with torch.set_grad_enabled(differentiable):
+                values = sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
+            return samples_prediction(self.likelihood, values)
+        if differentiable:
+            if not isinstance(batch.inputs, Tensor):
+                raise InputError("differentiable=True needs a single tensor as input")
+            latent = differentiable_latent(self.model, self.posterior, batch.inputs, diagonal=diagonal)
+        else:
+            latent = latent_gaussians(
+                self.model, self.posterior, batch, self.probe(batch), diagonal=diagonal, outputs=outputs
+            )[0]
+        mean = latent.mean if outputs is None else latent.mean[..., list(outputs)]
+        return gaussian_prediction(
+            self.likelihood,
+            mean,
+            latent.cov,
+            latent_var=latent.var if latent.cov is None else None,
+            link=link,
+            samples=samples,
+            generator=generator,
+        )
+
+    def map_prediction(self, x: Any) -> Tensor:
+        """The network's own answer E[y | f(x, θ*)], without uncertainty."""
+        with torch.no_grad():
+            outputs = call_model(self.model, self._inputs(x).inputs)
+        check_outputs(outputs, len(outputs))
+        return self.likelihood.mean(outputs)
+
+    def _inputs(self, x: Any) -> Batch:
+        device, dtype = check_device(self.model)
+        batch = unpack_inputs(x).to(device)
+        check_inputs(batch.inputs, dtype)
+        return batch
+
+    def joint(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
+        self._check_weights()
+        batch = self._inputs(x)
+        return joint_covariance(self.model, self.posterior, batch, self.probe(batch))
+
+    def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Samples of the linearised network's outputs with the true correlation between inputs: [count, N, ..., C]."""
+        self._check_weights()
+        return function_samples(self.model, self.posterior, self._inputs(x).inputs, count, generator)
+
+    def variance_by_layer(self, x: Any) -> Mapping[str, Tensor]:
+        """Each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
+        self._check_weights()
+        batch = self._inputs(x)
+        found = latent_gaussians(self.model, self.posterior, batch, self.probe(batch), diagonal=True, by_layer=True)
+        return found[0].by_layer
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
+        """Weights from the posterior: name -> [count, *shape]."""
+        return self.posterior.sample(count, generator)
+
+    def ensemble(self, count: int, generator: torch.Generator | None = None) -> list[Params]:
+        """A fixed set of weight samples, to be used again and again: predict(x, kind="sampling", weights=...)."""
+        return draw_weights(self.posterior, count, generator)
+
+    # Saving
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes the posterior to a folder (json and safetensors, never pickle); the network itself is not in it."""
+        from aftermap.laplace.saving import save_laplace
+
+        return save_laplace(self, folder, overwrite=overwrite)
+
+    def __repr__(self) -> str:
+        state = (
+            "not fitted" if self._factors is None else f"{self.n_data:g} data, {self.posterior.n_params:,} parameters"
+        )
+        return f"Laplace({type(self.model).__name__}, {self.likelihood!r}, structure={self.structure!r}, {state})"
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
