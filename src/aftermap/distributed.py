@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["all_reduce_", "is_distributed", "rank", "shared_out", "world_size"]
+from aftermap.errors import DataError, InputError
+
+__all__ = [
+    "Mesh",
+    "all_reduce_",
+    "broadcast_",
+    "is_distributed",
+    "make_mesh",
+    "rank",
+    "same_everywhere",
+    "shared_out",
+    "together",
+    "unsynchronised",
+    "unwrapped",
+    "world_size",
+]
+
+_NOTE_BYTES = 512  # of an error's message are told to the other processes
 
 
 def is_distributed() -> bool:
@@ -38,10 +58,72 @@ def all_reduce_(tensors: Sequence[Tensor]) -> None:
         return
     for dtype in sorted({t.dtype for t in tensors}, key=str):
         same = [t for t in tensors if t.dtype == dtype]
-        flat = torch.cat([t.reshape(-1) for t in same])
+        flat = torch.cat([t.reshape(-1) for t in same]).to(_device(same[0]))
         dist.all_reduce(flat)
         for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(part.view_as(tensor))
+
+
+def _device(like: Tensor) -> torch.device:
+    """Where a message must lie: NCCL only moves memory of its graphics card."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else like.device
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Work of each process on its own, after which all go on or none: an error of one is raised by all.
+
+    Without it, a process with bad data would stop and the others would wait for it for ever.
+
+    Args:
+        what: the work, for the message on the processes that did not fail.
+
+    Raises:
+        DataError: on every process that did not fail while another did, with the other's message.
+
+    >>> with together("adding"):  # one process: nothing happens
+    ...     1 + 1
+    2
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if is_distributed():
+        notes = torch.zeros(world_size(), _NOTE_BYTES, dtype=torch.uint8)
+        if error is not None:
+            text = (f"{type(error).__name__}: {error}".encode() or b"?")[:_NOTE_BYTES]
+            notes[rank(), : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        notes = notes.to(_device(notes))
+        dist.all_reduce(notes)
+        if error is None and bool(notes.any()):
+            failed = [(r, bytes(note[note > 0].tolist())) for r, note in enumerate(notes.cpu()) if bool(note.any())]
+            told = "; ".join(f"process {r}: {text.decode(errors='ignore')}" for r, text in failed)
+            raise DataError(f"{len(failed)} of {world_size()} processes failed while {what}, so all stop. {told}")
+    if error is not None:
+        raise error
+
+
+def same_everywhere(number: int) -> int:
+    """The number that process 0 has."""
+    if not is_distributed():
+        return number
+    value = torch.tensor([number], dtype=torch.int64)
+    value = value.to(_device(value))
+    dist.broadcast(value, src=0)
+    return int(value)
+
+
+def broadcast_(tensors: Sequence[Tensor]) -> None:
+    """Gives every process the values of process 0, in place.
+
+    >>> x = torch.ones(2)
+    >>> broadcast_([x])  # one process: nothing happens
+    """
+    if is_distributed():
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
 
 
 def shared_out(
@@ -69,12 +151,61 @@ def shared_out(
         owner[job] = min(range(len(load)), key=load.__getitem__)
         load[owner[job]] += costs[job]
     results: list[list[Tensor]] = []
-    for job, job_shapes in enumerate(shapes):
-        if owner[job] == rank():
-            results.append([t.contiguous() for t in work(job)])
-        else:
-            results.append([torch.empty(s, dtype=like.dtype, device=like.device) for s in job_shapes])
+    with together("decomposing factors"):
+        for job, job_shapes in enumerate(shapes):
+            if owner[job] == rank():
+                results.append([t.contiguous() for t in work(job)])
+            else:
+                results.append([torch.empty(s, dtype=like.dtype, device=like.device) for s in job_shapes])
     for job, tensors in enumerate(results):
         for tensor in tensors:
             dist.broadcast(tensor, src=owner[job])
     return results
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands in a grid of data × samples.
+
+    Processes with one ``sample_rank`` draw the same weights and should see different data; processes with one
+    ``data_rank`` draw different weights and may see the same data.
+    """
+
+    data_rank: int
+    data_size: int
+    sample_rank: int
+    sample_size: int
+
+
+def make_mesh(sample_groups: int) -> Mesh:
+    """This process's place when the processes form ``sample_groups`` groups of equal size, consecutive ranks in each.
+
+    Raises:
+        InputError: the number of processes is not a multiple of ``sample_groups``.
+
+    >>> make_mesh(1)
+    Mesh(data_rank=0, data_size=1, sample_rank=0, sample_size=1)
+    """
+    world = world_size()
+    if sample_groups < 1 or world % sample_groups:
+        raise InputError(
+            f"sample_groups={sample_groups} does not divide the {world} processes; allowed: "
+            + ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
+        )
+    data_size = world // sample_groups
+    return Mesh(rank() % data_size, data_size, rank() // data_size, sample_groups)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside a DistributedDataParallel wrapper; any other module as it is.
+
+    >>> net = nn.Linear(2, 1)
+    >>> unwrapped(net) is net
+    True
+    """
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def unsynchronised(model: nn.Module) -> AbstractContextManager[object]:
+    """Inside, a DistributedDataParallel wrapper averages no gradients: somebody else sums them."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()

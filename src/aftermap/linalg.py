@@ -13,22 +13,28 @@ from torch import Tensor
 
 from aftermap.errors import NumericalError, NumericalWarning
 
-__all__ = ["add_gram_", "gram", "kron", "psd_eigh", "safe_cholesky", "symmetrise"]
+__all__ = [
+    "add_product_",
+    "add_upper_gram_",
+    "gram",
+    "kron",
+    "mirror_upper_",
+    "psd_eigh",
+    "safe_cholesky",
+    "symmetrise",
+]
 
-# Below this width one matrix product is faster than several products of halves.
+# Up to this width one matrix product is faster than several products of halves.
 _SPLIT_WIDTH = 384
 # An eigenvalue below -TOLERANCE * largest is no rounding error: the matrix was not p.s.d.
 _NEGATIVE_TOLERANCE = 1e-5
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Σ over rows of x xᵀ, by products of column halves where that saves work.
-
-    A general matrix product computes both triangles. Splitting the columns as X = [X₁ X₂] leaves
-    X₁ᵀX₁, X₂ᵀX₂ (recursively) and X₁ᵀX₂, and so up to half of the work.
+    """Σ over rows of x xᵀ.
 
     Args:
-        rows: [..., R, D], or any strides.
+        rows: [..., R, D], of any strides, with at most one leading dimension.
 
     Returns:
         [..., D, D], symmetric.
@@ -38,25 +44,44 @@ def gram(rows: Tensor) -> Tensor:
     True
     """
     width = rows.shape[-1]
-    out = rows.new_zeros(*rows.shape[:-2], width, width)
-    return add_gram_(out, rows)
+    return mirror_upper_(add_upper_gram_(rows.new_zeros(*rows.shape[:-2], width, width), rows))
 
 
-def add_gram_(out: Tensor, rows: Tensor) -> Tensor:
-    """Adds the Gram matrix of ``rows`` [..., R, D] to ``out`` [..., D, D] in place and returns it."""
+def add_upper_gram_(out: Tensor, rows: Tensor) -> Tensor:
+    """Adds the Gram matrix of ``rows`` [..., R, D] to the upper triangle of ``out`` [..., D, D], in place.
+
+    A general matrix product computes both triangles. With the columns halved, X = [X₁ X₂], only X₁ᵀX₁, X₂ᵀX₂
+    (recursively) and X₁ᵀX₂ are needed: up to half of the work. What is below the diagonal is undefined until
+    :func:`mirror_upper_`.
+    """
     width = rows.shape[-1]
-    if width <= _SPLIT_WIDTH:
-        if rows.dim() == 2 and out.dtype == rows.dtype:
-            return out.addmm_(rows.T, rows)
-        return out.add_(rows.transpose(-1, -2) @ rows)
-    half = width // 2
-    left, right = rows[..., :half], rows[..., half:]
-    add_gram_(out[..., :half, :half], left)
-    add_gram_(out[..., half:, half:], right)
-    cross = left.transpose(-1, -2) @ right
-    out[..., :half, half:].add_(cross)
-    out[..., half:, :half].add_(cross.transpose(-1, -2))
+    if width > _SPLIT_WIDTH:
+        half = width // 2
+        add_upper_gram_(out[..., :half, :half], rows[..., :half])
+        add_upper_gram_(out[..., half:, half:], rows[..., half:])
+        add_product_(out[..., :half, half:], rows[..., :half], rows[..., half:])
+    else:
+        add_product_(out, rows, rows)
     return out
+
+
+def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds leftᵀ right to ``out``, without a temporary where the dtypes allow it."""
+    left = left.transpose(-1, -2)
+    if out.dtype != left.dtype:
+        if left.element_size() < 4:  # a product rounded to half precision would not be positive semi-definite
+            left, right = left.to(out.dtype), right.to(out.dtype)
+        out += left @ right
+    elif out.dim() == 2:
+        out.addmm_(left, right)
+    else:
+        out.baddbmm_(left, right)
+
+
+def mirror_upper_(matrix: Tensor) -> Tensor:
+    """Copies the upper triangle of [..., D, D] to the lower one, in place."""
+    lower = matrix.triu(1).transpose(-1, -2)
+    return matrix.triu_().add_(lower)
 
 
 def symmetrise(matrix: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from aftermap.errors import InputError
 
-__all__ = ["Params", "Selection", "flatten", "named_parameters", "select", "swapped", "unflatten"]
+__all__ = ["Params", "Selection", "flatten", "named_parameters", "select", "swapped", "unflatten", "weights_hash"]
 
 Params = dict[str, Tensor]
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
@@ -43,7 +45,11 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
     >>> select(net, r".*bias")
     ['0.bias', '2.bias']
     """
-    parameters = {n: p for n, p in named_parameters(model).items() if p.is_floating_point()}
+    own = named_parameters(model)
+    lazy = [n for n, p in own.items() if is_lazy(p)]
+    if lazy:
+        raise InputError(f"{_few(lazy)} of the model have no values yet; run one forward pass to make them")
+    parameters = {n: p for n, p in own.items() if p.is_floating_point()}
     if not parameters:
         raise InputError(
             f"{type(model).__name__} has no floating-point parameter, so there is nothing to be uncertain about"
@@ -130,6 +136,23 @@ def unflatten(vector: Tensor, like: Params, names: Sequence[str] | None = None) 
     if start != vector.shape[0]:
         raise InputError(f"a vector of length {vector.shape[0]} does not fit parameters with {start} entries")
     return out
+
+
+def weights_hash(params: Mapping[str, Tensor]) -> str:
+    """SHA-256 of weights: names, shapes, dtypes and every bit, whatever their order and device.
+
+    >>> one, other = {"a": torch.zeros(2)}, {"a": torch.tensor([0.0, -0.0])}
+    >>> weights_hash(one)[:20], weights_hash(one) == weights_hash(other)
+    ('sha256:a5a093c49a76e', False)
+    """
+    digest = hashlib.sha256()
+    for name in sorted(params):
+        value = params[name].detach().cpu().contiguous()
+        # The header's length separates it from the bytes, so that no two sets of weights read the same.
+        header = repr((name, tuple(value.shape), str(value.dtype))).encode()
+        digest.update(len(header).to_bytes(8, "little") + header)
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return f"sha256:{digest.hexdigest()}"
 
 
 @contextmanager

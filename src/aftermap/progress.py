@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from aftermap.errors import InputError
 
-__all__ = ["progress", "progress_enabled"]
+__all__ = ["announce", "progress", "progress_enabled"]
 
 T = TypeVar("T")
 
@@ -76,3 +76,12 @@ def progress(
         return iterable
     bar: Iterable[T] = tqdm(iterable, desc=description, total=total, file=sys.stderr, leave=False, dynamic_ncols=True)
     return bar
+
+
+def announce(message: str, *, enabled: bool | None = None) -> None:
+    """Say one line on standard error, under the same policy as a bar.
+
+    >>> announce("quiet here", enabled=False)
+    """
+    if progress_enabled(enabled):
+        tqdm.write(message, file=sys.stderr)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from aftermap.curvature.layers import LayerRule, LinearRule, Named, matrix_layout
 from aftermap.curvature.layout import Layout
 from aftermap.curvature.rows import DenseRows, Rows, append_ones
+from aftermap.errors import InputError
 
-__all__ = ["PackedProjectionRule", "attention_forward", "attention_sites"]
+__all__ = ["PackedProjectionRule", "attention_forward", "attention_sites", "unviewed"]
 
 Tap = Callable[[str, Tensor, Tensor, int | None], None]  # (site, input, output, group)
 
@@ -62,6 +63,17 @@ class PackedProjectionRule(LayerRule):
         return full
 
 
+def unviewed(output: Any) -> Any:
+    """The same numbers in the same memory, but no view to autograd.
+
+    A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
+    sum) rewrites the graph around it, and the gradient edge of the view is lost.
+    """
+    if isinstance(output, Tensor) and output.requires_grad and output._is_view():
+        return torch.ops.aten._unsafe_view(output, output.shape)
+    return output
+
+
 def attention_sites(module: nn.MultiheadAttention) -> Mapping[str, tuple[LayerRule, dict[str, str]]]:
     """For each projection its rule and, by role, the attribute path of its parameters."""
     sites: dict[str, tuple[LayerRule, dict[str, str]]] = {}
@@ -87,6 +99,8 @@ def attention_forward(module: nn.MultiheadAttention, tap: Tap) -> Callable[..., 
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if is_causal and attn_mask is None:
+            raise InputError("is_causal=True is a hint about attn_mask and needs one, as in PyTorch; pass attn_mask")
         batched = query.dim() == 3
         axis = 1 if module.batch_first and batched else 0  # position axis
         q, k, v = _project(module, tap, query, key, value)
@@ -104,11 +118,14 @@ def attention_forward(module: nn.MultiheadAttention, tap: Tap) -> Callable[..., 
         heads = module.num_heads
         q, k, v = (t.reshape(t.shape[0], batch, heads, width // heads).permute(1, 2, 0, 3) for t in (q, k, v))
         scores = (q / math.sqrt(width // heads)) @ k.transpose(-1, -2)  # [b, heads, t, s]
+        if is_causal and key_padding_mask is None and not need_weights:
+            # PyTorch then ignores attn_mask, and its causal mask also hides rows that were added to the keys.
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = _masked(scores, attn_mask, key_padding_mask, heads)
         weights = F.dropout(scores.softmax(-1), module.dropout, module.training)
         mixed = (weights @ v).permute(2, 0, 1, 3).reshape(length, batch, width)
         mixed = mixed[:, 0] if not batched else (mixed.transpose(0, axis) if axis else mixed)
-        output = F.linear(mixed, module.out_proj.weight, module.out_proj.bias)
+        output = unviewed(F.linear(mixed, module.out_proj.weight, module.out_proj.bias))
         tap("out_proj", mixed, output, None)
         if not need_weights:
             return output, None

@@ -9,20 +9,20 @@ was: hooks, ``forward``, ``requires_grad``, ``.grad`` and modes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from aftermap.curvature.attention import attention_forward
+from aftermap.curvature.attention import attention_forward, unviewed
 from aftermap.curvature.sites import Sites
 from aftermap.errors import UnsupportedError
 
-__all__ = ["Call", "backpropagate", "capture", "gradients_for"]
+__all__ = ["Call", "RootCall", "Seen", "backpropagate", "capture", "gradients_for", "observe"]
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,12 @@ def gradients_for(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def capture(sites: Sites) -> Iterator[list[Call]]:
+def capture(sites: Sites, receive: Callable[[int, Tensor], None] | None = None) -> Iterator[list[Call]]:
     """Inside, every call at the sites is appended to the list that is yielded.
+
+    Args:
+        sites: where to listen.
+        receive: given, it is called with a call's number and its output gradient as soon as a backward pass reaches it.
 
     >>> from aftermap.curvature.sites import find_sites
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
@@ -92,10 +96,16 @@ def capture(sites: Sites) -> Iterator[list[Call]]:
         if isinstance(inputs, Tensor) and isinstance(output, Tensor) and output.requires_grad:
             kept = inputs.detach()
             calls.append(Call(site, module, kept, kept._version, get_gradient_edge(output), tuple(output.shape), group))
+            if receive is not None:
+                number = len(calls) - 1
+                # Registered before any in-place activation: the hook stays with the layer's own output.
+                output.register_hook(lambda grad: receive(number, grad))
 
     def hook_for(site: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            record(site, module, args[0] if args else next(iter(kwargs.values()), None), output)
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+            plain = unviewed(output)
+            record(site, module, args[0] if args else next(iter(kwargs.values()), None), plain)
+            return plain
 
         return hook
 
@@ -108,6 +118,84 @@ def capture(sites: Sites) -> Iterator[list[Call]]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         yield calls
+
+
+@dataclass
+class RootCall:
+    """One call of the whole model.
+
+    Attributes:
+        args, kwargs: what it was called with.
+        output: the tensor found in what it returned; None where there is not exactly one (or ``logits``).
+        grad: the output's gradient, once a backward pass has reached it.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Tensor | None
+    grad: Tensor | None = None
+
+
+@dataclass
+class Seen:
+    """What a user's closure did with a model: calls of layers, calls of the whole, gradients that reached parameters."""
+
+    calls: list[Call]
+    roots: list[RootCall] = field(default_factory=list)
+    leaves: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextmanager
+def observe(
+    model: nn.Module, sites: Sites, receive: Callable[[int, Tensor], None], leaves: Mapping[str, Tensor]
+) -> Iterator[Seen]:
+    """Inside, layer calls at the sites and calls of the whole model are recorded, whoever makes them.
+
+    Args:
+        model: the whole model; its inputs and the gradient of its output are kept.
+        sites: where to listen.
+        receive: called with the number of a layer's call and its output gradient, during the backward pass.
+        leaves: parameters whose gradients are kept as they arrive: before anybody clips or averages them.
+    """
+    with ExitStack() as stack:
+        calls = stack.enter_context(capture(sites, receive))
+        seen = Seen(calls)
+
+        def root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            found = _only_tensor(output)
+            call = RootCall(args, kwargs, found)
+            if not torch.is_grad_enabled() or (found is not None and not found.requires_grad):
+                return  # a look at the outputs, say for a metric: no gradient comes from there
+            seen.roots.append(call)
+            if found is not None:
+
+                def keep(grad: Tensor) -> None:
+                    call.grad = grad if call.grad is None else call.grad + grad
+
+                found.register_hook(keep)
+
+        def keep_leaf(name: str) -> Callable[[Tensor], None]:
+            def keep(grad: Tensor) -> None:
+                seen.leaves[name] = grad if name not in seen.leaves else seen.leaves[name] + grad
+
+            return keep
+
+        stack.callback(model.register_forward_hook(root, with_kwargs=True).remove)
+        for name, parameter in leaves.items():
+            if parameter.requires_grad:
+                stack.callback(parameter.register_hook(keep_leaf(name)).remove)
+        yield seen
+
+
+def _only_tensor(output: Any) -> Tensor | None:
+    """The tensor that a model returned: itself, its ``logits``, or the only one of a sequence."""
+    if isinstance(output, Tensor):
+        return output
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    tensors = [t for t in output if isinstance(t, Tensor)] if isinstance(output, tuple | list) else []
+    return tensors[0] if len(tensors) == 1 else None
 
 
 @contextmanager

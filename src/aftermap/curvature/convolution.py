@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aftermap.curvature.rows import DenseRows, MatrixRows, budget
-from aftermap.linalg import add_gram_
+from aftermap.linalg import add_upper_gram_
 
 __all__ = ["ConvRows"]
 
@@ -25,6 +25,8 @@ __all__ = ["ConvRows"]
 _SHIFT_CHANNELS = 16
 # Windows of at most this many numbers are copied at a time (measured: 1-4 MB is fastest).
 _WINDOW_NUMBERS = 1 << 18
+# Windows of at most this many numbers are kept for several vectors (32 MB in float32).
+_KEPT_NUMBERS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -97,31 +99,24 @@ class ConvRows(MatrixRows):
 
     def examples_first(self) -> Tensor:
         """[b, g, i, t] without the ones."""
+        if not self.weights:
+            return self.padded.new_zeros(self.batch, self.groups, 0, self.shared)
         return self._windows().reshape(self.batch, self.groups, self.width, self.shared)
 
-    def gram(self, weight: Tensor | None = None) -> Tensor:
-        if weight is not None:
-            return self._weighted_gram(weight)
+    def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
         width = self.width
-        out = self.padded.new_zeros(self.groups, self.features, self.features)
-        if self.weights:
-            for _, part in self._chunks():
-                lines = part.features_first()
-                for g in range(self.groups):
-                    add_gram_(out[g, :width, :width], lines[g].T)
-                if self.ones:
-                    out[:, width, :width] += lines.sum(-1)
-        if self.ones:
-            out[:, :width, width] = out[:, width, :width]
-            out[:, width, width] = self.batch * self.shared
-        return out
-
-    def _weighted_gram(self, weight: Tensor) -> Tensor:
-        out = self.padded.new_zeros(self.groups, self.features, self.features)
-        for start, part in self._chunks():
-            rows = part.examples_first().transpose(-1, -2)  # [b, g, t, i]
-            out += DenseRows(rows, self.ones).gram(weight[start : start + part.batch])
-        return out
+        if self.ones and weight is None:
+            out[:, width, width] += self.batch * self.shared
+        for start, part in self._chunks() if self.weights or weight is not None else ():
+            if weight is not None:
+                rows = part.examples_first().transpose(-1, -2)  # [b, g, t, i]
+                DenseRows(rows, self.ones).add_gram_(out, weight[start : start + part.batch])
+                continue
+            lines = part.features_first()
+            for g in range(self.groups):
+                add_upper_gram_(out[g, :width, :width], lines[g].T)
+            if self.ones:
+                out[:, :width, width] += lines.sum(-1, dtype=out.dtype)
 
     def total(self) -> Tensor:
         parts = []
@@ -134,11 +129,8 @@ class ConvRows(MatrixRows):
         return torch.cat(parts, -1)
 
     def outer(self, grads: Tensor) -> Tensor:
-        return (
-            torch.stack([self._outer_one(each) for each in grads])
-            if len(grads) != 1
-            else self._outer_one(grads[0])[None]
-        )
+        each = [self._outer_one(g) for g in grads]
+        return each[0][None] if len(each) == 1 else torch.stack(each)
 
     def _outer_one(self, grads: Tensor) -> Tensor:
         """[b, g, t, o] -> [b, g, o, i]."""
@@ -150,7 +142,9 @@ class ConvRows(MatrixRows):
         if not self.weights:
             return result
         if self._shiftable(out):
-            self._outer_by_shifts(lines, result)
+            view = result[..., : self.width].unflatten(-1, (-1, math.prod(self.kernel)))
+            for start, place, product in self._shifted_products(lines):
+                view[start : start + len(product), ..., place] = product
             return result
         for start, part in self._chunks():
             stop = start + part.batch
@@ -158,38 +152,80 @@ class ConvRows(MatrixRows):
             result[start:stop, ..., : self.width] = lines[start:stop] @ windows.transpose(-1, -2)
         return result
 
+    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+        if not (self.weights and self._shiftable(grads.shape[-1])):
+            super().add_outer_squared_(out, grads)
+            return
+        out += self._shifted_moments(grads)[1]
+
+    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        if not (self.weights and self._shiftable(grads.shape[-1])):
+            return super().outer_moments(grads)
+        return self._shifted_moments(grads)
+
+    def for_reuse(self) -> MatrixRows:
+        """Windows that are kept when several vectors will meet them and they are not many."""
+        if not self.weights or self.batch * self.groups * self.width * self.shared > _KEPT_NUMBERS:
+            return self
+        return DenseRows(self.examples_first().transpose(-1, -2), self.ones)
+
     def _shiftable(self, out: int) -> bool:
         channels = self.padded.shape[1] // self.groups
         # A thin product per kernel offset pays only when windows are many and channels are not few.
         return (
             all(s == 1 for s in self.stride)
             and min(channels, out) >= _SHIFT_CHANNELS
-            and self.shared >= 4 * channels
+            and self.shared >= channels
             and not self.flipped
         )
 
-    def _outer_by_shifts(self, lines: Tensor, result: Tensor) -> None:
-        """G[o, c, k] = Σ_t g[o, t] x[c, t + shift(k)] on rows padded to one width."""
+    def _shifted_products(self, lines: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """G[o, c, k] = Σ_t g[o, t] x[c, t + shift(k)], one kernel offset k and some examples at a time.
+
+        With input and gradient flattened to lines of one width, an offset is a shift: a strided view, no windows.
+
+        Yields:
+            (first example, place of the offset, products [b, g, o, c]).
+        """
         batch, groups, out, _ = lines.shape
         space = self.padded.shape[2:]
         channels = self.padded.shape[1] // groups
-        # The gradient on the padded input's grid of lines: trailing dimensions get the input's width.
-        grid = lines.reshape(batch * groups, out, *self.space)
         pads: list[int] = []
         for d in range(len(space) - 1, 0, -1):
             pads += [0, space[d] - self.space[d]]
-        grid = F.pad(grid, pads).flatten(2) if pads else grid.flatten(2)
-        length = grid.shape[-1]
         inner = [math.prod(space[d + 1 :]) for d in range(len(space))]
-        reach = sum((k - 1) * dil * step for k, dil, step in zip(self.kernel, self.dilation, inner, strict=True))
-        flat = self.padded.reshape(batch * groups, channels, -1)
-        short = length + reach - flat.shape[-1]
-        if short > 0:
-            flat = F.pad(flat, (0, short))
-        view = result[..., : self.width].unflatten(-1, (channels, math.prod(self.kernel)))
         offsets = [0]
         for k, dil, step in zip(self.kernel, self.dilation, inner, strict=True):
             offsets = [o + j * dil * step for o in offsets for j in range(k)]
-        for place, offset in enumerate(offsets):
-            shifted = flat[..., offset : offset + length]
-            view[..., place] = torch.bmm(grid, shifted.transpose(1, 2)).view(batch, groups, out, channels)
+        size = math.prod(space)
+        # A few examples at a time: their lines stay in the cache while all offsets pass over them.
+        stride = budget(groups * (channels + out) * size, _WINDOW_NUMBERS)
+        for start in range(0, batch, stride):
+            some = lines[start : start + stride].reshape(-1, out, *self.space)
+            grid = F.pad(some, pads).flatten(2) if any(pads) else some.flatten(2)
+            # Beyond the last valid position the padded gradient is zero: what sticks out can be cut.
+            length = min(grid.shape[-1], size - offsets[-1])
+            grid = grid[..., :length]
+            flat = self.padded[start : start + stride].reshape(-1, channels, size)
+            for place, offset in enumerate(offsets):
+                product = torch.bmm(grid, flat[..., offset : offset + length].transpose(1, 2))
+                yield start, place, product.view(-1, groups, out, channels)
+
+    def _shifted_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_vb G and Σ_vb G², without ever putting a per-example gradient together."""
+        out = grads.shape[-1]
+        channels, size = self.padded.shape[1] // self.groups, math.prod(self.kernel)
+        sums = grads.new_zeros(2, size, self.groups, out, channels)
+        biases = grads.new_zeros(2, self.groups, out)
+        for each in grads:
+            lines = each.transpose(-1, -2)
+            if self.ones:
+                totals = lines.sum(-1)
+                biases[0] += totals.sum(0)
+                biases[1] += totals.square_().sum(0)
+            for _, place, product in self._shifted_products(lines):
+                sums[0, place] += product.sum(0)
+                sums[1, place] += product.square_().sum(0)
+        found = sums.permute(0, 2, 3, 4, 1).flatten(3)  # [2, g, o, c·k]
+        found = torch.cat([found, biases[..., None]], -1) if self.ones else found
+        return found[0], found[1]

@@ -69,7 +69,7 @@ class SiteDiagonalAccumulator(Accumulator):
         calls = step.grads[self.site]
         if len(calls) == 1:
             call, grads = calls[0]
-            self.sums += call.rows.outer_squared(grads)
+            call.rows.add_outer_squared_(self.sums, grads)
         elif calls:
             # Several calls of one layer: their gradients add up before the square.
             stride = budget(step.vectors * self.layout.size)

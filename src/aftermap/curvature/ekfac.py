@@ -163,11 +163,11 @@ class EigenAccumulator(Accumulator):
         call, grads = calls[0]
         rows = call.rows
         if len(calls) == 1 and isinstance(rows, OneHotRows):  # U_A = I
-            self.sums += rows.outer_squared(torch.einsum("vbgto,gop->vbgtp", grads, self.outer))
+            rows.add_outer_squared_(self.sums, torch.einsum("vbgto,gop->vbgtp", grads, self.outer))
             return
         if len(calls) == 1 and isinstance(rows, DenseRows) and rows.shared == 1 and self.inner is not None:
             turned = DenseRows(torch.einsum("bgti,gij->bgtj", rows.dense(), self.inner), ones=False)
-            self.sums += turned.outer_squared(torch.einsum("vbgto,gop->vbgtp", grads, self.outer))
+            turned.add_outer_squared_(self.sums, torch.einsum("vbgto,gop->vbgtp", grads, self.outer))
             return
         # With sharing, rotate the per-example gradients: (U_Bᵀ G U_A)².
         stride = budget(step.vectors * self.layout.size)

@@ -38,19 +38,20 @@ def per_example_products(
         name -> [v, length, *shape].
     """
     index = torch.arange(start, start + length)
+    # Seen on the whole batch: a tensor that only happens to have as many rows as are chosen has no batch dimension.
+    dims = _batch_dims(inputs, size)
     chosen = take(inputs, index, size)
     parts = vectors[:, start : start + length]
     try:
-        return _vectorised(model, names, chosen, length, parts)
+        return _vectorised(model, names, chosen, dims, parts)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # An operation that cannot be vectorised: the loop makes the same numbers, and raises what is really wrong.
-        return _looped(model, names, chosen, length, parts)
+        return _looped(model, names, chosen, dims, parts)
 
 
-def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, size: int, vectors: Tensor) -> dict[str, Tensor]:
+def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vectors: Tensor) -> dict[str, Tensor]:
     own = named_parameters(model)
     params = {n: own[n].detach() for n in names}
-    dims = _batch_dims(inputs, size)
 
     def products(example: Any, each: Tensor) -> dict[str, Tensor]:  # each: [v, ..., c]
         single = _with_batch(example, dims)
@@ -67,13 +68,13 @@ def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, size: int, 
     return dict(found)
 
 
-def _looped(model: nn.Module, names: Sequence[str], inputs: Any, size: int, vectors: Tensor) -> dict[str, Tensor]:
+def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vectors: Tensor) -> dict[str, Tensor]:
     own = named_parameters(model)
     found: dict[str, list[Tensor]] = {n: [] for n in names}
     with torch.enable_grad():
         params = {n: own[n].detach().requires_grad_() for n in names}
-        for example in range(size):
-            single = take(inputs, torch.tensor([example]), size)
+        for example in range(vectors.shape[1]):
+            single = _with_batch(_one(inputs, dims, example), dims)
             outputs = call_model(lambda *a, **k: functional_call(model, params, a, k), single)
             rows = []
             for number, vector in enumerate(vectors[:, example]):
@@ -98,9 +99,20 @@ def _batch_dims(inputs: Any, size: int) -> Any:
         return 0 if inputs.dim() > 0 and inputs.shape[0] == size else None
     if isinstance(inputs, Mapping):
         return {k: _batch_dims(v, size) for k, v in inputs.items()}
-    if isinstance(inputs, tuple):
+    if isinstance(inputs, tuple | list):
         return tuple(_batch_dims(v, size) for v in inputs)
     return None
+
+
+def _one(inputs: Any, dims: Any, example: int) -> Any:
+    """One example, without a batch dimension."""
+    if isinstance(inputs, Tensor):
+        return inputs[example] if dims == 0 else inputs
+    if isinstance(inputs, Mapping):
+        return {k: _one(v, dims[k], example) for k, v in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(_one(v, d, example) for v, d in zip(inputs, dims, strict=True))
+    return inputs
 
 
 def _with_batch(inputs: Any, dims: Any) -> Any:

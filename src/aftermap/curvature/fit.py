@@ -22,10 +22,10 @@ from aftermap.curvature.kfra_accumulator import KfraAccumulator
 from aftermap.curvature.kron import APPROACHES, KronAccumulator, KronBlock
 from aftermap.curvature.layers import LayerRule
 from aftermap.curvature.low_rank import LowRankBlock, low_rank_ggn
-from aftermap.curvature.probe import Probe, probe
+from aftermap.curvature.probe import Probe, agreed, probe
 from aftermap.curvature.stream import Seen, Stream
 from aftermap.curvature.vectors import VECTOR_KINDS
-from aftermap.distributed import all_reduce_
+from aftermap.distributed import all_reduce_, is_distributed, same_everywhere, together
 from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.params import Selection, named_parameters, select
@@ -36,6 +36,7 @@ STRUCTURES = ("kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "hessian"
 MAX_FULL = 20_000
 
 
+@torch.inference_mode(False)
 def fit_curvature(
     model: nn.Module,
     data: Iterable[Any],
@@ -72,7 +73,7 @@ def fit_curvature(
         chunk: vectors back-propagated at a time; None chooses by memory.
         rank: for low_rank.
         small_block: norm layers and parameters without a rule get a full block up to this size, else a diagonal.
-        accumulate: dtype of the sums; None: the model's own. Decompositions are in float64 in any case.
+        accumulate: dtype of the sums; None: the model's own, at least float32. Decompositions are in float64 in any case.
         strict: raise if a selected parameter has no layer rule, instead of treating it by per-example gradients.
         unpack: turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
         generator: for rademacher and sampled; None: PyTorch's default generator.
@@ -96,7 +97,16 @@ def fit_curvature(
         curvature=(curvature, ("auto", *VECTOR_KINDS)),
         approach=(approach, APPROACHES),
     )
+    if structure in ("hessian", "low_rank") and curvature not in ("auto", "exact"):
+        raise InputError(
+            f"structure={structure!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no meaning; "
+            "leave it at 'auto', or use 'exact'"
+        )
     _check_counts(samples=samples, passes=passes, rank=rank, small_block=small_block)
+    if chunk is not None:
+        _check_counts(chunk=chunk)
+    if accumulate is not None and not accumulate.is_floating_point:
+        raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
     names = select(model, params)
     stream = Stream(
         model,
@@ -117,7 +127,9 @@ def fit_curvature(
             f"data is a one-shot {type(data).__name__}, but structure={structure!r} goes through it {needed} times "
             "(once to look at the first batch). Pass a DataLoader or a list of batches"
         )
-    found = probe(model, names, stream.first())
+    with together("looking at the first batch"):
+        found = probe(model, names, stream.first())
+    found = agreed(found, names)
     shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
     if strict and found.reasons:
         listed = "\n".join(f"  {n} {shapes[n]}: {why}" for n, why in found.reasons.items())
@@ -130,10 +142,13 @@ def fit_curvature(
     if structure == "full":
         _check_full(shapes)
     device, model_dtype = check_device(model)
-    dtype = model_dtype if accumulate is None else accumulate
+    # Sums in half precision stop growing after a few hundred data.
+    own_dtype = torch.float32 if model_dtype in (torch.float16, torch.bfloat16) else model_dtype
+    dtype = own_dtype if accumulate is None else accumulate
     planned = _Plan(found, shapes, stream.likelihood, structure, approach, dtype, device, small_block)
     accumulators = planned.accumulators()
-    seen = stream.run(found, accumulators, f"{structure} curvature")
+    with together(f"summing the {structure} curvature"):
+        seen = stream.run(found, accumulators, f"{structure} curvature")
     factors = _collect(structure, accumulators, seen, passes)
     if structure == "ekfac":
         factors = _correct_eigenvalues(factors, stream, found, planned, model_dtype)
@@ -148,7 +163,7 @@ def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
 
 def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
-        if not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name}={value!r} must be a whole number of at least 1")
 
 
@@ -263,7 +278,8 @@ def _correct_eigenvalues(
         EigenAccumulator(site, block.layout, eigen, model_dtype, planned.dtype)
         for site, block, eigen in zip(planned.kron_sites, krons, decompose(krons), strict=True)
     ]
-    seen = stream.run(found, second, "ekfac eigenvalues")
+    with together("summing the eigenvalues of EKFAC"):
+        seen = stream.run(found, second, "ekfac eigenvalues")
     corrected = iter(_collect("ekfac", second, seen, stream.passes).blocks)
     return replace(factors, blocks=tuple(next(corrected) if isinstance(b, KronBlock) else b for b in factors.blocks))
 
@@ -271,16 +287,23 @@ def _correct_eigenvalues(
 def _by_products(structure: str, stream: Stream, shapes: dict[str, tuple[int, ...]], rank: int) -> Factors:
     """Structures that need products with the matrix instead of per-layer sums."""
     names = list(shapes)
-    seen = stream.run_loss()
     if structure == "hessian":
         _check_full(shapes)
-        result = full_hessian(stream.model, stream.data, stream.likelihood, names, stream.unpack)
-        matrix = result.matrix
-        all_reduce_([matrix])
+    with together("summing the loss"):
+        seen = stream.run_loss()
+    if structure == "hessian":
+        matrix = full_hessian(stream.model, stream.data, stream.likelihood, names, stream.unpack).matrix
         block: Block = FullBlock("all", shapes, matrix, "hessian")
     else:
         operator = GGNOperator(stream.model, stream.data, stream.likelihood, names, stream.unpack)
-        vectors, values = low_rank_ggn(operator, min(rank, operator.size), generator=stream.generator)
+        generator = stream.generator
+        if is_distributed():  # every process must walk through the same vectors
+            seed = same_everywhere(int(torch.randint(2**62, (), generator=generator)))
+            generator = torch.Generator().manual_seed(seed)
+        vectors, values = low_rank_ggn(operator, min(rank, operator.size), generator=generator)
         block = LowRankBlock("all", shapes, vectors, values)
+    count = torch.tensor([seen.n_data, seen.loss], dtype=torch.float64)
+    all_reduce_([count])
+    n_data, loss = count.tolist()
     treatment = {n: Treatment(block.kind, "products", "") for n in names}
-    return Factors(structure, (block,), tuple(names), seen.n_data, seen.loss, "exact", treatment, seen.n_outputs)
+    return Factors(structure, (block,), tuple(names), n_data, loss, "exact", treatment, seen.n_outputs)

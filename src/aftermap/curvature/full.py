@@ -66,7 +66,7 @@ class FullSum(ExampleSum):
         self.matrix = torch.zeros(size, size, dtype=dtype, device=device)
 
     def add(self, found: Mapping[str, Tensor]) -> None:
-        lines = torch.cat([found[n].flatten(0, 1).flatten(1) for n in self.names], dim=1)
+        lines = torch.cat([found[n].reshape(math.prod(found[n].shape[:2]), -1) for n in self.names], dim=1)
         self.matrix += gram(lines)
 
     def result(self) -> FullBlock:

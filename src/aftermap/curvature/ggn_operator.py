@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, check_device, iterate
 from aftermap.curvature.functional import chosen_parameters, evaluating, functional_outputs, prepare_forward_mode
+from aftermap.distributed import all_reduce_, together
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Likelihood
+from aftermap.likelihoods.draws import normal_like
 from aftermap.params import Params, flatten, unflatten
 
 __all__ = ["GGNOperator"]
@@ -20,7 +22,8 @@ __all__ = ["GGNOperator"]
 class GGNOperator:
     """The matrix G = sum_n w_n J_n^T Lambda_n J_n as a function v -> G v.
 
-    Every product streams once over the data: u = J v (forward mode), Lambda u, J^T Lambda u (reverse mode).
+    In an initialised process group each process holds a part of the data, and products are sums over all; every
+    process must then ask for the same products. Every product streams once over the data: u = J v (forward mode), Lambda u, J^T Lambda u (reverse mode).
     Where an operation of the model knows no forward mode or no vmap, the product falls back to double
     backward, one column at a time. The model runs in eval mode and is unchanged afterwards.
 
@@ -72,10 +75,18 @@ class GGNOperator:
         return self.size, self.size
 
     @property
+    def params(self) -> Params:
+        """The weights at which the matrix is taken, by name: the model's own, not copies."""
+        return dict(self._params)
+
+    @property
     def n_data(self) -> int:
         """The number of examples seen in a pass; counted now if there has been none."""
         if self._n_data is None:
-            self._count(sum(batch.size for batch in self._batches()))
+            seen = 0
+            with together("counting the data"):
+                seen = sum(batch.size for batch in self._batches())
+            self._count(seen)
         return self._n_data or 0
 
     def mv(self, v: Tensor) -> Tensor:
@@ -98,12 +109,34 @@ class GGNOperator:
             raise ShapeError(f"got a vector of shape {tuple(v.shape)}; pass [{self.size}] or [{self.size}, k]")
         columns = v if v.dim() == 2 else v[:, None]
         total, seen = torch.zeros_like(columns), 0
-        with evaluating(self._model):
+        with together("multiplying with the GGN"), evaluating(self._model):
             for batch in self._batches():
                 total += self._batch_product(batch, columns.to(self.dtype)).to(total)
                 seen += batch.size
+        all_reduce_([total])
         self._count(seen)
         return total if v.dim() == 2 else total[:, 0]
+
+    def noise(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(0, G): sum_n sqrt(w_n) J_n^T S_n eps_n with S_n S_n^T = Lambda_n and standard normal eps_n.
+
+        Args:
+            count: how many draws, in one pass over the data.
+            generator: the source of randomness; each process of a group needs another one, since each has other data.
+
+        Returns:
+            [P, count] in float64.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"the number of draws must be a whole number of at least 1, got {count!r}")
+        total, seen = torch.zeros(self.size, count, dtype=torch.float64, device=self.device), 0
+        with together("drawing noise with the covariance of the GGN"), evaluating(self._model):
+            for batch in self._batches():
+                total += self._batch_noise(batch, count, generator).to(total)
+                seen += batch.size
+        all_reduce_([total])
+        self._count(seen)
+        return total
 
     def __matmul__(self, v: Tensor) -> Tensor:
         return self.mv(v)
@@ -115,7 +148,10 @@ class GGNOperator:
     def _batches(self) -> Iterable[Batch]:
         return iterate(self._data, device=self.device, dtype=self.dtype, unpack=self._unpack)
 
-    def _count(self, seen: int) -> None:
+    def _count(self, here: int) -> None:
+        counted = torch.tensor([here])
+        all_reduce_([counted])
+        seen = int(counted)
         if self._n_data is not None and seen != self._n_data:
             raise DataError(
                 f"a pass over the data gave {seen} examples, an earlier one {self._n_data}; the product "
@@ -173,6 +209,26 @@ class GGNOperator:
                 )
                 gradient = torch.autograd.grad(
                     f, leaves, (Lambda @ u[..., None])[..., 0], retain_graph=True, materialize_grads=True
+                )
+                out.append(torch.cat([g.reshape(-1) for g in gradient]))
+        return torch.stack(out, dim=1).detach()
+
+    def _batch_noise(self, batch: Batch, count: int, generator: torch.Generator | None) -> Tensor:
+        """One batch's sum of sqrt(w_n) J_n^T S_n eps_n: [P, count]."""
+        with torch.enable_grad():
+            params = {name: p.clone().requires_grad_() for name, p in self._params.items()}
+            f = functional_outputs(self._model, params, batch.inputs)
+            outputs = f.detach()
+            self._likelihood.check(outputs, batch.targets)
+            columns = self._likelihood.columns(outputs.shape[-1])
+            like = outputs.new_empty(()).expand(count, *outputs.shape[:-1], columns)
+            vectors = self._likelihood.hessian_root_mv(outputs, normal_like(like, generator), batch.targets)
+            if batch.weight is not None:
+                vectors = vectors * batch.weight.to(vectors).sqrt().reshape(-1, *[1] * (outputs.dim() - 1))
+            out = []
+            for vector in vectors:
+                gradient = torch.autograd.grad(
+                    f, list(params.values()), vector, retain_graph=True, allow_unused=True, materialize_grads=True
                 )
                 out.append(torch.cat([g.reshape(-1) for g in gradient]))
         return torch.stack(out, dim=1).detach()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, check_device, iterate
 from aftermap.curvature.functional import chosen_parameters, evaluating, functional_outputs
+from aftermap.distributed import all_reduce_, together
 from aftermap.errors import InputError, NumericalError, NumericalWarning
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params
@@ -96,10 +97,12 @@ def full_hessian(
     device, dtype = check_device(model)
     H = torch.zeros(size, size, dtype=torch.float64, device=device)
     n_data = 0
-    with evaluating(model):
+    with together("computing the Hessian"), evaluating(model):
         for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
             _add_batch(H, model, params, likelihood, batch, chunk_size)
             n_data += batch.size
+    counted = torch.tensor([n_data])
+    all_reduce_([H, counted])
     if not bool(torch.isfinite(H).all()):
         raise NumericalError("the Hessian is not finite; check the model's outputs and weights")
     H = (H + H.T) / 2
@@ -113,7 +116,7 @@ def full_hessian(
             NumericalWarning,
             stacklevel=2,
         )
-    return HessianResult(H, lowest, highest, lowest < -rounding, n_data)
+    return HessianResult(H, lowest, highest, lowest < -rounding, int(counted))
 
 
 def _add_batch(

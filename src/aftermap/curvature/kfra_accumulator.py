@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from torch import nn
+
 from aftermap.curvature.accumulate import Accumulator
 from aftermap.curvature.factors import Block
 from aftermap.curvature.kfra import kfra_factors
 from aftermap.curvature.kron import KronAccumulator, KronBlock
-from aftermap.curvature.sites import Sites
+from aftermap.curvature.sites import ROOT, Sites
 from aftermap.curvature.step import BatchStep, VectorStep
 from aftermap.errors import UnsupportedError
 from aftermap.likelihoods import Likelihood
@@ -30,8 +32,11 @@ class KfraAccumulator(Accumulator):
                 "KFRA averages one matrix over the examples of a batch and cannot weigh them; "
                 "use structure='kron' with example weights"
             )
-        found = kfra_factors(step.model, step.batch.inputs, self.likelihood, step.batch.targets, self.names)
-        for part, name in zip(self.parts, self.names, strict=True):
+        model, names = step.model, self.names
+        if names == [ROOT]:  # the recursion walks over the children of a model
+            model, names = nn.Sequential(model), ["0"]
+        found = kfra_factors(model, step.batch.inputs, self.likelihood, step.batch.targets, names)
+        for part, name in zip(self.parts, names, strict=True):
             part.on_batch(step)
             part.outputs += found[name].to(part.outputs.dtype)
 

@@ -23,9 +23,9 @@ from aftermap.curvature.factors import Block
 from aftermap.curvature.layout import Layout
 from aftermap.curvature.rows import MatrixRows, budget
 from aftermap.curvature.step import BatchStep, VectorStep
-from aftermap.linalg import gram, kron
+from aftermap.linalg import add_upper_gram_, kron, mirror_upper_
 
-__all__ = ["APPROACHES", "KronAccumulator", "KronBlock", "grad_gram"]
+__all__ = ["APPROACHES", "KronAccumulator", "KronBlock", "add_grad_gram_"]
 
 APPROACHES = ("expand", "reduce")
 
@@ -90,24 +90,26 @@ class KronBlock(Block):
         return self.layout.split(outer[:, :, None] * inner[:, None, :])
 
 
-def grad_gram(grads: Tensor) -> Tensor:
-    """Σ_vbt g gᵀ: [v, b, g, t, o] -> [g, o, o]."""
-    vectors, batch, groups, shared, out = grads.shape
+def add_grad_gram_(out: Tensor, grads: Tensor) -> None:
+    """Adds Σ_vbt g gᵀ of gradients [v, b, g, t, o] to the upper triangles of ``out`` [g, o, o]."""
+    vectors, batch, groups, shared, width = grads.shape
     if shared > 1 and grads.stride(-2) == 1:
         # A convolution's gradient lies feature by feature: multiply the lines where they are.
-        lines = grads.transpose(-1, -2).reshape(vectors * batch, groups, out, shared)
-        total = lines.new_zeros(groups, out, out)
-        step = budget(groups * out * out, 1 << 20)
+        lines = grads.transpose(-1, -2).reshape(vectors * batch, groups, width, shared)
+        step = budget(groups * width * width, 1 << 20)
         for start in range(0, len(lines), step):
             part = lines[start : start + step]
-            total += (part @ part.transpose(-1, -2)).sum(0)
-        return total
-    rows = grads.permute(2, 0, 1, 3, 4).reshape(groups, -1, out)
-    return gram(rows[0])[None] if groups == 1 else gram(rows)
+            out += (part @ part.transpose(-1, -2)).sum(0)
+        return
+    rows = grads.permute(2, 0, 1, 3, 4).reshape(groups, -1, width)
+    if groups == 1:
+        add_upper_gram_(out[0], rows[0])
+    else:
+        add_upper_gram_(out, rows)
 
 
 class KronAccumulator(Accumulator):
-    """Sums A and B of one site."""
+    """Sums A and B of one site; until `results` only their upper triangles are right."""
 
     def __init__(
         self,
@@ -127,20 +129,23 @@ class KronAccumulator(Accumulator):
 
     def on_batch(self, step: BatchStep) -> None:
         weight = step.batch.weight
-        rows = [r for r in (call.rows for call in step.calls[self.site]) if isinstance(r, MatrixRows)]
+        rows = [r for r in (call.fresh_rows() for call in step.calls[self.site]) if isinstance(r, MatrixRows)]
         if not rows:
             return
         count = step.size if weight is None else float(weight.sum())
         lengths = torch.tensor([r.lengths() for r in rows], dtype=torch.float64, device=self.rows.device).sum(0)
         if self.approach == "expand":
             for each in rows:
-                self.inputs += each.gram(weight)
+                each.add_gram_(self.inputs, weight)
             self.rows += count * lengths
             return
         total = sum((r.total() for r in rows[1:]), rows[0].total())  # [b, g, i]
         if weight is not None:
-            total = total * weight.sqrt()[:, None, None].to(total.dtype)
-        self.inputs += total.square().sum(0) if self.inputs.dim() == 2 else gram(total.transpose(0, 1))
+            total = total * weight.to(total.dtype).sqrt()[:, None, None]
+        if self.inputs.dim() == 2:
+            self.inputs += total.square().sum(0)
+        else:
+            add_upper_gram_(self.inputs, total.transpose(0, 1))
         self.rows += count * lengths.square()
 
     def on_vectors(self, step: VectorStep) -> None:
@@ -149,10 +154,11 @@ class KronAccumulator(Accumulator):
             return
         if self.approach == "expand":
             for each in grads:
-                self.outputs += grad_gram(each)
+                add_grad_gram_(self.outputs, each)
             return
         total = sum((g.sum(3) for g in grads[1:]), grads[0].sum(3))  # [v, b, g, o]
-        self.outputs += gram(total.flatten(0, 1).transpose(0, 1))
+        add_upper_gram_(self.outputs, total.flatten(0, 1).transpose(0, 1))
 
     def results(self) -> list[Block]:
-        return [KronBlock(self.layout, self.inputs, self.outputs, self.rows)]
+        inputs = self.inputs if self.inputs.dim() == 2 else mirror_upper_(self.inputs)
+        return [KronBlock(self.layout, inputs, mirror_upper_(self.outputs), self.rows)]

@@ -279,6 +279,8 @@ class BatchNormRule(_ScaleRule):
         return None
 
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:
+        if module.training or module.running_mean is None:  # only optimisers ask for this: see `find_sites`
+            return F.batch_norm(inputs, None, None, None, None, True, 0.0, module.eps)
         return F.batch_norm(inputs, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
 
     def arranged(self, module: Any, values: Tensor, lead: int) -> Tensor:

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aftermap.linalg import gram
+from aftermap.linalg import add_product_, add_upper_gram_
 
 __all__ = ["DenseRows", "MatrixRows", "OneHotRows", "Rows", "ScaleRows", "append_ones", "budget"]
 
 # Working memory of one contraction, in numbers: large enough to keep the cores busy, small enough for the cache.
 _CHUNK_NUMBERS = 1 << 22
+# Per-example gradients that are read twice (for their sum and their squares) should still be in the cache.
+_MOMENT_NUMBERS = 1 << 18
 
 
 def budget(per_example: int, numbers: int = _CHUNK_NUMBERS) -> int:
@@ -48,16 +50,29 @@ class Rows(ABC):
     def outer(self, grads: Tensor) -> Tensor:
         """Per-example gradients: [v, b, g, t, o] -> [v, b, g, o, i]."""
 
-    def outer_squared(self, grads: Tensor) -> Tensor:
-        """Σ_vb of the squared per-example gradients: [v, b, g, t, o] -> [g, o, i]."""
+    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+        """Adds Σ_vb of the squared per-example gradients of [v, b, g, t, o] to ``out`` [g, o, i]."""
+        step = budget(grads.shape[0] * self.groups * grads.shape[-1] * self.features)
+        for start in range(0, self.batch, step):
+            part = self.narrow(start, min(step, self.batch - start))
+            out += part.outer(grads[:, start : start + step]).square_().sum((0, 1))
+
+    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        """Σ_vb of the per-example gradients and Σ_vb of their squares, in one pass: [v, b, g, t, o] -> two [g, o, i]."""
         out = grads.shape[-1]
-        result = grads.new_zeros(self.groups, out, self.features)
-        step = budget(grads.shape[0] * self.groups * out * self.features)
+        total = grads.new_zeros(self.groups, out, self.features)
+        squares = torch.zeros_like(total)
+        step = budget(grads.shape[0] * self.groups * out * self.features, _MOMENT_NUMBERS)
         for start in range(0, self.batch, step):
             part = self.narrow(start, min(step, self.batch - start))
             each = part.outer(grads[:, start : start + step])
-            result += each.square_().sum((0, 1))
-        return result
+            total += each.sum((0, 1))
+            squares += each.square_().sum((0, 1))
+        return total, squares
+
+    def for_reuse(self) -> Rows:
+        """The same rows in the form that is cheapest when several vectors will meet them."""
+        return self
 
     @abstractmethod
     def narrow(self, start: int, length: int) -> Rows:
@@ -68,8 +83,8 @@ class MatrixRows(Rows):
     """Rows of a layer with a weight matrix, which can also be correlated among themselves."""
 
     @abstractmethod
-    def gram(self, weight: Tensor | None = None) -> Tensor:
-        """Σ_bt w_b a aᵀ: [g, i, i], or its diagonal [g, i] where the matrix is diagonal by construction."""
+    def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
+        """Adds Σ_bt w_b a aᵀ to the upper triangles of ``out`` [g, i, i], or its diagonal to [g, i] (one-hot rows)."""
 
     @abstractmethod
     def total(self) -> Tensor:
@@ -116,39 +131,66 @@ class DenseRows(MatrixRows):
         """[b, g, t, i] with the ones."""
         return append_ones(self.data) if self.ones else self.data
 
-    def gram(self, weight: Tensor | None = None) -> Tensor:
+    def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
         if weight is not None:
             root = weight.to(self.data.dtype).sqrt()[:, None, None, None]
-            return DenseRows(self.dense() * root, ones=False).gram()
+            DenseRows(self.dense() * root, ones=False).add_gram_(out)
+            return
         rows = self.data.transpose(0, 1).flatten(1, 2)  # [g, bt, i]
-        if not self.ones:
-            return gram(rows[0])[None] if self.groups == 1 else gram(rows)
         width = rows.shape[-1]
-        out = rows.new_empty(self.groups, width + 1, width + 1)
-        out[:, :width, :width] = gram(rows[0]) if self.groups == 1 else gram(rows)
-        out[:, width, :width] = out[:, :width, width] = rows.sum(1)
-        out[:, width, width] = rows.shape[1]
-        return out
+        if self.groups == 1:
+            add_upper_gram_(out[0, :width, :width], rows[0])
+        else:
+            add_upper_gram_(out[:, :width, :width], rows)
+        if self.ones:
+            out[:, :width, width] += rows.sum(1, dtype=out.dtype)
+            out[:, width, width] += rows.shape[1]
 
     def total(self) -> Tensor:
         summed = self.data.sum(2)
         return torch.cat([summed, summed.new_full((*summed.shape[:-1], 1), self.shared)], -1) if self.ones else summed
 
     def outer(self, grads: Tensor) -> Tensor:
-        rows = self.dense()
         if self.shared == 1:
-            return grads[:, :, :, 0, :, None] * rows[:, :, 0, None, :]
-        if grads.shape[0] == 1:
-            return (grads[0].transpose(-1, -2) @ rows)[None]
-        return torch.stack([each.transpose(-1, -2) @ rows for each in grads])
+            return grads[:, :, :, 0, :, None] * self.dense()[:, :, 0, None, :]
+        if not self.ones:
+            each = [g.transpose(-1, -2) @ self.data for g in grads]
+            return each[0][None] if len(each) == 1 else torch.stack(each)
+        # The bias column is a sum: cheaper than a copy of the rows with ones.
+        result = grads.new_empty(*grads.shape[:3], grads.shape[-1], self.features)
+        for place, each_ in enumerate(grads):
+            result[place, ..., :-1] = each_.transpose(-1, -2) @ self.data
+        torch.sum(grads, 3, out=result[..., -1])
+        return result
 
-    def outer_squared(self, grads: Tensor) -> Tensor:
+    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
         if self.shared > 1:
-            return super().outer_squared(grads)
+            super().add_outer_squared_(out, grads)
+            return
         # Without sharing Σ_vb g² a² is one matrix product per group: no per-example tensor exists.
-        weights = grads[:, :, :, 0].square().sum(0)  # [b, g, o]
-        rows = self.dense()[:, :, 0].square()  # [b, g, i]
-        return torch.einsum("bgo,bgi->goi", weights, rows)
+        weights = grads[:, :, :, 0].square().sum(0).transpose(0, 1)  # [g, b, o]
+        rows = self.dense()[:, :, 0].square().transpose(0, 1)  # [g, b, i]
+        for group in range(self.groups):
+            add_product_(out[group], weights[group], rows[group])
+
+    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        if self.shared > 1:
+            return super().outer_moments(grads)
+        vectors, _, groups, _, out = grads.shape
+        width = self.data.shape[-1]
+        total = grads.new_empty(groups, out, self.features)
+        squares = torch.empty_like(total)
+        for g in range(groups):
+            rows, lines = self.data[:, g, 0], grads[:, :, g, 0]  # [b, i], [v, b, o]
+            summed = lines[0] if vectors == 1 else lines.sum(0)
+            squared = lines[0].square() if vectors == 1 else lines.square().sum(0)
+            if width:
+                torch.mm(summed.T, rows, out=total[g, :, :width])
+                torch.mm(squared.T, rows.square(), out=squares[g, :, :width])
+            if self.ones:
+                total[g, :, width] = summed.sum(0)
+                squares[g, :, width] = squared.sum(0)
+        return total, squares
 
     def narrow(self, start: int, length: int) -> DenseRows:
         return DenseRows(self.data[start : start + length], self.ones, self.only_group)
@@ -218,10 +260,10 @@ class OneHotRows(MatrixRows):
     def shared(self) -> int:  # type: ignore[override]
         return self.index.shape[1]
 
-    def gram(self, weight: Tensor | None = None) -> Tensor:
+    def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
         used = self.index >= 0
         counts = None if weight is None else weight[:, None].expand_as(self.index)[used].to(torch.float64)
-        return torch.bincount(self.index[used], counts, minlength=self.features).to(self.dtype)[None]
+        out[0] += torch.bincount(self.index[used], counts, minlength=self.features)
 
     def total(self) -> Tensor:
         out = torch.zeros(self.batch, self.features, dtype=self.dtype, device=self.index.device)
@@ -236,7 +278,7 @@ class OneHotRows(MatrixRows):
         result.scatter_add_(2, place, grads[:, :, 0] * used)
         return result.transpose(2, 3)[:, :, None]
 
-    def outer_squared(self, grads: Tensor) -> Tensor:
+    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
         # Sum what one example says about one token, square, then sum over examples: never [b, vocabulary, o].
         used = self.index >= 0
         example = torch.arange(self.batch, device=self.index.device)[:, None].expand_as(self.index)
@@ -245,7 +287,16 @@ class OneHotRows(MatrixRows):
         for each in grads[:, :, 0]:  # [b, t, o]
             sums = each.new_zeros(len(pairs), each.shape[-1]).index_add_(0, place, each[used])
             result.index_add_(0, pairs % self.features, sums.square_())
-        return result.T[None]
+        out[0] += result.T
+
+    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        used = self.index >= 0
+        total = grads.new_zeros(self.features, grads.shape[-1])
+        for each in grads[:, :, 0]:  # [b, t, o]
+            total.index_add_(0, self.index[used], each[used])
+        squares = grads.new_zeros(1, grads.shape[-1], self.features)
+        self.add_outer_squared_(squares, grads)
+        return total.T[None], squares
 
     def narrow(self, start: int, length: int) -> OneHotRows:
         return OneHotRows(self.index[start : start + length], self.features, self.dtype)

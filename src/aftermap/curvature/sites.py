@@ -12,7 +12,9 @@ from aftermap.curvature.layers import LayerRule, find_rule
 from aftermap.curvature.layout import Layout
 from aftermap.params import named_parameters
 
-__all__ = ["Site", "Sites", "find_sites"]
+__all__ = ["ROOT", "Site", "Sites", "find_sites"]
+
+ROOT = "(model)"  # the name of a layer that is the whole model
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,15 @@ class Sites:
         return found
 
 
-def find_sites(model: nn.Module, names: Sequence[str]) -> Sites:
-    """Finds every module that owns selected parameters and gives each a rule, or a reason why it has none."""
+def find_sites(model: nn.Module, names: Sequence[str], *, batch_statistics: bool = False) -> Sites:
+    """Finds every module that owns selected parameters and gives each a rule, or a reason why it has none.
+
+    Args:
+        model: any module.
+        names: the selected parameters.
+        batch_statistics: also take BatchNorm layers that normalise with the statistics of the batch (training): their
+            rule then reads those statistics as constants.
+    """
     parameters = named_parameters(model)
     selected = {id(parameters[n]): n for n in names}
     found = Sites()
@@ -82,6 +91,8 @@ def find_sites(model: nn.Module, names: Sequence[str]) -> Sites:
             continue
         candidate = find_rule(module)
         why = f"no rule for {type(module).__name__}" if candidate is None else candidate.unsupported(module)
+        if batch_statistics and candidate is not None and isinstance(module, nn.modules.batchnorm._BatchNorm):
+            why = None
         if candidate is None or why is not None:
             found.reasons.update({selected[id(p)]: str(why) for p in own.values()})
             continue
@@ -109,10 +120,13 @@ def _add(
     named = {role: (selected[id(p)], p) for role, p in owned.items() if p is not None and id(p) in selected}
     if not named:
         return None
-    key = (type(rule), *((role, id(p)) for role, (_, p) in named.items()))
+    name = path or ROOT
+    layout = rule.layout(name, module, named)
+    shape = (layout.groups, layout.out, layout.in_)  # a weight may be tied between convolutions with other groups
+    key = (type(rule), shape, *((role, id(p)) for role, (_, p) in named.items()))
     if key not in known:
         known[key] = len(found.sites)
-        found.sites.append(Site(path, rule, named, rule.layout(path, module, named)))
+        found.sites.append(Site(name, rule, named, layout))
     return known[key]
 
 

@@ -27,6 +27,7 @@ class ArrangedCall:
     Attributes:
         pick: takes the gradient [v, *output] at the call's edge to [v, b, ...].
         edge: number of the edge.
+        reused: several vectors will meet the rows.
     """
 
     site: Site
@@ -35,19 +36,25 @@ class ArrangedCall:
     space: tuple[int, ...]
     pick: Callable[[Tensor], Tensor]
     edge: int
+    reused: bool = False
     _rows: Rows | None = field(default=None, repr=False)
 
     @property
     def rows(self) -> Rows:
-        """Input rows."""
+        """Input rows, kept for the next vector."""
         if self._rows is None:
-            self.call.check_unchanged()
-            rule, group = self.site.rule, self.call.group
-            if group is not None and isinstance(rule, PackedProjectionRule):
-                self._rows = rule.rows_of_group(self.inputs, group, self.site.named)
-            else:
-                self._rows = rule.rows(self.call.module, self.inputs, self.space, self.site.named)
+            rows = self.fresh_rows()
+            self._rows = rows.for_reuse() if self.reused else rows
         return self._rows
+
+    def fresh_rows(self) -> Rows:
+        """Input rows, not kept: for what is done once per batch."""
+        if set(self.site.named) != {"bias"}:  # a bias alone does not look at the input
+            self.call.check_unchanged()
+        rule, group = self.site.rule, self.call.group
+        if group is not None and isinstance(rule, PackedProjectionRule):
+            return rule.rows_of_group(self.inputs, group, self.site.named)
+        return rule.rows(self.call.module, self.inputs, self.space, self.site.named)
 
     def grads(self, raw: Tensor) -> Tensor:
         """Gradient at the edge as [v, b, g, t, o]."""
@@ -62,6 +69,10 @@ def arrange(call: Call, site: Site, edge: int, axis: int, batch: int) -> Iterato
     """Brings a call to batch-first form.
 
     Args:
+        call: as it was recorded.
+        site: its site.
+        edge: number of its edge.
+        batch: how many examples there are.
         axis: which dimension of input and output holds the batch. Along axis 0 an example may own several consecutive
             rows (tokens or frames folded into the batch): they become shared positions, or calls of their own.
     """
@@ -94,13 +105,15 @@ class VectorStep:
     Attributes:
         vectors: how many.
         grads: site number -> one gradient [v, b, g, t, o] per call that the outputs depend on, with its rows.
-        extra: parameter name -> [v, b, *shape] for parameters without a rule; made when first asked for.
+        chunk: the vectors themselves [v, b, ..., c].
+        identity: the vectors are all unit vectors [c, b, c] and the only site is the output itself.
     """
 
     batch: BatchStep
     vectors: int
     grads: dict[int, list[tuple[ArrangedCall, Tensor]]]
     chunk: Tensor
+    identity: bool = False
 
     def outer(self, site: int, start: int, length: int) -> Tensor:
         """Per-example gradients of a site's block [v, length, g, o, i] for some examples, summed over its calls."""
@@ -186,7 +199,7 @@ class BatchStep:
             return
         done = 0
         for raw in backpropagate(self.outputs, self.edges, vectors, batched=batched, keep=keep):
-            count = next((len(g) for g in raw if g is not None), 0)
+            count = len(vectors) if batched else 1
             grads: dict[int, list[tuple[ArrangedCall, Tensor]]] = {}
             for number, calls in self.calls.items():
                 grads[number] = []
@@ -196,6 +209,22 @@ class BatchStep:
                         grads[number].append((call, call.grads(value)))
             yield VectorStep(self, count, grads, vectors[done : done + count])
             done += count
+
+    def stacked(self, vectors: Tensor, *, batched: bool, keep: bool) -> VectorStep:
+        """All vectors in one step, however they were back-propagated."""
+        steps = list(self.backpropagate(vectors, batched=batched, keep=keep))
+        if len(steps) == 1:
+            return steps[0]
+        grads: dict[int, list[tuple[ArrangedCall, Tensor]]] = {}
+        for number in self.calls:
+            # A call that one output does not depend on has a zero gradient there.
+            calls = {id(c): c for each in steps for c, _ in each.grads[number]}
+            grads[number] = []
+            for key, call in calls.items():
+                parts = [next((g for c, g in each.grads[number] if id(c) == key), None) for each in steps]
+                like = next(g for g in parts if g is not None)
+                grads[number].append((call, torch.cat([torch.zeros_like(like) if g is None else g for g in parts])))
+        return VectorStep(self, len(vectors), grads, vectors)
 
     def fallback(self, names: Sequence[str], chunk: Tensor, start: int, length: int) -> dict[str, Tensor]:
         """Per-example gradients of parameters without a rule."""

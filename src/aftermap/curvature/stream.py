@@ -133,6 +133,8 @@ class Stream:
             samples=self.samples,
             generator=self.generator,
         )
+        for call in (c for calls in step.calls.values() for c in calls):
+            call.reused = vectors.count > 2
         done = 0
         for part in vectors.chunks(self._chunk(step)):
             done += len(part)

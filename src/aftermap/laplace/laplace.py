@@ -99,6 +99,7 @@ class Laplace:
         )
         self.data_scale, self.temperature = float(data_scale), float(temperature)
         self.tuning: EvidenceResult | GridResult | None = None
+        self.report: Any = None
         self._prior_precision = prior_precision
         self._factors: Factors | None = None
         self._posterior: GaussianPosterior | None = None

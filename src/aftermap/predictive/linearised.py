@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,13 @@ from aftermap.curvature.jacobian import jacobian_steps
 from aftermap.curvature.probe import Probe, check_outputs
 from aftermap.errors import InputError
 from aftermap.params import Params, named_parameters
-from aftermap.posteriors import GaussianPosterior, Posterior
+from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, Posterior
 from aftermap.posteriors.blocks import flatten_batch
 
 __all__ = ["LatentGaussian", "differentiable_latent", "function_samples", "joint_covariance", "latent_gaussians"]
 
 _JOINT_NUMBERS = 2 * 10**8
+_AnyGaussian = TypeVar("_AnyGaussian", GaussianPosterior, MatrixFreePosterior)
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,11 @@ class LatentGaussian:
 
 def latent_gaussians(
     model: nn.Module,
-    posterior: GaussianPosterior,
+    posterior: _AnyGaussian,
     batch: Batch,
     found: Probe,
     *,
-    variants: Sequence[GaussianPosterior] | None = None,
+    variants: Sequence[_AnyGaussian] | None = None,
     diagonal: bool = False,
     outputs: Sequence[int] | None = None,
     by_layer: bool = False,
@@ -94,15 +95,13 @@ def latent_gaussians(
         layers: dict[str, Tensor] = {}
         if by_layer:
             joined = torch.stack([torch.cat(c, dim=1) for _, c in sorted(shares[place].items())], dim=2)
-            for name, share in zip((b.source.name for b in posterior.blocks), joined, strict=True):
+            for name, share in zip(posterior.block_names, joined, strict=True):
                 layers[name] = share.reshape(len(mean), *space, -1)
         found_all.append(LatentGaussian(mean, None if diagonal else stacked, var.clamp_min(0.0), layers))
     return found_all
 
 
-def joint_covariance(
-    model: nn.Module, posterior: GaussianPosterior, batch: Batch, found: Probe
-) -> tuple[Tensor, Tensor]:
+def joint_covariance(model: nn.Module, posterior: Posterior, batch: Batch, found: Probe) -> tuple[Tensor, Tensor]:
     """Mean [N, C] and covariance [N, C, N, C] over several inputs together.
 
     Raises:

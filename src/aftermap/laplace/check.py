@@ -1,0 +1,120 @@
+"""A posterior checks itself: is the Bayesian predictive still as good as the network it came from?
+
+A badly scaled prior makes a predictive that is uncertain about everything: on networks with normalisation the evidence can
+choose one. The signs are plain on any labelled data: accuracy falls, or the mean confidence drops far below the accuracy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.batches import Batch, call_model
+from aftermap.errors import DataError
+from aftermap.predictive import Prediction, gaussian_prediction
+
+__all__ = ["CheckReport", "check_predictive"]
+
+# A fall in accuracy, and a mean confidence below the accuracy, by more than this is a collapse.
+_ACCURACY_DROP = 0.02
+_UNDERCONFIDENCE = 0.10
+# Regression and counts: nats per datum by which the predictive may be worse.
+_NLL_RISE = 0.2
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """MAP against Bayesian on some labelled data.
+
+    Attributes:
+        n_data: examples used.
+        map_nll, bayes_nll: mean negative log predictive probability.
+        map_accuracy, bayes_accuracy: None where there are no classes.
+        map_confidence, bayes_confidence: mean probability of the predicted class; None where there are no classes.
+        collapsed: whether the predictive is useless beside the network itself.
+        message: one sentence.
+    """
+
+    n_data: int
+    map_nll: float
+    bayes_nll: float
+    map_accuracy: float | None
+    bayes_accuracy: float | None
+    map_confidence: float | None
+    bayes_confidence: float | None
+    collapsed: bool
+    message: str
+
+
+def check_predictive(laplace: Any, batches: Iterable[Batch], *, limit: int = 1000, **options: Any) -> CheckReport:
+    """Compares the network's own answers with the Bayesian ones.
+
+    Args:
+        laplace: fitted; has ``model``, ``likelihood`` and ``predict``.
+        batches: labelled data; held out if possible.
+        limit: at most this many examples.
+        options: for ``predict``.
+    """
+    plain: list[Prediction] = []
+    bayes: list[Prediction] = []
+    targets: list[Tensor] = []
+    count = 0
+    for batch in batches:
+        if count >= limit:
+            break
+        plain.append(map_prediction(laplace, batch.inputs))
+        bayes.append(laplace.predict(batch.inputs, generator=torch.Generator().manual_seed(0), **options))
+        targets.append(batch.targets)
+        count += batch.size
+    if not count:
+        raise DataError("there are no labelled data to check the predictive on")
+    return _compare(Prediction.concatenate(plain), Prediction.concatenate(bayes), torch.cat(targets))
+
+
+def map_prediction(laplace: Any, inputs: Any) -> Prediction:
+    """The network's own answer as a Prediction without epistemic uncertainty."""
+    with torch.no_grad():
+        outputs = call_model(laplace.model, inputs)
+    return gaussian_prediction(laplace.likelihood, outputs, latent_var=torch.zeros_like(outputs), link="auto")
+
+
+def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> CheckReport:
+    map_nll = -float(plain.log_prob(targets).to(torch.float64).mean())
+    bayes_nll = -float(bayes.log_prob(targets).to(torch.float64).mean())
+    if plain.kind not in ("classification", "binary"):
+        collapsed = not bayes_nll <= map_nll + _NLL_RISE
+        message = f"negative log-likelihood {map_nll:.3f} -> {bayes_nll:.3f}"
+        return CheckReport(len(plain), map_nll, bayes_nll, None, None, None, None, collapsed, message)
+    accuracy = [_accuracy(p, targets) for p in (plain, bayes)]
+    confidence = [_confidence(p) for p in (plain, bayes)]
+    shift = max(0.0, accuracy[0] - confidence[0])
+    collapsed = (
+        not bayes_nll < float("inf")
+        or accuracy[1] < accuracy[0] - _ACCURACY_DROP
+        or accuracy[1] - confidence[1] > _UNDERCONFIDENCE + shift
+    )
+    message = (
+        f"accuracy {accuracy[0]:.3f} -> {accuracy[1]:.3f}, negative log-likelihood {map_nll:.3f} -> {bayes_nll:.3f}, "
+        f"mean confidence {confidence[0]:.3f} -> {confidence[1]:.3f}"
+    )
+    return CheckReport(
+        len(plain), map_nll, bayes_nll, accuracy[0], accuracy[1], confidence[0], confidence[1], collapsed, message
+    )
+
+
+def _accuracy(prediction: Prediction, targets: Tensor) -> float:
+    if prediction.kind == "binary":
+        return float(((prediction.mean > 0.5) == (targets.reshape(prediction.mean.shape) > 0.5)).double().mean())
+    labels = prediction.mean.argmax(-1)
+    known = (targets >= 0) & (targets < prediction.mean.shape[-1])
+    return float((labels == targets)[known].double().mean())
+
+
+def _confidence(prediction: Prediction) -> float:
+    if prediction.kind == "binary":
+        return float(torch.maximum(prediction.mean, 1 - prediction.mean).double().mean())
+    return float(prediction.mean.amax(-1).double().mean())

@@ -1,0 +1,97 @@
+"""Two processes with uneven parts of the data against one process with all of it."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as multiprocessing
+
+from aftermap.curvature import reference
+from aftermap.distributed import all_reduce_, is_distributed, rank, same_everywhere, shared_out, together, world_size
+from aftermap.errors import DataError
+from aftermap.likelihoods import Categorical
+from tests.curvature.distributed_worker import STRUCTURES, data, fit_all, run, switching
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+@functools.cache
+def everything() -> tuple[Any, Any]:
+    """What each of two processes says to every job; a hang ends in gloo's own time limit."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(run, args=(port, folder), nprocs=2, join=True)
+        found = [torch.load(Path(folder) / f"{r}.pt", weights_only=True) for r in range(2)]
+    return found[0], found[1]
+
+
+def both(job: str) -> tuple[Any, Any]:
+    first, second = everything()
+    return first[job], second[job]
+
+
+@pytest.mark.filterwarnings("ignore:the Hessian is indefinite")
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_two_processes_equal_one(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    alone = fit_all([data(kind)], kind)
+    first, second = both(dtype)
+    tolerance = 1e-6 if dtype == "float32" else 1e-10
+    for structure in STRUCTURES:
+        expected = alone[structure]
+        scale = float(expected["dense"].abs().max())
+        for found in (first[structure], second[structure]):
+            # EKFAC: a float32 sum in another order turns an eigenbasis; low rank stops at a residual of its own.
+            loose = {"ekfac": 1e-4, "low_rank": 1e-5}.get(structure, 0.0) if dtype == "float32" else 1e-8 / scale
+            error = float((found["dense"] - expected["dense"]).abs().max())
+            assert error <= max(tolerance, loose) * scale, structure
+            assert found["n_data"] == 7
+            torch.testing.assert_close(found["loss"], expected["loss"], rtol=tolerance, atol=0)
+        torch.testing.assert_close(first[structure]["dense"], second[structure]["dense"], rtol=0, atol=0)
+
+
+def test_a_process_without_data_stops_all() -> None:
+    first, second = both("no_data")
+    for structure in STRUCTURES:
+        assert "DataError" in first[structure]
+        assert "1 of 2 processes failed" in first[structure]
+        assert "process 1" in first[structure]
+        assert "the data are empty" in first[structure]
+        assert "the data are empty" in second[structure]
+
+
+def test_bad_data_in_a_later_batch_stops_all() -> None:
+    first, second = both("bad_later")
+    for structure in STRUCTURES:
+        assert "process 1" in first[structure]
+        assert "not finite" in first[structure]
+        assert "not finite: nan at index [1, 0, 0, 0]" in second[structure]
+
+
+def test_processes_agree_on_where_rules_hold() -> None:
+    first, second = both("disagree")
+    model, x, y = switching()
+    truth = reference.ggn(model, x, Categorical(), y)
+    for found in (first, second):
+        torch.testing.assert_close(found["dense"], truth, rtol=1e-10, atol=1e-12)
+    assert "another process" in first["notes"]["a.weight"]
+    assert second["notes"]["a.weight"]
+
+
+def test_one_process_is_a_no_op() -> None:
+    assert (is_distributed(), rank(), world_size(), same_everywhere(5)) == (False, 0, 1, 5)
+    x = torch.ones(2)
+    all_reduce_([x])
+    torch.testing.assert_close(x, torch.ones(2))
+    done = shared_out([1.0, 2.0], [[(1,)], [(1,)]], lambda i: [torch.full((1,), float(i))], x)
+    assert [float(t[0]) for t in done] == [0.0, 1.0]
+    with pytest.raises(DataError, match="mine"), together("working"):
+        raise DataError("mine")

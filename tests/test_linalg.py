@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from aftermap import linalg
+from aftermap.errors import NumericalError, NumericalWarning
+from aftermap.linalg import (
+    add_product_,
+    add_upper_gram_,
+    gram,
+    kron,
+    mirror_upper_,
+    psd_eigh,
+    safe_cholesky,
+    symmetrise,
+)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("width", [3, 7, 16])
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_gram_with_and_without_halving(monkeypatch: pytest.MonkeyPatch, width: int, lead: tuple[int, ...]) -> None:
+    monkeypatch.setattr(linalg, "_SPLIT_WIDTH", 4)
+    rows = normal(*lead, 5, width)
+    expected = rows.transpose(-1, -2) @ rows
+    torch.testing.assert_close(gram(rows), expected)
+    strided = normal(*lead, width, 5).transpose(-1, -2)
+    torch.testing.assert_close(gram(strided), strided.transpose(-1, -2) @ strided)
+    start = normal(*lead, width, width, seed=1)
+    start = start + start.transpose(-1, -2)
+    torch.testing.assert_close(mirror_upper_(add_upper_gram_(start.clone(), rows)), start + expected)
+
+
+def test_sums_in_another_dtype() -> None:
+    rows = normal(5, 3).float()
+    out = torch.zeros(3, 3, dtype=torch.float64)
+    add_upper_gram_(out, rows)
+    torch.testing.assert_close(mirror_upper_(out), (rows.T @ rows).double())
+    wide = torch.zeros(2, 3, 4, dtype=torch.float64)
+    left, right = normal(2, 5, 3), normal(2, 5, 4, seed=1)
+    add_product_(wide, left, right)
+    torch.testing.assert_close(wide, left.transpose(-1, -2) @ right)
+
+
+def test_symmetrise() -> None:
+    matrix = normal(2, 3, 3)
+    torch.testing.assert_close(symmetrise(matrix), symmetrise(matrix).transpose(-1, -2))
+    torch.testing.assert_close(symmetrise(matrix).sum(), matrix.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_psd_eigh(dtype: torch.dtype) -> None:
+    rows = normal(2, 3, 5)  # rank three of five
+    matrix = (rows.transpose(-1, -2) @ rows).to(dtype)
+    values, vectors = psd_eigh(matrix)
+    assert values.dtype == vectors.dtype == torch.float64
+    assert bool((values >= 0).all())
+    again = (vectors * values[:, None]) @ vectors.transpose(-1, -2)
+    torch.testing.assert_close(again, matrix.double(), rtol=0, atol=1e-5 if dtype == torch.float32 else 1e-12)
+    torch.testing.assert_close(vectors.transpose(-1, -2) @ vectors, torch.eye(5).double().expand(2, 5, 5))
+
+
+def test_psd_eigh_of_zero() -> None:
+    values, _ = psd_eigh(torch.zeros(3, 3))
+    torch.testing.assert_close(values, torch.zeros(3, dtype=torch.float64))
+
+
+def test_psd_eigh_refuses_what_is_not_psd() -> None:
+    with pytest.raises(NumericalError, match="the factor of fc is not positive semi-definite"):
+        psd_eigh(torch.diag(torch.tensor([1.0, -0.5])), what="the factor of fc")
+    with pytest.raises(NumericalError, match="not finite"):
+        psd_eigh(torch.tensor([[1.0, torch.nan], [0.0, 1.0]]))
+
+
+def test_psd_eigh_helps_a_decomposition_that_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = torch.linalg.eigh, []
+
+    def once(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(matrix)
+        if len(calls) == 1:
+            raise torch.linalg.LinAlgError("did not converge")
+        return real(matrix)
+
+    monkeypatch.setattr(torch.linalg, "eigh", once)
+    with pytest.warns(NumericalWarning, match="did not converge"):
+        values, _ = psd_eigh(torch.diag(torch.tensor([2.0, 1.0])))
+    torch.testing.assert_close(values, torch.tensor([1.0, 2.0], dtype=torch.float64))
+
+
+def test_safe_cholesky() -> None:
+    rows = normal(7, 4)
+    matrix = rows.T @ rows
+    factor = safe_cholesky(matrix)
+    torch.testing.assert_close(factor @ factor.T, matrix)
+    torch.testing.assert_close(factor, factor.tril())
+
+
+def test_safe_cholesky_climbs_a_ladder_and_says_so() -> None:
+    rows = normal(2, 4)
+    with pytest.warns(NumericalWarning, match="Cholesky of the prior needed"):
+        factor = safe_cholesky(rows.T @ rows - 1e-13 * torch.eye(4, dtype=torch.float64), what="the prior")
+    torch.testing.assert_close(factor @ factor.T, rows.T @ rows, rtol=0, atol=1e-5)
+    with pytest.raises(NumericalError, match="not positive definite"):
+        safe_cholesky(-torch.eye(3))
+    with pytest.raises(NumericalError, match="not finite"):
+        safe_cholesky(torch.full((2, 2), torch.inf))
+
+
+def test_kron() -> None:
+    a, b = normal(2, 3), normal(4, 5, seed=1)
+    torch.testing.assert_close(kron(a, b), torch.kron(a, b))
+    several = kron(normal(6, 2, 3), normal(6, 4, 5, seed=1))
+    torch.testing.assert_close(several[3], torch.kron(normal(6, 2, 3)[3], normal(6, 4, 5, seed=1)[3]))
+
+
+def test_kron_acts_on_row_major_matrices() -> None:
+    B, A, W = normal(3, 3), normal(4, 4, seed=1), normal(3, 4, seed=2)
+    torch.testing.assert_close(kron(B, A) @ W.reshape(-1), (B @ W @ A.T).reshape(-1))
