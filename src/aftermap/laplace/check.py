@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aftermap.batches import Batch, call_model
+from aftermap.batches import Batch
 from aftermap.errors import DataError
-from aftermap.predictive import Prediction, gaussian_prediction
+from aftermap.predictive import Prediction
 
 __all__ = ["CheckReport", "check_predictive"]
 
@@ -54,7 +54,7 @@ def check_predictive(laplace: Any, batches: Iterable[Batch], *, limit: int = 100
     """Compares the network's own answers with the Bayesian ones.
 
     Args:
-        laplace: fitted; has ``model``, ``likelihood`` and ``predict``.
+        laplace: a fitted `Laplace`.
         batches: labelled data; held out if possible.
         limit: at most this many examples.
         options: for ``predict``.
@@ -66,20 +66,13 @@ def check_predictive(laplace: Any, batches: Iterable[Batch], *, limit: int = 100
     for batch in batches:
         if count >= limit:
             break
-        plain.append(map_prediction(laplace, batch.inputs))
+        plain.append(laplace.predictor.map_prediction(batch.inputs))
         bayes.append(laplace.predict(batch.inputs, generator=torch.Generator().manual_seed(0), **options))
         targets.append(batch.targets)
         count += batch.size
     if not count:
         raise DataError("there are no labelled data to check the predictive on")
     return _compare(Prediction.concatenate(plain), Prediction.concatenate(bayes), torch.cat(targets))
-
-
-def map_prediction(laplace: Any, inputs: Any) -> Prediction:
-    """The network's own answer as a Prediction without epistemic uncertainty."""
-    with torch.no_grad():
-        outputs = call_model(laplace.model, inputs)
-    return gaussian_prediction(laplace.likelihood, outputs, latent_var=torch.zeros_like(outputs), link="auto")
 
 
 def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> CheckReport:

@@ -11,16 +11,20 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from aftermap.batches import Batch
-from aftermap.errors import DataError, StatisticalWarning
-from aftermap.likelihoods import Likelihood
+from aftermap.errors import DataError, InputError, StatisticalWarning
 from aftermap.posteriors import GaussianPosterior
-from aftermap.predictive import gaussian_prediction, latent_gaussians, sampled_outputs, samples_prediction
+from aftermap.predictive import (
+    PosteriorPredictor,
+    gaussian_prediction,
+    latent_gaussians,
+    sampled_outputs,
+    samples_prediction,
+)
 
 __all__ = ["GridResult", "tune_on_validation"]
 
@@ -45,9 +49,7 @@ class GridResult:
 
 
 def tune_on_validation(
-    predictor: Any,
-    posterior: GaussianPosterior,
-    likelihood: Likelihood,
+    predictor: PosteriorPredictor,
     batches: Iterable[Batch],
     base_scale: float,
     *,
@@ -61,9 +63,7 @@ def tune_on_validation(
     """Grid search over (c, τ) on the mean negative log predictive probability.
 
     Args:
-        predictor: has ``model`` and ``probe(batch)``.
-        posterior: any prior; it is replaced by one precision for all.
-        likelihood: with its noise.
+        predictor: model, posterior (its prior is replaced by one precision for all) and likelihood with its noise.
         batches: validation data.
         base_scale: what multiplies the curvature at c = 1 (1/temperature, 1/σ²).
         kind: linearised or sampling.
@@ -78,13 +78,13 @@ def tune_on_validation(
         raise DataError("the validation data are empty or have no targets")
     cs = list(scales) if scales is not None else [10 ** (k / 4) for k in range(-4, 17)]
     if precisions is not None:
-        return _stage(predictor, posterior, likelihood, held, base_scale, list(precisions), cs, kind, link, samples)
+        return _stage(predictor, held, base_scale, list(precisions), cs, kind, link, samples)
     coarse = [10.0**k for k in range(-3, 6)]
     some = _limited(held, first_stage)
-    first = _stage(predictor, posterior, likelihood, some, base_scale, coarse, cs, kind, link, samples)
+    first = _stage(predictor, some, base_scale, coarse, cs, kind, link, samples)
     centre = math.log10(first.precision / first.data_scale)
     fine = [10 ** (centre + d) for d in (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)]
-    result = _stage(predictor, posterior, likelihood, held, base_scale, fine, cs, kind, link, samples)
+    result = _stage(predictor, held, base_scale, fine, cs, kind, link, samples)
     _warn_at_edge(result, cs, (coarse[0], coarse[-1]))
     return result
 
@@ -116,9 +116,7 @@ def _limited(held: Sequence[Batch], limit: int) -> list[Batch]:
 
 
 def _stage(
-    predictor: Any,
-    posterior: GaussianPosterior,
-    likelihood: Likelihood,
+    predictor: PosteriorPredictor,
     held: Sequence[Batch],
     base_scale: float,
     ratios: Sequence[float],
@@ -127,15 +125,18 @@ def _stage(
     link: str,
     samples: int,
 ) -> GridResult:
+    posterior = predictor.posterior
+    if not isinstance(posterior, GaussianPosterior):
+        raise InputError(f"a grid over priors needs a Gaussian posterior in blocks, got a {type(posterior).__name__}")
     variants = [posterior.with_prior(r, scale=base_scale) for r in ratios]
     sums = torch.zeros(len(ratios), len(cs), dtype=torch.float64)
     count = 0
     for batch in held:
         count += batch.size
         if kind == "linearised":
-            sums += _linearised(predictor, posterior, variants, likelihood, batch, cs, link, samples)
+            sums += _linearised(predictor, posterior, variants, batch, cs, link, samples)
         else:
-            sums += _sampled(predictor, variants, likelihood, batch, cs, samples)
+            sums += _sampled(predictor, variants, batch, cs, samples)
     means = sums / count
     table = [(c, ratio * c, float(means[i, j])) for i, ratio in enumerate(ratios) for j, c in enumerate(cs)]
     # A predictive that is not finite somewhere can never be the best.
@@ -144,10 +145,9 @@ def _stage(
 
 
 def _linearised(
-    predictor: Any,
+    predictor: PosteriorPredictor,
     posterior: GaussianPosterior,
     variants: Sequence[GaussianPosterior],
-    likelihood: Likelihood,
     batch: Batch,
     cs: Sequence[float],
     link: str,
@@ -158,7 +158,7 @@ def _linearised(
     for i, latent in enumerate(found):
         for j, c in enumerate(cs):
             prediction = gaussian_prediction(
-                likelihood,
+                predictor.likelihood,
                 latent.mean,
                 None if latent.cov is None else latent.cov / c,
                 latent_var=latent.var / c if latent.cov is None else None,
@@ -171,9 +171,8 @@ def _linearised(
 
 
 def _sampled(
-    predictor: Any,
+    predictor: PosteriorPredictor,
     variants: Sequence[GaussianPosterior],
-    likelihood: Likelihood,
     batch: Batch,
     cs: Sequence[float],
     samples: int,
@@ -190,5 +189,7 @@ def _sampled(
                 outputs = sampled_outputs(
                     predictor.model, scaled, batch.inputs, samples, torch.Generator().manual_seed(0)
                 )
-            values[i, j] = -samples_prediction(likelihood, outputs).log_prob(batch.targets).sum().to(torch.float64)
+            values[i, j] = (
+                -samples_prediction(predictor.likelihood, outputs).log_prob(batch.targets).sum().to(torch.float64)
+            )
     return values

@@ -9,34 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, Unpack, call_model, check_device, check_inputs, iterate, unpack_inputs
+from aftermap.batches import Unpack, check_device, iterate
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.last_layer import find_last_layer
-from aftermap.curvature.probe import Probe, check_outputs, probe
 from aftermap.errors import InputError, NotFittedError
 from aftermap.laplace.evidence import EvidenceResult, log_evidence, maximise_evidence
 from aftermap.laplace.grid import GridResult, tune_on_validation
 from aftermap.laplace.noise import Observation
-from aftermap.laplace.weights import WeightsWatch
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.prior import PriorSpec
-from aftermap.predictive import (
-    Prediction,
-    differentiable_latent,
-    draw_weights,
-    function_samples,
-    gaussian_prediction,
-    joint_covariance,
-    latent_gaussians,
-    sampled_outputs,
-    samples_prediction,
-)
+from aftermap.predictive import PosteriorPredictor, Prediction, WeightsWatch, draw_weights
 
-__all__ = ["KINDS", "Laplace"]
-
-KINDS = ("linearised", "sampling")
+__all__ = ["Laplace"]
 
 
 class Laplace:
@@ -103,7 +89,7 @@ class Laplace:
         self._prior_precision = prior_precision
         self._factors: Factors | None = None
         self._posterior: GaussianPosterior | None = None
-        self._probe: Probe | None = None
+        self._predictor: PosteriorPredictor | None = None
         self._watch: WeightsWatch | None = None
         self._unpack: Unpack | None = None
 
@@ -211,7 +197,7 @@ class Laplace:
             factors, mean, prior, prior_mean=self.prior_mean, scale=self._scale(), damping=self.damping
         )
         # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
-        self._factors, self._posterior, self._unpack, self._probe = factors, posterior, unpack, None
+        self._factors, self._posterior, self._unpack, self._predictor = factors, posterior, unpack, None
         self._watch = WeightsWatch.of(self.model)
         return self
 
@@ -282,8 +268,6 @@ class Laplace:
         precisions: Sequence[float] | None,
         scales: Sequence[float] | None,
     ) -> Laplace:
-        _check_kind(kind)
-        self._check_weights()
         if noise and self.observation.tunable:
             # The noise follows from the training residuals; the grid then decides on the rest.
             level = maximise_evidence(self.posterior, self.factors, self.observation, self.power, per_layer=False).level
@@ -292,9 +276,7 @@ class Laplace:
         batches = iterate(val_loader, device=device, dtype=dtype, unpack=self._unpack)
         base = float(self.observation.curvature_scale()) / self.temperature
         found = tune_on_validation(
-            self,
-            self.posterior,
-            self.likelihood,
+            self.predictor,
             batches,
             base,
             kind=kind,
@@ -322,11 +304,14 @@ class Laplace:
 
     # Prediction
 
-    def probe(self, batch: Batch) -> Probe:
-        """How the model treats a batch; looked at once."""
-        if self._probe is None:
-            self._probe = probe(self.model, self.posterior.names, batch)
-        return self._probe
+    @property
+    def predictor(self) -> PosteriorPredictor:
+        """What predicts: the model, its posterior and the likelihood with its noise."""
+        posterior = self.posterior
+        if self._predictor is None or self._predictor.posterior is not posterior:
+            self._check_weights()
+            self._predictor = PosteriorPredictor(self.model, posterior, self.likelihood, self._predictor)
+        return self._predictor
 
     def predict(
         self,
@@ -341,75 +326,30 @@ class Laplace:
         differentiable: bool = False,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """Predicts with uncertainty.
-
-        Args:
-            x: inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
-            kind: "linearised" (default: the Gaussian of the linearised network) or "sampling" (the network under weight samples).
-            link: from latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
-            samples: of the link (mc), or weight samples.
-            diagonal: only variances of the outputs, no covariances.
-            outputs: only these of the C outputs (regression): their variances; cheaper.
-            weights: a fixed set of weight samples for kind="sampling" (`ensemble`).
-            differentiable: keep the gradient in x (small batches).
-            generator: for the samples.
-        """
-        _check_kind(kind)
-        self._check_weights()
-        batch = self._inputs(x)
-        if kind == "sampling":
-            with torch.set_grad_enabled(differentiable):
-                values = sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
-            return samples_prediction(self.likelihood, values)
-        if differentiable:
-            if not isinstance(batch.inputs, Tensor):
-                raise InputError("differentiable=True needs a single tensor as input")
-            latent = differentiable_latent(self.model, self.posterior, batch.inputs, diagonal=diagonal)
-        else:
-            latent = latent_gaussians(
-                self.model, self.posterior, batch, self.probe(batch), diagonal=diagonal, outputs=outputs
-            )[0]
-        mean = latent.mean if outputs is None else latent.mean[..., list(outputs)]
-        return gaussian_prediction(
-            self.likelihood,
-            mean,
-            latent.cov,
-            latent_var=latent.var if latent.cov is None else None,
+        """Predicts with uncertainty; see `PosteriorPredictor.predict` for every option."""
+        return self.predictor.predict(
+            x,
+            kind=kind,
             link=link,
             samples=samples,
+            diagonal=diagonal,
+            outputs=outputs,
+            weights=weights,
+            differentiable=differentiable,
             generator=generator,
         )
 
-    def map_prediction(self, x: Any) -> Tensor:
-        """The network's own answer E[y | f(x, θ*)], without uncertainty."""
-        with torch.no_grad():
-            outputs = call_model(self.model, self._inputs(x).inputs)
-        check_outputs(outputs, len(outputs))
-        return self.likelihood.mean(outputs)
-
-    def _inputs(self, x: Any) -> Batch:
-        device, dtype = check_device(self.model)
-        batch = unpack_inputs(x).to(device)
-        check_inputs(batch.inputs, dtype)
-        return batch
-
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
-        self._check_weights()
-        batch = self._inputs(x)
-        return joint_covariance(self.model, self.posterior, batch, self.probe(batch))
+        return self.predictor.joint(x)
 
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Samples of the linearised network's outputs with the true correlation between inputs: [count, N, ..., C]."""
-        self._check_weights()
-        return function_samples(self.model, self.posterior, self._inputs(x).inputs, count, generator)
+        return self.predictor.function_samples(x, count, generator)
 
     def variance_by_layer(self, x: Any) -> Mapping[str, Tensor]:
         """Each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
-        self._check_weights()
-        batch = self._inputs(x)
-        found = latent_gaussians(self.model, self.posterior, batch, self.probe(batch), diagonal=True, by_layer=True)
-        return found[0].by_layer
+        return self.predictor.variance_by_layer(x)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
         """Weights from the posterior: name -> [count, *shape]."""
@@ -432,8 +372,3 @@ class Laplace:
             "not fitted" if self._factors is None else f"{self.n_data:g} data, {self.posterior.n_params:,} parameters"
         )
         return f"Laplace({type(self.model).__name__}, {self.likelihood!r}, structure={self.structure!r}, {state})"
-
-
-def _check_kind(kind: str) -> None:
-    if kind not in KINDS:
-        raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")

@@ -9,12 +9,16 @@ from aftermap.predictive.linearised import (
 )
 from aftermap.predictive.links import LINKS, gaussian_prediction, samples_prediction
 from aftermap.predictive.prediction import Prediction
+from aftermap.predictive.predictor import PosteriorPredictor
 from aftermap.predictive.sampling import draw_weights, sampled_outputs
+from aftermap.predictive.weights import WeightsWatch
 
 __all__ = [
     "LINKS",
     "LatentGaussian",
+    "PosteriorPredictor",
     "Prediction",
+    "WeightsWatch",
     "differentiable_latent",
     "draw_weights",
     "function_samples",
