@@ -7,6 +7,21 @@ prior enter once, when the posterior is formed.
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
-
 __version__ = "0.1.0"
+
+from aftermap import curvature, likelihoods, metrics
+from aftermap.laplace import Laplace, fit, load
+from aftermap.posteriors import precision_from_weight_decay
+from aftermap.predictive import Prediction
+
+__all__ = [
+    "Laplace",
+    "Prediction",
+    "__version__",
+    "curvature",
+    "fit",
+    "likelihoods",
+    "load",
+    "metrics",
+    "precision_from_weight_decay",
+]

@@ -201,6 +201,11 @@ class Laplace:
         self._watch = WeightsWatch.of(self.model)
         return self
 
+    def restore(self, observation: Observation, factors: Factors, posterior: GaussianPosterior) -> None:
+        """Takes over a fit that was saved."""
+        self.observation, self._factors, self._posterior = observation, factors, posterior
+        self._predictor, self._watch = None, WeightsWatch.of(self.model)
+
     def _check_weights(self) -> None:
         if self._watch is None:
             raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
