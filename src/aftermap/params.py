@@ -151,7 +151,7 @@ def weights_hash(params: Mapping[str, Tensor]) -> str:
         # The header's length separates it from the bytes, so that no two sets of weights read the same.
         header = repr((name, tuple(value.shape), str(value.dtype))).encode()
         digest.update(len(header).to_bytes(8, "little") + header)
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return f"sha256:{digest.hexdigest()}"
 
 

@@ -3,7 +3,7 @@
     log q(D) = s₀ Σ log p(y_n | f_n) − ½ ‖θ* − μ₀‖²_{P₀} − ½ log |P| / |P₀|          (MATH 5.4)
 
 with s₀ = data scale / temperature. With weights and curvature fixed, the gradients are ½(γ_ℓ − τ_ℓ ‖θ_ℓ − μ₀‖²) in
-log τ_ℓ, and MacKay's fixed point τ_ℓ = γ_ℓ / ‖θ_ℓ − μ₀‖², σ² = SSE / (N·D − γ) needs no step size.
+log τ_ℓ, and MacKay's fixed point τ_ℓ = γ_ℓ / ‖θ_ℓ − μ₀‖², σ² = SSE / (N·D − γ/s₀) needs no step size.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _mackay(
                 new = min(max(gammas[key] / distances[key], low), high)
                 change = max(change, abs(math.log(new / float(values[key]))))
                 values[key] = torch.tensor(new, dtype=torch.float64)
-        total = sum(gammas.values())
+        total = sum(gammas.values()) / power
         if tune_noise and count > total and squares > 0:
             new = math.sqrt(squares / (count - total))
             change = max(change, abs(math.log(new / float(level))))

@@ -79,7 +79,7 @@ def tune_on_validation(
     cs = list(scales) if scales is not None else [10 ** (k / 4) for k in range(-4, 17)]
     if precisions is not None:
         return _stage(predictor, held, base_scale, list(precisions), cs, kind, link, samples)
-    coarse = [10.0**k for k in range(-3, 6)]
+    coarse = [10.0**k for k in range(-6, 6)]
     some = _limited(held, first_stage)
     first = _stage(predictor, some, base_scale, coarse, cs, kind, link, samples)
     centre = math.log10(first.precision / first.data_scale)

@@ -17,9 +17,9 @@ from aftermap.curvature.full import FullBlock
 from aftermap.curvature.kron import KronBlock
 from aftermap.curvature.low_rank import LowRankBlock
 from aftermap.curvature.step import VectorStep
-from aftermap.errors import InputError
+from aftermap.errors import InputError, ShapeError
 from aftermap.params import Params
-from aftermap.posteriors.blocks import BlockPosterior
+from aftermap.posteriors.blocks import BlockPosterior, join_flat
 from aftermap.posteriors.diagonal import DiagonalBlockPosterior
 from aftermap.posteriors.full import full_block_posterior
 from aftermap.posteriors.kron import DAMPINGS, kron_block_posterior
@@ -79,13 +79,34 @@ class Posterior(ABC):
 
 
 def layers_of(factors: Factors) -> dict[str, list[str]]:
-    """Layer name -> parameters: the blocks, or for one block over everything the modules that own the parameters."""
-    if len(factors.blocks) > 1:
+    """Layer name -> parameters: the blocks, or for one matrix over everything the modules that own the parameters."""
+    if len(factors.blocks) > 1 or not isinstance(factors.blocks[0], FullBlock | LowRankBlock):
         return {b.name: list(b.shapes) for b in factors.blocks}
     found: dict[str, list[str]] = {}
     for name in factors.names:
         found.setdefault(name.rpartition(".")[0] or name, []).append(name)
     return found
+
+
+def _checked(mean: Params, shapes: Mapping[str, tuple[int, ...]], what: str) -> Params:
+    """Copies of the tensors that the factors name, in their order."""
+    missing = [n for n in shapes if n not in mean]
+    if missing:
+        raise InputError(f"{what} has no value for {', '.join(missing)}, which the curvature covers")
+    for name, shape in shapes.items():
+        if tuple(mean[name].shape) != shape:
+            raise ShapeError(
+                f"{what} of {name} has shape {tuple(mean[name].shape)}; the curvature is over shape {shape}"
+            )
+    return {n: mean[n].detach().clone() for n in shapes}
+
+
+def _checked_scale(scale: float | Tensor) -> Tensor:
+    """A positive number as a 0-d float64 tensor; its gradient is kept."""
+    factor = torch.as_tensor(scale, dtype=torch.float64)
+    if factor.dim() or not math.isfinite(float(factor.detach())) or float(factor.detach()) <= 0:
+        raise InputError(f"the scale of the curvature must be one positive and finite number, got {scale!r}")
+    return factor
 
 
 @dataclass(frozen=True)
@@ -130,11 +151,15 @@ class GaussianPosterior(Posterior):
         """
         if damping not in DAMPINGS:
             raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
-        mean = {n: mean[n].detach().clone() for n in factors.names}
+        mean = _checked(mean, factors.shapes, "the mean")
         layers = layers_of(factors)
         parsed = Prior.make(prior, prior_mean, layers, factors.shapes)
-        factor = torch.as_tensor(scale, dtype=torch.float64)
+        factor = _checked_scale(scale)
         krons = [b for b in factors.blocks if isinstance(b, KronBlock)]
+        if damping != "exact" and not any(isinstance(b, KronBlock | EigenBlock) for b in factors.blocks):
+            raise InputError(
+                f"damping={damping!r} is for Kronecker factors, and structure={factors.structure!r} has none: use damping='exact'"
+            )
         eigens = dict(zip((id(b) for b in krons), decompose(krons), strict=True))
         made: list[BlockPosterior] = []
         for block in factors.blocks:
@@ -165,9 +190,7 @@ class GaussianPosterior(Posterior):
             prior = self.prior
             if precision is not None:
                 prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
-        factor = self.scale if scale is None else torch.as_tensor(scale, dtype=torch.float64)
-        if float(factor) <= 0 or not math.isfinite(float(factor)):
-            raise InputError(f"the scale of the curvature must be positive and finite, got {float(factor)}")
+        factor = self.scale if scale is None else _checked_scale(scale)
         blocks = tuple(b.with_prior(prior, factor) for b in self.blocks)
         return replace(self, blocks=blocks, prior=prior, scale=factor)
 
@@ -180,15 +203,23 @@ class GaussianPosterior(Posterior):
         return {n: self.mean[n] + deviations[n].to(self.mean[n].dtype) for n in self.names}
 
     def log_prob(self, params: Params) -> Tensor:
+        missing = [n for n in self.names if n not in params]
+        if missing:
+            raise InputError(f"log_prob needs every parameter of the posterior; missing are {', '.join(missing)}")
         difference = {n: params[n].to(torch.float64) - self.mean[n].to(torch.float64) for n in self.names}
         product = self.precision_mv(difference)
         name = self.names[0]
         lead = difference[name].dim() - self.mean[name].dim()
-        energy = sum((difference[n] * product[n]).flatten(lead).sum(-1) for n in self.names)
+        energy = join_flat({n: difference[n] * product[n] for n in self.names}, self.names, lead).sum(-1)
         return 0.5 * (self.log_det_precision() - self.n_params * math.log(2 * math.pi)) - 0.5 * energy
 
     def log_det_precision(self) -> Tensor:
         return torch.stack([b.log_det_precision().cpu() for b in self.blocks]).sum()
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The parts that `functional_covariance` returns, in order."""
+        return tuple(b.source.name for b in self.blocks)
 
     def log_det_ratio(self) -> Tensor:
         """log |P| − log |P₀|: twice the information gained from the data, in nats."""
@@ -197,11 +228,11 @@ class GaussianPosterior(Posterior):
     def effective_parameters(self) -> dict[str, float]:
         """γ by layer (MacKay): how many directions of a layer the data determine."""
         if len(self.layers) == len(self.blocks):
-            return {k: float(b.effective_parameters()) for k, b in zip(self.layers, self.blocks, strict=True)}
+            return {k: float(b.effective_parameters().detach()) for k, b in zip(self.layers, self.blocks, strict=True)}
         variance = self.marginal_variance()
         return {
-            k: sum(float((1 - self.prior.precision[n].to(variance[n].device) * variance[n]).sum()) for n in names)
-            for k, names in self.layers.items()
+            k: sum(float((1 - self.prior.precision[n].detach().to(v.device) * v).sum()) for n, v in parts.items())
+            for k, parts in ((k, {n: variance[n] for n in names}) for k, names in self.layers.items())
         }
 
     def precision_mv(self, values: Params) -> Params:

@@ -1,7 +1,7 @@
 """Gaussian posteriors of single blocks: precision s·H + P₀ with the data's scale s and the prior's precision P₀.
 
 A block posterior is made once from a curvature block; a new prior or scale costs no decomposition (`with_prior`).
-Everything that the evidence needs (log determinant, effective parameters) is differentiable in s and P₀.
+The log determinants, which the evidence needs, are differentiable in s and P₀.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class BlockPosterior(ABC):
         values, start = {}, 0
         for name, shape in self.shapes.items():
             size = int(torch.Size(shape).numel())
-            values[name] = eye[:, start : start + size].reshape(self.size, *shape)
+            values[name] = eye[:, start : start + size].reshape((self.size, *shape))
             start += size
         product = self.precision_mv(values)
         return torch.cat([product[n].reshape(self.size, -1) for n in self.names], dim=1)
@@ -129,14 +129,14 @@ class BlockPosterior(ABC):
 
 def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:
     """[v, b, *shape] by name -> [v, b, p]."""
-    return torch.cat([values[n].flatten(2) for n in names], dim=-1)
+    return join_flat(values, names, 2)
 
 
 def split_flat(vector: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
     """[..., p] -> name -> [..., *shape]."""
     sizes = [int(torch.Size(s).numel()) for s in shapes.values()]
     return {
-        n: part.reshape(*vector.shape[:-1], *s)
+        n: part.reshape((*vector.shape[:-1], *s))
         for (n, s), part in zip(shapes.items(), vector.split(sizes, dim=-1), strict=True)
     }
 

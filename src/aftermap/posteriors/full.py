@@ -55,7 +55,10 @@ class FullBlockPosterior(BlockPosterior):
         vector, scale = prior.vector(self.names, device), scale.to(device)
         ratio = vector / self.whitener.square()
         if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) < 1e-12:
-            return replace(self, prior=vector, ratio=ratio[0], scale=scale)
+            # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
+            common = ratio[0] if prior.is_shared(self.names) else ratio[0].detach()
+            _check_positive(self.source_block, self.values, scale / common)
+            return replace(self, prior=vector, ratio=common, scale=scale)
         return full_block_posterior(self.source_block, prior, scale, self.dtype)
 
     @property
@@ -64,16 +67,12 @@ class FullBlockPosterior(BlockPosterior):
         return self.scale * self.values / self.ratio + 1
 
     def log_det_ratio(self) -> Tensor:
-        if self.prior.requires_grad and not self._isotropic:
-            # The eigenvalues depend on the shape of D: differentiate a Cholesky factor instead.
+        if self.prior.requires_grad and not self.ratio.requires_grad:
+            # The eigenvalues depend on the entries of D: differentiate a Cholesky factor instead.
             matrix = self.scale * self.source_block.to_dense() + torch.diag(self.prior)
             factor = torch.linalg.cholesky(symmetrise(matrix))
             return 2 * factor.diagonal().log().sum() - self.prior.log().sum()
-        return torch.log1p(self._gain - 1).sum()
-
-    @property
-    def _isotropic(self) -> bool:
-        return float((self.prior.detach() / self.prior.detach()[0] - 1).abs().max()) < 1e-12
+        return torch.log1p(self.scale * self.values / self.ratio).sum()
 
     def log_det_prior(self) -> Tensor:
         return self.prior.log().sum()
@@ -123,13 +122,22 @@ def full_block_posterior(block: FullBlock, prior: Prior, scale: Tensor, dtype: t
     white = matrix / whitener / whitener[:, None]
     if block.kind == "hessian":
         values, vectors = torch.linalg.eigh(symmetrise(white))
-        smallest = float((scale.detach() * values + 1).min())
-        if smallest <= 0:
-            raise NumericalError(
-                f"the Hessian plus the prior is not positive definite (smallest eigenvalue relative to the prior: {smallest:.3g}), "
-                "so it is no precision. Train longer, use a larger prior precision, or structure='full' (the GGN)"
-            )
+        _check_positive(block, values, scale)
     else:
         values, vectors = psd_eigh(white, what=f"the full curvature of {block.name}")
     one = torch.ones((), dtype=torch.float64, device=matrix.device)
+    if vector.requires_grad and prior.is_shared(tuple(block.shapes)):
+        one = vector[0] / vector[0].detach()  # 1, with the gradient of the prior's one number
     return FullBlockPosterior(block, vector, whitener, values, vectors, one, scale, dtype)
+
+
+def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:
+    """Raises unless all of 1 + factor · l are positive; only an exact Hessian can fail."""
+    if block.kind != "hessian":
+        return
+    smallest = float((factor.detach() * values + 1).min())
+    if smallest <= 0:
+        raise NumericalError(
+            f"the Hessian plus the prior is not positive definite (smallest eigenvalue relative to the prior: {smallest:.3g}), "
+            "so it is no precision. Train longer, use a larger prior precision, or structure='full' (the GGN)"
+        )

@@ -66,8 +66,10 @@ class EigenTable:
         root = prior.sqrt()
         pi = torch.ones_like(left[:, :1])
         if damping == "pi":
-            ratio = right.mean(1, keepdim=True) / left.mean(1, keepdim=True).clamp_min(1e-300)
-            pi = torch.where(ratio > 0, ratio, 1.0).sqrt()
+            inner, outer = right.mean(1, keepdim=True), left.mean(1, keepdim=True)
+            alive = (inner > 0) & (outer > 0)  # else the block is zero, and the prior stays as it is
+            pi = torch.where(alive, inner / torch.where(alive, outer, 1.0), 1.0).sqrt()
+            left, right = left * alive, right * alive
         return (left + root / pi)[:, :, None] * (right + root * pi)[:, None, :]  # eq. (9)
 
 
@@ -176,6 +178,8 @@ def kron_block_posterior(
     device = block.values.device if isinstance(block, EigenBlock) else block.outputs.device
     delta = prior.scalar(tuple(block.shapes)).to(device)
     if isinstance(block, EigenBlock):
+        if damping != "exact":
+            raise InputError(f"damping={damping!r} needs Kronecker factors; EKFAC has none: use damping='exact'")
         table = EigenTable(block.values.to(torch.float64), None, None, n_data)
         inner, outer = block.input_vectors, block.output_vectors
     else:

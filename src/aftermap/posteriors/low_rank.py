@@ -57,7 +57,9 @@ class LowRankBlockPosterior(BlockPosterior):
         vector, scale = prior.vector(self.names, device), scale.to(device)
         ratio = vector / self.whitener.square()
         if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) < 1e-12:
-            return replace(self, prior=vector, ratio=ratio[0], scale=scale)
+            # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
+            common = ratio[0] if prior.is_shared(self.names) else ratio[0].detach()
+            return replace(self, prior=vector, ratio=common, scale=scale)
         return low_rank_block_posterior(self.source_block, prior, scale, self.dtype)
 
     @property
@@ -66,14 +68,13 @@ class LowRankBlockPosterior(BlockPosterior):
         return 1 + self.scale * self.values / self.ratio
 
     def log_det_ratio(self) -> Tensor:
-        isotropic = float((self.prior.detach() / self.prior.detach()[0] - 1).abs().max()) < 1e-12
-        if self.prior.requires_grad and not isotropic:
+        if self.prior.requires_grad and not self.ratio.requires_grad:
             # |I + s √l Uᵀ D⁻¹ U √l|, differentiable in every entry of D.
             half = self.source_block.vectors * self.source_block.values.sqrt()
             inner = half.T @ (half / self.prior[:, None]) * self.scale
             eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
             return 2 * torch.linalg.cholesky(inner + eye).diagonal().log().sum()
-        return torch.log1p(self._gain - 1).sum()
+        return torch.log1p(self.scale * self.values / self.ratio).sum()
 
     def log_det_prior(self) -> Tensor:
         return self.prior.log().sum()
@@ -139,6 +140,8 @@ def low_rank_block_posterior(
     vector = prior.vector(tuple(block.shapes), vectors.device)
     whitener = vector.detach().sqrt()
     one = torch.ones((), dtype=torch.float64, device=vectors.device)
+    if vector.requires_grad and prior.is_shared(tuple(block.shapes)):
+        one = vector[0] / vector[0].detach()  # 1, with the gradient of the prior's one number
     if prior.is_scalar(tuple(block.shapes)):
         basis, squares = vectors, values / whitener[0].square()
     else:

@@ -68,12 +68,12 @@ class Prior:
         2.0
         """
         values = _per_parameter(precision, layers, shapes)
-        means = {n: torch.as_tensor(0.0 if isinstance(mean, Mapping) else mean, dtype=torch.float64) for n in shapes}
+        means = dict.fromkeys(shapes, _number(0.0 if isinstance(mean, Mapping) else mean, "the prior mean"))
         if isinstance(mean, Mapping):
             unknown = [n for n in mean if n not in shapes]
             if unknown:
                 raise InputError(f"the prior mean names {unknown[:5]}, which are not among the selected parameters")
-            means.update({n: torch.as_tensor(v).to(torch.float64) for n, v in mean.items()})
+            means.update({n: _number(v, f"the prior mean of {n}") for n, v in mean.items()})
         prior = Prior(values, means, dict(shapes))
         prior._check()
         return prior
@@ -85,6 +85,8 @@ class Prior:
                     raise InputError(
                         f"the prior {what} of {name} has shape {tuple(value.shape)}; allowed is a number or shape {shape}"
                     )
+            if not bool(torch.isfinite(self.mean[name]).all()):
+                raise InputError(f"the prior mean of {name} must be finite; it has entries that are not")
             value = self.precision[name].detach()
             if not bool((torch.isfinite(value) & (value > 0)).all()):
                 raise InputError(
@@ -99,7 +101,15 @@ class Prior:
     def is_scalar(self, names: Sequence[str]) -> bool:
         """Whether all of these parameters share one number."""
         values = [self.precision[n] for n in names]
-        return all(v.dim() == 0 for v in values) and all(float(v) == float(values[0]) for v in values)
+        if any(v.dim() for v in values):
+            return False
+        first = float(values[0].detach())
+        return all(v is values[0] or float(v.detach()) == first for v in values)
+
+    def is_shared(self, names: Sequence[str]) -> bool:
+        """Whether one and the same 0-d tensor serves all of these parameters, so that a gradient in it is theirs."""
+        first = self.precision[names[0]]
+        return first.dim() == 0 and all(self.precision[n] is first for n in names)
 
     def scalar(self, names: Sequence[str]) -> Tensor:
         """The one number that these parameters share.
@@ -141,7 +151,7 @@ def _per_parameter(
 ) -> dict[str, Tensor]:
     if isinstance(precision, Mapping):
         return _from_mapping(precision, layers, shapes)
-    value = torch.as_tensor(precision, dtype=torch.float64)
+    value = _number(precision, "the prior precision")
     if value.dim() == 0:
         return dict.fromkeys(shapes, value)
     if value.dim() != 1 or len(value) != len(layers):
@@ -149,7 +159,7 @@ def _per_parameter(
             f"a sequence of prior precisions must have one number per layer: {len(layers)} here ({_few(layers)}), "
             f"got shape {tuple(value.shape)}"
         )
-    return {n: value[i] for i, names in enumerate(layers.values()) for n in names}
+    return {n: one for one, names in zip(value.unbind(), layers.values(), strict=True) for n in names}
 
 
 def _from_mapping(
@@ -157,14 +167,16 @@ def _from_mapping(
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     used: set[str] = set()
+    patterns = {k: _pattern(k) for k in precision}
+    values = {k: _number(v, f"the prior precision of {k!r}") for k, v in precision.items()}
     for name in shapes:
         layer = next((k for k, names in layers.items() if name in names), "")
-        keys = [k for k in precision if k in (name, layer) or re.fullmatch(k, name)]
+        keys = [k for k in precision if k in (name, layer) or patterns[k].fullmatch(name)]
         if keys:
             # The parameter's own name beats its layer's, which beats a pattern.
             best = max(keys, key=lambda k: (k == name, k == layer, len(k)))
             used.update(keys)
-            found[name] = torch.as_tensor(precision[best], dtype=torch.float64)
+            found[name] = values[best]
     missing = [n for n in shapes if n not in found]
     unused = [k for k in precision if k not in used]
     if missing or unused:
@@ -173,6 +185,22 @@ def _from_mapping(
             f"Layers are {_few(layers)}"
         )
     return found
+
+
+def _number(value: object, what: str) -> Tensor:
+    """A number or numbers as a float64 tensor; gradients are kept."""
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{what} must be a number or numbers, got {value!r}") from error
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    try:
+        return re.compile(key)
+    except (re.error, TypeError):
+        # A layer's own name need not be a regular expression; what fits nothing is reported as such.
+        return re.compile(re.escape(str(key)))
 
 
 def _few(names: Sequence[str] | Mapping[str, object], limit: int = 6) -> str:

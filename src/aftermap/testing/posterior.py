@@ -105,7 +105,9 @@ def _damped(block: KronBlockPosterior, scale: float, prior: float, with_pi: bool
         right = math.sqrt(scale * n_data) * (torch.diag(inputs[g]) if inputs.dim() == 2 else inputs[g])
         left = math.sqrt(scale / n_data) * outputs[g]
         pi = 1.0
-        if with_pi and float(left.trace()) > 0 and float(right.trace()) > 0:
+        if with_pi and (float(left.trace()) == 0 or float(right.trace()) == 0):
+            left, right = torch.zeros_like(left), torch.zeros_like(right)  # no curvature: the prior as it is
+        elif with_pi:
             pi = math.sqrt(float(right.diagonal().mean() / left.diagonal().mean()))
         left = left + math.sqrt(prior) / pi * torch.eye(layout.out, dtype=torch.float64)
         right = right + math.sqrt(prior) * pi * torch.eye(layout.in_, dtype=torch.float64)

@@ -1,0 +1,292 @@
+"""Saving and loading: a folder with config.json and safetensors, written whole or not at all. Never pickle.
+
+config.json holds everything that a person may want to read (structure, blocks, prior, layers, treatment, versions, the hash
+of the weights, the caller's own configuration); posterior.safetensors the mean, the prior, the decompositions and the sums
+over data, so that a fit can go on after loading; reference.safetensors what the caller compares new inputs with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from aftermap.curvature.factors import Factors
+from aftermap.errors import DataError, InputError
+from aftermap.params import Params, weights_hash
+from aftermap.posteriors.base import GaussianPosterior
+from aftermap.posteriors.folder import replaced_folder
+from aftermap.posteriors.state import StateReader, StateWriter, described
+
+__all__ = ["FORMAT", "SCHEMA", "LoadedPosterior", "load_posterior", "save_posterior"]
+
+FORMAT = "aftermap posterior"
+SCHEMA = 1
+_CONFIG, _POSTERIOR, _REFERENCE = "config.json", "posterior.safetensors", "reference.safetensors"
+_FILES = (_CONFIG, _POSTERIOR, _REFERENCE, "report.html")
+
+
+@dataclass(frozen=True)
+class LoadedPosterior:
+    """What a folder held.
+
+    Attributes:
+        posterior: bit by bit the one that was saved.
+        factors: the sums over data; adding factors of more data continues the fit.
+        config: what the caller had given to :func:`save_posterior`.
+        reference: tensors by name, or None.
+        weights_hash: of the weights at the fit; compare with :func:`aftermap.params.weights_hash` of the model.
+        versions: of aftermap and torch that wrote it.
+    """
+
+    posterior: GaussianPosterior
+    factors: Factors
+    config: dict[str, Any]
+    reference: dict[str, Tensor] | None
+    weights_hash: str
+    versions: dict[str, str]
+
+
+def save_posterior(
+    folder: str | os.PathLike[str],
+    posterior: GaussianPosterior,
+    factors: Factors,
+    config: Mapping[str, Any],
+    reference: Mapping[str, Tensor] | None = None,
+    *,
+    weights: Params | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Writes a posterior, its factors and a configuration into a folder.
+
+    Args:
+        folder: where; missing parents are made.
+        posterior: over the parameters of ``factors``.
+        factors: the sums over data that it was made from.
+        config: the caller's own, of plain JSON values; it comes back under ``config``.
+        reference: tensors by name, for example quantiles of scores.
+        weights: what is hashed as the MAP weights: all weights of the model where only some are in the posterior.
+            None: the posterior's mean.
+        overwrite: replace a posterior that is already there. It is swapped in one step; on any failure it stays.
+
+    Returns:
+        The folder.
+
+    Raises:
+        InputError: the folder exists, the factors belong to other parameters, or the configuration is not plain JSON.
+        OSError: the disk is full or not writable. Nothing is left behind.
+
+    >>> import tempfile
+    >>> from aftermap.curvature import fit_curvature
+    >>> net = torch.nn.Linear(2, 3)
+    >>> factors = fit_curvature(net, [(torch.randn(5, 2), torch.randn(5, 3))], "regression")
+    >>> posterior = GaussianPosterior.from_factors(factors, dict(net.named_parameters()))
+    >>> place = save_posterior(Path(tempfile.mkdtemp()) / "posterior", posterior, factors, {"noise": 0.5})
+    >>> loaded = load_posterior(place)
+    >>> loaded.config, bool(loaded.posterior.log_det_precision() == posterior.log_det_precision())
+    ({'noise': 0.5}, True)
+    """
+    if factors.names != posterior.names:
+        raise InputError(
+            f"the factors are over {len(factors.names)} parameters ({', '.join(factors.names[:5])}) and the posterior over "
+            f"{len(posterior.names)} ({', '.join(posterior.names[:5])}); save a posterior with the factors that it was made from"
+        )
+    writer = StateWriter()
+    told: dict[str, Any] = {
+        "format": FORMAT,
+        "schema": SCHEMA,
+        "versions": {"aftermap": _version(), "torch": str(torch.__version__)},
+        "weights_hash": weights_hash(posterior.mean if weights is None else weights),
+        "parameters": {n: described(v) for n, v in posterior.mean.items()},
+        "laplace": _plain(config),
+        "posterior": writer.encode(posterior, "posterior"),
+        "factors": writer.encode(factors, "factors"),
+        "tensors": writer.table,
+        "reference": None if reference is None else {n: described(v) for n, v in reference.items()},
+    }
+    with replaced_folder(folder, overwrite=overwrite, known=_FILES) as place:
+        told["files"] = {_POSTERIOR: _write(place / _POSTERIOR, writer.tensors)}
+        if reference is not None:
+            copies = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in reference.items()}
+            told["files"][_REFERENCE] = _write(place / _REFERENCE, copies)
+        text = json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False)
+        (place / _CONFIG).write_text(text + "\n", encoding="utf-8")
+    return Path(folder)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("aftermap")
+    except metadata.PackageNotFoundError:  # run from the sources, without installation
+        return "unknown"
+
+
+def _plain(config: Mapping[str, Any]) -> Any:
+    try:
+        return json.loads(json.dumps(config, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"the configuration must be of plain JSON values (text, finite numbers, lists, mappings), but {error}"
+        ) from error
+
+
+def _write(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    try:
+        save_file(tensors, file)
+    except SafetensorError as error:  # a full disk comes as this
+        raise OSError(f"{file.name} could not be written: {error}") from error
+    return {"bytes": file.stat().st_size, "sha256": _digest(file)}
+
+
+def _digest(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while part := stream.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | None = None) -> LoadedPosterior:
+    """Reads what :func:`save_posterior` wrote, strictly.
+
+    Args:
+        folder: as it was saved.
+        device: where the tensors shall be; None: the CPU.
+
+    Returns:
+        The posterior, factors, configuration and reference, equal bit by bit.
+
+    Raises:
+        InputError: an unknown device.
+        DataError: a file is missing, damaged or foreign, or does not fit the others; the message says which and how.
+    """
+    try:
+        target = torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={device!r} is no device of torch, such as 'cpu' or 'cuda:0': {error}") from error
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise DataError(f"there is no posterior at {place}: {'it is a file' if place.exists() else 'no such folder'}")
+    config = _read_config(place / _CONFIG)
+    where = str(place / _CONFIG)
+    table, parameters = config["tensors"], config["parameters"]
+    tensors = _read_tensors(place, _POSTERIOR, table, config["files"], target)
+    reader = StateReader(tensors, table, where)
+    posterior, factors = (reader.decode(config[k], k) for k in ("posterior", "factors"))
+    for made, wanted, key in ((posterior, GaussianPosterior, "posterior"), (factors, Factors, "factors")):
+        if not isinstance(made, wanted):
+            raise DataError(f"{where}: {key} should be a {wanted.__name__}, got a {type(made).__name__}")
+    _check_agreement(posterior, factors, parameters, where)
+    reference = None
+    if config["reference"] is not None:
+        reference = _read_tensors(place, _REFERENCE, config["reference"], config["files"], target)
+    return LoadedPosterior(
+        posterior, factors, config["laplace"], reference, config["weights_hash"], dict(config["versions"])
+    )
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise DataError(f"{file} is missing; a posterior's folder has {_CONFIG} and {_POSTERIOR}")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise DataError(f"{file} is damaged: it is no JSON ({error})") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise DataError(f'{file} does not belong to a saved posterior: it has no entry "format": "{FORMAT}"')
+    if config.get("schema") != SCHEMA:
+        versions = config.get("versions")
+        raise DataError(
+            f"{file} has schema version {config.get('schema')!r}, written by {versions}; aftermap {_version()} reads version "
+            f"{SCHEMA}. Load it with the version that wrote it, or fit again"
+        )
+    wanted: dict[str, tuple[type, ...]] = {
+        "versions": (dict,),
+        "weights_hash": (str,),
+        "parameters": (dict,),
+        "laplace": (dict,),
+        "posterior": (dict,),
+        "factors": (dict,),
+        "tensors": (dict,),
+        "reference": (dict, type(None)),
+        "files": (dict,),
+    }
+    wrong = [k for k, kinds in wanted.items() if k not in config or not isinstance(config[k], kinds)]
+    if wrong:
+        raise DataError(f"{file} is damaged: missing or of the wrong type are {', '.join(wrong)}")
+    return config
+
+
+def _read_tensors(
+    place: Path,
+    name: str,
+    table: Mapping[str, Mapping[str, Any]],
+    files: Mapping[str, Mapping[str, Any]],
+    device: torch.device,
+) -> dict[str, Tensor]:
+    """The tensors of one file; from the plainest fault to the subtlest."""
+    file = place / name
+    if not file.is_file():
+        raise DataError(f"{file} is missing, but {_CONFIG} says that it was saved")
+    expected = files.get(name, {})
+    size = file.stat().st_size
+    if size < expected.get("bytes", size):
+        raise DataError(
+            f"{file} is truncated: {size:,} bytes instead of {expected['bytes']:,}. Copy it again, or fit again"
+        )
+    try:
+        with safe_open(file, framework="pt") as opened:
+            keys = set(opened.keys())
+        found = load_file(file)
+    except SafetensorError as error:
+        raise DataError(f"{file} is damaged or foreign: it is no safetensors file ({error})") from error
+    if keys != set(table):
+        missing, extra = sorted(set(table) - keys), sorted(keys - set(table))
+        raise DataError(
+            f"{file} does not fit {_CONFIG}: it lacks {missing[:5] or 'nothing'} and has unknown {extra[:5] or 'nothing'}"
+        )
+    wrong = []
+    for key, tensor in found.items():
+        told = {k: v for k, v in table[key].items() if k != "order"}
+        if described(tensor) != told:
+            wrong.append(f"{key} is {_short(described(tensor))}, should be {_short(told)}")
+    if wrong:
+        raise DataError(f"{file} does not fit {_CONFIG}: " + "; ".join(wrong[:5]))
+    if _digest(file) != expected.get("sha256"):
+        raise DataError(
+            f"{file} is not the file that was saved with {_CONFIG}: its checksum differs. It is damaged or from another fit"
+        )
+    # In the order of the configuration; copies of their own, aligned as torch aligns them: products may depend on that in
+    # their last bit, and the file may be replaced while they are in use.
+    return {key: found[key].to(device, copy=True) for key in table}
+
+
+def _short(told: Mapping[str, Any]) -> str:
+    return f"{told.get('dtype')} {told.get('shape')}"
+
+
+def _check_agreement(
+    posterior: GaussianPosterior, factors: Factors, parameters: Mapping[str, Mapping[str, Any]], where: str
+) -> None:
+    told = {n: described(v) for n, v in posterior.mean.items()}
+    if told != parameters or list(told) != list(parameters):
+        wrong = sorted(n for n in {*told, *parameters} if told.get(n) != parameters.get(n))
+        raise DataError(
+            f"{where}: the mean does not fit the list of parameters: {', '.join(wrong[:5]) or 'their order'}"
+        )
+    covered = {n: s for b in posterior.blocks for n, s in b.shapes.items()}
+    summed = {n: s for b in factors.blocks for n, s in b.shapes.items()}
+    for what, shapes in (("blocks of the posterior", covered), ("blocks of the factors", summed)):
+        wrong = sorted(n for n in {*shapes, *posterior.names} if shapes.get(n) != posterior.shapes.get(n))
+        if wrong:
+            raise DataError(f"{where}: the {what} do not fit the parameters: {', '.join(wrong[:5])}")

@@ -1,0 +1,398 @@
+"""The full Gauss-Newton posterior without its matrix: every cross-layer covariance, at the price of products with the data.
+
+P = s·G + P₀ acts through one pass over the data. Solves are by conjugate gradients with a Kronecker, diagonal or low-rank
+posterior as preconditioner; samples by sample-then-optimise; log determinants by Lanczos quadrature (MATH 9).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.ggn_operator import GGNOperator
+from aftermap.curvature.step import VectorStep
+from aftermap.errors import InputError, ShapeError
+from aftermap.krylov import TraceEstimate
+from aftermap.linalg import safe_cholesky, symmetrise
+from aftermap.params import Params, flatten
+from aftermap.posteriors.base import GaussianPosterior, Posterior
+from aftermap.posteriors.blocks import join_flat, split_flat
+from aftermap.posteriors.estimates import check_estimator, mean_estimate, prior_shares
+from aftermap.posteriors.linear_system import SOLVE_NUMBERS, LinearSystem, SolveReport, symmetric_product
+from aftermap.posteriors.log_determinant import log_det_quadrature
+from aftermap.posteriors.matrix_free_settings import MatrixFreeSettings
+from aftermap.posteriors.preconditioner import Preconditioner
+from aftermap.posteriors.prior import Prior, PriorSpec
+from aftermap.posteriors.sample_then_optimise import SampleNoise, common_seed, draw_noise
+
+__all__ = ["MatrixFreePosterior"]
+
+_MAX_DENSE = 20_000
+
+
+@dataclass(eq=False)
+class _Shared:
+    """What does not depend on the prior and the scale."""
+
+    noise: SampleNoise | None = None
+    curvature: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Own:
+    """What does."""
+
+    samples: Tensor | None = None
+    log_det: TraceEstimate | None = None
+    covariance: Tensor | None = None
+    shares: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class MatrixFreePosterior(Posterior):
+    r"""N(θ*, (s·G + P₀)⁻¹) with the full generalised Gauss-Newton matrix G, cross-layer terms included.
+
+    In a group of processes every method that passes over the data must be called by all of them with the same values;
+    so predict there with ``kind="samples"``.
+
+    Attributes:
+        mean: θ*, by name.
+        operator: products with G.
+        prior: P₀ and its mean; any diagonal.
+        scale: s, 0-d float64.
+        layers: layer name -> parameters.
+        preconditioner: an approximation of the precision with a cheap inverse.
+        settings: accuracy and cost.
+
+    References:
+        Antorán et al. 2023, Sampling-based inference for large linear models; MATH 6.5 and 9.
+    """
+
+    mean: Params
+    operator: GGNOperator
+    prior: Prior
+    scale: Tensor
+    layers: Mapping[str, Sequence[str]]
+    preconditioner: Preconditioner
+    settings: MatrixFreeSettings = field(default_factory=MatrixFreeSettings)
+    _shared: _Shared = field(default_factory=_Shared, repr=False)
+    _own: _Own = field(default_factory=_Own, repr=False)
+
+    @staticmethod
+    def from_operator(
+        operator: GGNOperator,
+        prior: PriorSpec | None = None,
+        *,
+        preconditioner: GaussianPosterior | None = None,
+        prior_mean: float | Params = 0.0,
+        scale: float | Tensor | None = None,
+        settings: MatrixFreeSettings | None = None,
+        generator: torch.Generator | None = None,
+    ) -> MatrixFreePosterior:
+        """A posterior around the weights at which the operator is taken.
+
+        Args:
+            operator: products with G, over data that can be passed over again and again.
+            prior: precision, see :class:`Prior`; None: the preconditioner's prior, or 1.
+            preconditioner: a posterior over the same parameters with a cheap inverse: Kronecker, diagonal or low rank.
+            prior_mean: a number or tensors by name; used if ``prior`` is given.
+            scale: what multiplies G; None: the preconditioner's, or 1.
+            settings: accuracy and cost.
+            generator: gives the settings' seed; None: the seed that is there.
+
+        Raises:
+            InputError: the preconditioner is over other parameters, or a prior or scale that is not positive.
+
+        >>> from aftermap.likelihoods import Gaussian
+        >>> net = torch.nn.Linear(1, 1, bias=False).double()
+        >>> data = [(torch.ones(3, 1, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64))]
+        >>> posterior = MatrixFreePosterior.from_operator(GGNOperator(net, data, Gaussian(1.0)), 1.0)
+        >>> posterior.covariance_mv({"weight": torch.ones(1, 1, dtype=torch.float64)})["weight"]
+        tensor([[0.2500]], dtype=torch.float64)
+        """
+        mean = {n: p.detach().clone() for n, p in operator.params.items()}
+        shapes = {n: tuple(p.shape) for n, p in mean.items()}
+        layers = _modules(shapes) if preconditioner is None else preconditioner.layers
+        if prior is not None or preconditioner is None:
+            parsed = Prior.make(1.0 if prior is None else prior, prior_mean, layers, shapes)
+        else:
+            parsed = preconditioner.prior
+        if scale is None:
+            scale = 1.0 if preconditioner is None else preconditioner.scale
+        factor = _checked_scale(scale)
+        helper = Preconditioner.make(preconditioner, parsed, factor, shapes, operator.device)
+        settings = MatrixFreeSettings() if settings is None else settings
+        if generator is not None:
+            settings = replace(settings, seed=common_seed(generator))
+        return MatrixFreePosterior(mean, operator, parsed, factor, layers, helper, settings)
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """One block."""
+        return ("all",)
+
+    def with_prior(
+        self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None
+    ) -> MatrixFreePosterior:
+        """The same curvature under another prior or scale; the random numbers stay, solves are done anew when asked."""
+        if prior is None:
+            prior = self.prior
+            if precision is not None:
+                prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
+        factor = self.scale if scale is None else _checked_scale(scale)
+        helper = Preconditioner.make(self.preconditioner.posterior, prior, factor, self.shapes, self.operator.device)
+        return replace(self, prior=prior, scale=factor, preconditioner=helper, _own=_Own())
+
+    def with_settings(self, **changes: Any) -> MatrixFreePosterior:
+        """The same posterior with other settings, say ``kind="samples", samples=256``."""
+        settings = replace(self.settings, **changes)
+        same = settings.seed == self.settings.seed and settings.samples == self.settings.samples
+        shared = self._shared if same else _Shared(curvature=self._shared.curvature)
+        return replace(self, settings=settings, _shared=shared, _own=_Own())
+
+    # Products and solves, on rows [k, P].
+
+    def _prior_vector(self) -> Tensor:
+        return self.prior.vector(self.names, self.operator.device)
+
+    @property
+    def _system(self) -> LinearSystem:
+        return LinearSystem(
+            self.operator,
+            self.mean,
+            self._prior_vector().detach(),
+            self.scale.detach().to(self.operator.device),
+            self.preconditioner,
+            self.settings.tolerance,
+            self.settings.max_iterations,
+        )
+
+    def _rows(self, values: Params) -> tuple[Tensor, tuple[int, ...]]:
+        """name -> [..., *shape] to [k, P] in float64, and the leading shape."""
+        missing = [n for n in self.names if n not in values]
+        if missing:
+            raise InputError(f"no values for {', '.join(missing[:5])}; give one tensor for each of the parameters")
+        for name, shape in self.shapes.items():
+            given = tuple(values[name].shape)
+            if given[len(given) - len(shape) :] != shape:
+                raise ShapeError(f"the values for {name} have shape {given}, which does not end in {shape}")
+        name = self.names[0]
+        lead = values[name].shape[: values[name].dim() - len(self.shapes[name])]
+        rows = join_flat(values, self.names, len(lead)).to(torch.float64)
+        return rows.reshape(-1, self.n_params), tuple(lead)
+
+    def _apply(self, values: Params, function: Callable[[Tensor], Tensor]) -> Params:
+        rows, lead = self._rows(values)
+        found = symmetric_product(rows, function)
+        parts = split_flat(found.reshape(*lead, -1), self.shapes)
+        return {n: v.to(values[n].dtype) for n, v in parts.items()}
+
+    def precision_mv(self, values: Params) -> Params:
+        return self._apply(values, self._system.precision)
+
+    def covariance_mv(self, values: Params) -> Params:
+        """Covariance times [..., *shape], by conjugate gradients; differentiable in the values.
+
+        Warns:
+            NumericalWarning: the tolerance was not reached.
+        """
+        return self._apply(values, lambda rows: self._system.solve(rows)[0])
+
+    def solve(self, values: Params) -> tuple[Params, SolveReport]:
+        """Like `covariance_mv`, with a report of what was reached."""
+        rows, lead = self._rows(values)
+        found, report = self._system.solve(rows)
+        parts = split_flat(found.reshape(*lead, -1), self.shapes)
+        return {n: v.to(values[n].dtype) for n, v in parts.items()}, report
+
+    # Samples.
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
+        """Exact samples (up to the tolerance): one pass for the noise, then one solve for all of them."""
+        rows = self._solve_noise(draw_noise(self.operator, count, common_seed(generator)))
+        deviations = split_flat(rows, self.shapes)
+        return {n: self.mean[n] + deviations[n].to(self.mean[n].dtype) for n in self.names}
+
+    def _solve_noise(self, noise: SampleNoise) -> Tensor:
+        system = self._system
+        return system.solve(noise.right_hand_side(system.prior, system.scale))[0]
+
+    def fixed_samples(self) -> Tensor:
+        """Deviations from the mean [S, P]: drawn once, then kept; under another prior the same noise is used."""
+        if self._own.samples is None:
+            if self._shared.noise is None:
+                self._shared.noise = draw_noise(self.operator, self.settings.samples, self.settings.seed)
+            self._own.samples = self._solve_noise(self._shared.noise)
+        return self._own.samples
+
+    # The log determinant and the diagonal of the covariance: exact for few parameters, else estimated.
+
+    @property
+    def _is_small(self) -> bool:
+        return self.n_params <= self.settings.dense_limit
+
+    def to_dense(self) -> Tensor:
+        if self.n_params > _MAX_DENSE:
+            raise InputError(
+                f"a dense precision over {self.n_params:,} parameters would take {8 * self.n_params**2 / 2**30:,.1f} GiB; the limit "
+                f"is {_MAX_DENSE:,}. Use precision_mv and covariance_mv"
+            )
+        if self._shared.curvature is None:
+            eye = torch.eye(self.n_params, dtype=torch.float64, device=self.operator.device)
+            self._shared.curvature = symmetrise(self._system.curvature(eye)) / self.scale.detach().to(eye.device)
+        curvature = self._shared.curvature
+        return (self.scale.to(curvature.device) * curvature + torch.diag(self._prior_vector())).cpu()
+
+    def _dense_covariance(self) -> Tensor:
+        if self._own.covariance is None:
+            factor = safe_cholesky(self.to_dense().detach(), what="the posterior precision")
+            self._own.covariance = torch.cholesky_inverse(factor)
+        return self._own.covariance
+
+    def estimate_log_det(self) -> TraceEstimate:
+        """log |P| by Lanczos quadrature relative to the preconditioner, with its standard error; computed once.
+
+        A low-rank preconditioner leaves almost nothing to chance.
+        """
+        if self._own.log_det is None:
+            system = self._system
+            self._own.log_det = log_det_quadrature(
+                system.precision,
+                self.preconditioner.safe_for(self.operator.dtype),
+                probes=self.settings.probes,
+                steps=self.settings.steps,
+                generator=torch.Generator().manual_seed(self.settings.seed),
+            )
+        return self._own.log_det
+
+    def log_det_precision(self) -> Tensor:
+        """Log determinant of the precision; differentiable in prior and scale (first derivatives)."""
+        if self._is_small:
+            return 2 * safe_cholesky(self.to_dense(), what="the posterior precision").diagonal().log().sum()
+        value = torch.tensor(self.estimate_log_det().value, dtype=torch.float64)
+        prior, scale = self._prior_vector(), self.scale
+        if not (prior.requires_grad or scale.requires_grad):
+            return value
+        # d log|P| = tr(Σ dP): a term of value zero that carries this slope, estimated from the fixed samples.
+        rows = self.fixed_samples()
+        along = (rows * self._system.curvature(rows)).sum(1).mean().cpu() / scale.detach()
+        slope = (rows.square().mean(0) * (prior - prior.detach())).sum().cpu()
+        return value + slope + along * (scale - scale.detach())
+
+    def log_det_ratio(self) -> Tensor:
+        """log |P| − log |P₀|: twice the information gained from the data, in nats."""
+        return self.log_det_precision() - self._prior_vector().log().sum().cpu()
+
+    def log_prob(self, params: Params) -> Tensor:
+        points, lead = self._rows(params)
+        rows = points - flatten(self.mean, self.names).to(torch.float64)
+        energy = (rows * self._system.precision(rows)).sum(1).reshape(lead).cpu()
+        return 0.5 * (self.log_det_precision() - self.n_params * math.log(2 * math.pi)) - 0.5 * energy
+
+    def estimate_effective_parameters(
+        self, method: str = "hutchinson"
+    ) -> tuple[TraceEstimate, dict[str, TraceEstimate]]:
+        """γ = tr(s·G Σ), in total and by layer, with standard errors.
+
+        Args:
+            method: "hutchinson": random signs, one solve, a variance of at most 2γ/S, by layer too; "samples": mean of
+                wᵀ s·G w over the fixed samples w, one pass over the data: as good in total, but poor by layer, where terms
+                between layers cancel only in the sum.
+        """
+        if check_estimator(method) == "samples":
+            rows = self.fixed_samples()
+            each = rows * self._system.curvature(rows)
+        else:
+            base, noise = self._prior_shares()
+            each = 1 - base - noise
+        parts = split_flat(each, self.shapes)
+        by_layer = {k: join_flat(parts, v, 1).sum(1) for k, v in self.layers.items()}
+        return mean_estimate(each.sum(1)), {k: mean_estimate(v) for k, v in by_layer.items()}
+
+    def effective_parameters(self) -> dict[str, float]:
+        """γ by layer (MacKay): how many directions of a layer the data determine; exact for few parameters."""
+        if not self._is_small:
+            return {k: v.value for k, v in self.estimate_effective_parameters()[1].items()}
+        prior = self._prior_vector().detach().cpu()
+        gains = split_flat(1 - prior * self._dense_covariance().diagonal(), self.shapes)
+        return {k: sum(float(gains[n].sum()) for n in names) for k, names in self.layers.items()}
+
+    def estimate_marginal_variance(self, method: str = "samples") -> tuple[Params, Params]:
+        """The diagonal of the covariance and its standard errors.
+
+        Args:
+            method: "samples": mean of squares of the fixed samples, relative standard deviation √(2/S), never negative;
+                "hutchinson": random signs; better where the data say little, but it may be negative where they say much.
+        """
+        if check_estimator(method) == "samples":
+            each = self.fixed_samples().square()
+        else:
+            base, noise = self._prior_shares()
+            each = (base + noise) / self._prior_vector().detach()
+        error = each.std(0) / math.sqrt(len(each)) if len(each) > 1 else torch.full_like(each[0], math.nan)
+        return split_flat(each.mean(0), self.shapes), split_flat(error, self.shapes)
+
+    def marginal_variance(self) -> Params:
+        """The diagonal of the covariance: exact for few parameters, else from the fixed samples."""
+        if not self._is_small:
+            return self.estimate_marginal_variance()[0]
+        return split_flat(self._dense_covariance().diagonal().to(self.operator.device), self.shapes)
+
+    def _prior_shares(self) -> tuple[Tensor, Tensor]:
+        if self._own.shares is None:
+            self._own.shares = prior_shares(self._system, self.settings.samples, self.settings.seed)
+        return self._own.shares
+
+    def functional_covariance(
+        self, step: VectorStep, variants: Sequence[MatrixFreePosterior] | None = None, *, diagonal: bool = False
+    ) -> list[list[Tensor]]:
+        """J Σ Jᵀ as one part, for this posterior or for variants of it (made by `with_prior`).
+
+        Args:
+            step: the outputs' vectors v at every site.
+            variants: None: only this posterior; each is treated by its own ``settings.kind``.
+            diagonal: only the variances.
+
+        Returns:
+            For each variant a list of one [b, v, v] (or [b, v]).
+        """
+        variants = [self] if variants is None else list(variants)
+        found: list[list[Tensor]] = [[] for _ in variants]
+        stride = max(1, SOLVE_NUMBERS // (step.vectors * self.n_params))
+        for start in range(0, step.batch.size, stride):
+            length = min(stride, step.batch.size - start)
+            lines = join_flat(step.per_example(self.names, start, length), self.names, 2).detach()  # [v, b, P]
+            for place, variant in enumerate(variants):
+                found[place].append(variant._covariance_of(lines, diagonal))
+        return [[torch.cat(parts)] for parts in found]
+
+    def _covariance_of(self, lines: Tensor, diagonal: bool) -> Tensor:
+        left = lines.to(torch.float64)
+        if self.settings.kind == "samples":
+            moved = left @ self.fixed_samples().T / math.sqrt(self.settings.samples)  # [v, b, S]
+            left = right = moved
+        else:
+            right = self._system.solve(left.reshape(-1, self.n_params))[0].reshape(left.shape)
+        if diagonal:
+            return (left * right).sum(-1).T.to(lines.dtype)
+        return symmetrise(torch.einsum("vbp,wbp->bvw", left, right)).to(lines.dtype)
+
+
+def _checked_scale(scale: float | Tensor) -> Tensor:
+    factor = torch.as_tensor(scale, dtype=torch.float64)
+    if factor.dim() or not math.isfinite(float(factor.detach())) or float(factor.detach()) <= 0:
+        raise InputError(f"the scale of the curvature must be one positive and finite number, got {scale!r}")
+    return factor
+
+
+def _modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Module -> its parameters."""
+    found: dict[str, list[str]] = {}
+    for name in shapes:
+        found.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return found
