@@ -90,7 +90,7 @@ def maximise_evidence(
         groups = {"all": list(posterior.names)}
     tune_noise = noise and observation.tunable
     if method == "mackay":
-        if posterior.damping != "exact":
+        if isinstance(posterior, GaussianPosterior) and posterior.damping != "exact":
             raise InputError("MacKay's fixed point holds for damping='exact'; use method='lbfgs' with factored damping")
         result = _mackay(posterior, factors, observation, power, groups, tune_noise, iterations, tolerance)
     elif method == "lbfgs":

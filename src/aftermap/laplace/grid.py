@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aftermap.batches import Batch
-from aftermap.errors import DataError, InputError, StatisticalWarning
+from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
 from aftermap.posteriors import GaussianPosterior
 from aftermap.predictive import (
     PosteriorPredictor,
@@ -25,6 +25,7 @@ from aftermap.predictive import (
     sampled_outputs,
     samples_prediction,
 )
+from aftermap.predictive.predictor import KINDS
 
 __all__ = ["GridResult", "tune_on_validation"]
 
@@ -76,17 +77,30 @@ def tune_on_validation(
     held = [b for b in batches if b.targets is not None]
     if not held:
         raise DataError("the validation data are empty or have no targets")
+    if kind not in KINDS:
+        raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
+    _check_grid(precisions=precisions, scales=scales)
     cs = list(scales) if scales is not None else [10 ** (k / 4) for k in range(-4, 17)]
     if precisions is not None:
-        return _stage(predictor, held, base_scale, list(precisions), cs, kind, link, samples)
+        ratios = list(precisions)
+        result = _stage(predictor, held, base_scale, ratios, cs, kind, link, samples)
+        _warn_at_edge(result, cs, (min(ratios), max(ratios)) if len(ratios) > 2 else (0.0, math.inf))
+        return result
     coarse = [10.0**k for k in range(-6, 6)]
     some = _limited(held, first_stage)
     first = _stage(predictor, some, base_scale, coarse, cs, kind, link, samples)
     centre = math.log10(first.precision / first.data_scale)
     fine = [10 ** (centre + d) for d in (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)]
     result = _stage(predictor, held, base_scale, fine, cs, kind, link, samples)
-    _warn_at_edge(result, cs, (coarse[0], coarse[-1]))
+    # The fine stage may look a little beyond the coarse one.
+    _warn_at_edge(result, cs, (coarse[0] * 10**0.25, coarse[-1] / 10**0.25))
     return result
+
+
+def _check_grid(**grids: Sequence[float] | None) -> None:
+    for name, values in grids.items():
+        if values is not None and (not len(values) or not all(math.isfinite(v) and v > 0 for v in values)):
+            raise InputError(f"{name}={list(values)!r} must be some positive and finite numbers")
 
 
 def _warn_at_edge(result: GridResult, cs: Sequence[float], ratios: tuple[float, float]) -> None:
@@ -94,7 +108,7 @@ def _warn_at_edge(result: GridResult, cs: Sequence[float], ratios: tuple[float, 
     if len(cs) > 2 and (result.data_scale <= min(cs) or result.data_scale >= max(cs)):
         at_edge.append(f"data scale {result.data_scale:g}")
     ratio = result.precision / result.data_scale
-    if ratio <= ratios[0] * 10**0.25 or ratio >= ratios[1] / 10**0.25:
+    if ratio <= ratios[0] * (1 + 1e-9) or ratio >= ratios[1] * (1 - 1e-9):
         at_edge.append(f"precision ratio {ratio:g}")
     if at_edge:
         warnings.warn(
@@ -141,6 +155,11 @@ def _stage(
     table = [(c, ratio * c, float(means[i, j])) for i, ratio in enumerate(ratios) for j, c in enumerate(cs)]
     # A predictive that is not finite somewhere can never be the best.
     best = min(table, key=lambda row: row[2] if math.isfinite(row[2]) else math.inf)
+    if not math.isfinite(best[2]):
+        raise NumericalError(
+            f"the predictive log-likelihood of the validation data is not finite at any of {len(table)} grid points; "
+            "look at the outputs of the network on these data, and widen the grid with precisions= and scales="
+        )
     return GridResult(best[0], best[1], best[2], table, count)
 
 

@@ -14,11 +14,11 @@ from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.last_layer import find_last_layer
 from aftermap.errors import InputError, NotFittedError
 from aftermap.laplace.evidence import EvidenceResult, log_evidence, maximise_evidence
+from aftermap.laplace.forming import curvature_structure, form_posterior
 from aftermap.laplace.grid import GridResult, tune_on_validation
 from aftermap.laplace.noise import Observation
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.params import Params, Selection, named_parameters
-from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.prior import PriorSpec
 from aftermap.predictive import PosteriorPredictor, Prediction, WeightsWatch, draw_weights
 
@@ -34,7 +34,8 @@ class Laplace:
     Args:
         model: a trained network with outputs [N, ..., C], in eval mode. It is never changed.
         likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
-        structure: of H: kron, ekfac, kfra, diagonal, full, low_rank or hessian.
+        structure: of H: kron, ekfac, kfra, diagonal, full, low_rank, hessian, or matrix_free (the full GGN by products
+            with the data, preconditioned by Kronecker factors).
         params: which weights are uncertain: "all", "last_layer", names, a regular expression, a function.
         curvature: exact, rademacher, sampled, empirical, or auto.
         prior_precision: one number, one per layer, or a mapping; see `posteriors.Prior`. `tune` finds it.
@@ -71,8 +72,8 @@ class Laplace:
         strict: bool = False,
     ):
         for name, value in (("data_scale", data_scale), ("temperature", temperature)):
-            if not value > 0:
-                raise InputError(f"{name}={value!r} must be a positive number")
+            if not isinstance(value, int | float) or not 0 < value < float("inf"):
+                raise InputError(f"{name}={value!r} must be a positive and finite number")
         self.model = model
         self.observation = Observation.split(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
@@ -88,7 +89,7 @@ class Laplace:
         self.report: Any = None
         self._prior_precision = prior_precision
         self._factors: Factors | None = None
-        self._posterior: GaussianPosterior | None = None
+        self._posterior: Any = None
         self._predictor: PosteriorPredictor | None = None
         self._watch: WeightsWatch | None = None
         self._unpack: Unpack | None = None
@@ -101,8 +102,8 @@ class Laplace:
         return self.observation.whole()
 
     @property
-    def posterior(self) -> GaussianPosterior:
-        """The posterior over the weights."""
+    def posterior(self) -> Any:
+        """The posterior over the weights: a `GaussianPosterior`, or a `MatrixFreePosterior`."""
         if self._posterior is None:
             raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
         return self._posterior
@@ -140,6 +141,7 @@ class Laplace:
 
     # Fitting
 
+    @torch.inference_mode(False)
     def fit(
         self,
         data: Iterable[Any],
@@ -176,7 +178,7 @@ class Laplace:
             self.model,
             data,
             self.observation.base,
-            structure=self.structure,
+            structure=curvature_structure(self.structure, update),
             params=params,
             curvature=self.curvature,
             approach=self.approach,
@@ -193,15 +195,25 @@ class Laplace:
             factors = self._factors + factors
             prior = dict(self.posterior.prior.precision)
         mean: Params = {n: named_parameters(self.model)[n].detach() for n in factors.names}
-        posterior = GaussianPosterior.from_factors(
-            factors, mean, prior, prior_mean=self.prior_mean, scale=self._scale(), damping=self.damping
+        posterior = form_posterior(
+            self.structure,
+            factors,
+            mean,
+            prior,
+            prior_mean=self.prior_mean,
+            scale=self._scale(),
+            damping=self.damping,
+            model=self.model,
+            data=data,
+            likelihood=self.observation.base,
+            unpack=unpack,
         )
         # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
         self._factors, self._posterior, self._unpack, self._predictor = factors, posterior, unpack, None
         self._watch = WeightsWatch.of(self.model)
         return self
 
-    def restore(self, observation: Observation, factors: Factors, posterior: GaussianPosterior) -> None:
+    def restore(self, observation: Observation, factors: Factors, posterior: Any) -> None:
         """Takes over a fit that was saved."""
         self.observation, self._factors, self._posterior = observation, factors, posterior
         self._predictor, self._watch = None, WeightsWatch.of(self.model)
@@ -217,6 +229,7 @@ class Laplace:
         """Log marginal likelihood of the training data under the present prior and noise (0-d, float64)."""
         return log_evidence(self.posterior, self.factors, self.observation, self.power)
 
+    @torch.inference_mode(False)
     def tune(
         self,
         val_loader: Iterable[Any] | None = None,
@@ -254,6 +267,7 @@ class Laplace:
         if chosen == "validation":
             if val_loader is None:
                 raise InputError("method='validation' needs validation data: tune(val_loader, method='validation')")
+            self._check_weights()
             return self._tune_on(val_loader, kind, link, samples, noise, precisions, scales)
         how = "lbfgs" if chosen == "lbfgs" or self.damping != "exact" else "mackay"
         found = maximise_evidence(
@@ -318,31 +332,15 @@ class Laplace:
             self._predictor = PosteriorPredictor(self.model, posterior, self.likelihood, self._predictor)
         return self._predictor
 
-    def predict(
-        self,
-        x: Any,
-        *,
-        kind: str = "linearised",
-        link: str = "auto",
-        samples: int = 100,
-        diagonal: bool = False,
-        outputs: Sequence[int] | None = None,
-        weights: list[Params] | None = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        """Predicts with uncertainty; see `PosteriorPredictor.predict` for every option."""
-        return self.predictor.predict(
-            x,
-            kind=kind,
-            link=link,
-            samples=samples,
-            diagonal=diagonal,
-            outputs=outputs,
-            weights=weights,
-            differentiable=differentiable,
-            generator=generator,
-        )
+    def predict(self, x: Any, **options: Any) -> Prediction:
+        """Predicts with uncertainty.
+
+        Args:
+            x: inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
+            options: kind ("linearised" or "sampling"), link, samples, diagonal, outputs, weights, local, differentiable and
+                generator; see `PosteriorPredictor.predict`.
+        """
+        return self.predictor.predict(x, **options)
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.errors import DataError, InputError
+from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.noise import Observation
 from aftermap.likelihoods import likelihood_from_config
 from aftermap.params import named_parameters, weights_hash
+from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.io import LoadedPosterior, load_posterior, save_posterior
 
 __all__ = ["load", "save_laplace"]
@@ -26,6 +27,11 @@ def save_laplace(laplace: Laplace, folder: str | Path, *, overwrite: bool = Fals
         folder: where.
         overwrite: replace what is there; on a failure it stays.
     """
+    if not isinstance(laplace.posterior, GaussianPosterior):
+        raise UnsupportedError(
+            f"a posterior with structure={laplace.structure!r} lives on its data and cannot be saved; "
+            "use structure='low_rank', 'full' or 'kron', or draw weights with la.ensemble(n) and save those"
+        )
     config = {
         "method": "laplace",
         "likelihood": laplace.observation.base.config(),
