@@ -22,7 +22,7 @@ from aftermap.curvature.attention import attention_forward, unviewed
 from aftermap.curvature.sites import Sites
 from aftermap.errors import UnsupportedError
 
-__all__ = ["Call", "RootCall", "Seen", "backpropagate", "capture", "gradients_for", "observe"]
+__all__ = ["Call", "RootCall", "Seen", "altered_outputs", "backpropagate", "capture", "gradients_for", "observe"]
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,28 @@ def _only_tensor(output: Any) -> Tensor | None:
 
 
 @contextmanager
+def altered_outputs(changes: Mapping[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Iterator[None]:
+    """Inside, each of the modules returns what its function makes of (input, output).
+
+    >>> net = nn.Linear(2, 3)
+    >>> with altered_outputs({net: lambda x, out: 0 * out + x.sum()}):
+    ...     net(torch.ones(1, 2))[0].tolist()
+    [2.0, 2.0, 2.0]
+    """
+
+    def hook_for(change: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            return change(args[0] if args else next(iter(kwargs.values())), output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for module, change in changes.items():
+            stack.callback(module.register_forward_hook(hook_for(change), with_kwargs=True).remove)
+        yield
+
+
+@contextmanager
 def _tapped(module: nn.MultiheadAttention, parts: dict[str, int], record: Any) -> Iterator[None]:
     def tap(part: str, inputs: Tensor, output: Tensor, group: int | None) -> None:
         if part in parts:
@@ -244,5 +266,8 @@ def backpropagate(
         return
     for number, vector in enumerate(vectors):
         last = number == len(vectors) - 1
-        grads = torch.autograd.grad(outputs, list(edges), vector, retain_graph=keep or not last, allow_unused=True)
-        yield [None if g is None else g[None] for g in grads]
+        # Nothing may hold the gradients of one vector while the next one is on its way: that would double the memory.
+        yield [
+            None if g is None else g[None]
+            for g in torch.autograd.grad(outputs, list(edges), vector, retain_graph=keep or not last, allow_unused=True)
+        ]

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aftermap.curvature.rows import DenseRows, MatrixRows, budget
+from aftermap.curvature.rows import DenseRows, MatrixRows, append_ones, budget, merged_vectors, split_vectors
 from aftermap.linalg import add_upper_gram_
 
 __all__ = ["ConvRows"]
@@ -25,16 +25,17 @@ __all__ = ["ConvRows"]
 _SHIFT_CHANNELS = 16
 # Windows of at most this many numbers are copied at a time (measured: 1-4 MB is fastest).
 _WINDOW_NUMBERS = 1 << 18
-# Windows of at most this many numbers are kept for several vectors (32 MB in float32).
-_KEPT_NUMBERS = 1 << 23
+# Windows of at most this many numbers are kept for several vectors (16 MB in float32).
+_KEPT_NUMBERS = 1 << 22
 
 
 @dataclass(frozen=True)
 class ConvRows(MatrixRows):
-    """Windows of a padded input.
+    """Windows of a padded input; the padding is done for a few examples at a time, when they are needed.
 
     Attributes:
-        padded: [b, channels, *space], contiguous, all padding done.
+        inputs: [b, channels, *space].
+        pads: as `torch.nn.functional.pad` takes them; mode: constant, reflect, replicate or circular.
         kernel, stride, dilation: one number per spatial dimension.
         space: output size per spatial dimension.
         groups: of the convolution.
@@ -43,7 +44,9 @@ class ConvRows(MatrixRows):
         flipped: the kernel runs backwards (transposed convolutions).
     """
 
-    padded: Tensor
+    inputs: Tensor
+    pads: tuple[int, ...]
+    mode: str
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -55,7 +58,17 @@ class ConvRows(MatrixRows):
 
     @property
     def batch(self) -> int:  # type: ignore[override]
-        return self.padded.shape[0]
+        return self.inputs.shape[0]
+
+    @property
+    def channels(self) -> int:
+        """Input channels of one group."""
+        return self.inputs.shape[1] // self.groups
+
+    def _padded(self) -> Tensor:
+        """[b, channels, *space] with all padding, contiguous."""
+        padded = F.pad(self.inputs, self.pads, mode=self.mode) if any(self.pads) else self.inputs
+        return padded.contiguous()
 
     @property
     def shared(self) -> int:  # type: ignore[override]
@@ -64,18 +77,18 @@ class ConvRows(MatrixRows):
     @property
     def width(self) -> int:
         """Numbers in a window of one group."""
-        return self.padded.shape[1] // self.groups * math.prod(self.kernel) if self.weights else 0
+        return self.channels * math.prod(self.kernel) if self.weights else 0
 
     @property
     def features(self) -> int:  # type: ignore[override]
         return self.width + int(self.ones)
 
     def narrow(self, start: int, length: int) -> ConvRows:
-        return replace(self, padded=self.padded[start : start + length])
+        return replace(self, inputs=self.inputs[start : start + length])
 
     def _windows(self) -> Tensor:
         """View [b, channels, *kernel, *space]."""
-        x, n = self.padded, len(self.kernel)
+        x, n = self._padded(), len(self.kernel)
         strides = x.stride()
         kernel_strides = [strides[2 + d] * self.dilation[d] for d in range(n)]
         space_strides = [strides[2 + d] * self.stride[d] for d in range(n)]
@@ -100,8 +113,13 @@ class ConvRows(MatrixRows):
     def examples_first(self) -> Tensor:
         """[b, g, i, t] without the ones."""
         if not self.weights:
-            return self.padded.new_zeros(self.batch, self.groups, 0, self.shared)
+            return self.inputs.new_zeros(self.batch, self.groups, 0, self.shared)
         return self._windows().reshape(self.batch, self.groups, self.width, self.shared)
+
+    def dense(self) -> Tensor:
+        """[b, g, t, i] with the ones: every window copied."""
+        rows = self.examples_first().transpose(-1, -2)
+        return append_ones(rows) if self.ones else rows
 
     def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
         width = self.width
@@ -125,32 +143,26 @@ class ConvRows(MatrixRows):
             summed = self._windows().sum(tuple(range(2 + n, 2 + 2 * n)))
             parts.append(summed.reshape(self.batch, self.groups, self.width))
         if self.ones:
-            parts.append(self.padded.new_full((self.batch, self.groups, 1), self.shared))
+            parts.append(self.inputs.new_full((self.batch, self.groups, 1), self.shared))
         return torch.cat(parts, -1)
 
     def outer(self, grads: Tensor) -> Tensor:
-        each = [self._outer_one(g) for g in grads]
-        return each[0][None] if len(each) == 1 else torch.stack(each)
-
-    def _outer_one(self, grads: Tensor) -> Tensor:
-        """[b, g, t, o] -> [b, g, o, i]."""
-        out = grads.shape[-1]
-        result = grads.new_empty(self.batch, self.groups, out, self.features)
-        lines = grads.transpose(-1, -2)  # [b, g, o, t]: contiguous for a convolution's output
+        lines = merged_vectors(grads)  # [b, g, v·o, t]
+        result = lines.new_empty(*lines.shape[:-1], self.features)
         if self.ones:
             torch.sum(lines, -1, out=result[..., -1])
         if not self.weights:
-            return result
-        if self._shiftable(out):
+            return split_vectors(result, len(grads))
+        if self._shiftable(grads.shape[-1]):
             view = result[..., : self.width].unflatten(-1, (-1, math.prod(self.kernel)))
             for start, place, product in self._shifted_products(lines):
                 view[start : start + len(product), ..., place] = product
-            return result
+            return split_vectors(result, len(grads))
         for start, part in self._chunks():
             stop = start + part.batch
             windows = part.examples_first().to(grads.dtype)  # [b, g, i, t]
             result[start:stop, ..., : self.width] = lines[start:stop] @ windows.transpose(-1, -2)
-        return result
+        return split_vectors(result, len(grads))
 
     def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
         if not (self.weights and self._shiftable(grads.shape[-1])):
@@ -165,17 +177,18 @@ class ConvRows(MatrixRows):
 
     def for_reuse(self) -> MatrixRows:
         """Windows that are kept when several vectors will meet them and they are not many."""
-        if not self.weights or self.batch * self.groups * self.width * self.shared > _KEPT_NUMBERS:
+        few = self.batch * self.groups * self.width * self.shared <= _KEPT_NUMBERS
+        if not self.weights or not few or self._shiftable(_SHIFT_CHANNELS):
             return self
         return DenseRows(self.examples_first().transpose(-1, -2), self.ones)
 
     def _shiftable(self, out: int) -> bool:
-        channels = self.padded.shape[1] // self.groups
+        channels = self.channels
         # A thin product per kernel offset pays only when windows are many and channels are not few.
         return (
             all(s == 1 for s in self.stride)
             and min(channels, out) >= _SHIFT_CHANNELS
-            and self.shared >= channels
+            and self.shared >= 4 * channels
             and not self.flipped
         )
 
@@ -188,8 +201,11 @@ class ConvRows(MatrixRows):
             (first example, place of the offset, products [b, g, o, c]).
         """
         batch, groups, out, _ = lines.shape
-        space = self.padded.shape[2:]
-        channels = self.padded.shape[1] // groups
+        before = self.inputs.shape[2:]
+        space = (
+            [n + self.pads[-2 * d - 2] + self.pads[-2 * d - 1] for d, n in enumerate(before)] if self.pads else before
+        )
+        channels = self.channels
         pads: list[int] = []
         for d in range(len(space) - 1, 0, -1):
             pads += [0, space[d] - self.space[d]]
@@ -206,7 +222,7 @@ class ConvRows(MatrixRows):
             # Beyond the last valid position the padded gradient is zero: what sticks out can be cut.
             length = min(grid.shape[-1], size - offsets[-1])
             grid = grid[..., :length]
-            flat = self.padded[start : start + stride].reshape(-1, channels, size)
+            flat = self.narrow(start, stride)._padded().reshape(-1, channels, size)
             for place, offset in enumerate(offsets):
                 product = torch.bmm(grid, flat[..., offset : offset + length].transpose(1, 2))
                 yield start, place, product.view(-1, groups, out, channels)
@@ -214,7 +230,7 @@ class ConvRows(MatrixRows):
     def _shifted_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_vb G and Σ_vb G², without ever putting a per-example gradient together."""
         out = grads.shape[-1]
-        channels, size = self.padded.shape[1] // self.groups, math.prod(self.kernel)
+        channels, size = self.channels, math.prod(self.kernel)
         sums = grads.new_zeros(2, size, self.groups, out, channels)
         biases = grads.new_zeros(2, self.groups, out)
         for each in grads:

@@ -120,6 +120,7 @@ def fit_curvature(
         unpack,
         generator,
         progress,
+        split=structure != "kfra",
     )
     needed = passes + (1 if structure == "ekfac" else 0) + 1  # the probe looks at the first batch
     if isinstance(data, Iterable) and iter(data) is data and needed > 1:

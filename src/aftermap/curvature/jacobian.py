@@ -18,8 +18,9 @@ from aftermap.curvature.capture import capture, gradients_for
 from aftermap.curvature.probe import Probe, check_outputs
 from aftermap.curvature.step import BatchStep, VectorStep
 from aftermap.curvature.stream import is_convolutional
+from aftermap.errors import InputError
 
-__all__ = ["jacobian_steps"]
+__all__ = ["check_chosen", "jacobian_steps"]
 
 # Gradients of all outputs at all layers that are alive at once (128 MB in float32).
 _NUMBERS = 1 << 25
@@ -61,6 +62,7 @@ def jacobian_steps(
                 outputs = call_model(model, inputs)
             check_outputs(outputs, length)
             if per_example is None:
+                check_chosen(chosen, outputs.shape[-1])
                 width = outputs.shape[-1] if chosen is None else len(chosen)
                 alive = sum(math.prod(c.out_shape) for c in calls) + outputs[0].numel()
                 per_example = max(1, width * alive)
@@ -71,6 +73,15 @@ def jacobian_steps(
             for position, moved in _positions(step, chosen, batched=not slow):
                 yield part, position, outputs.detach(), moved
             start += length
+
+
+def check_chosen(chosen: Sequence[int] | None, width: int) -> None:
+    """Raises unless the chosen outputs exist."""
+    if chosen is None:
+        return
+    wrong = [k for k in chosen if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k < width]
+    if wrong or not len(chosen):
+        raise InputError(f"outputs={list(chosen)!r} must name some of the {width} outputs, 0 to {width - 1}")
 
 
 def _positions(step: BatchStep, chosen: Sequence[int] | None, *, batched: bool) -> Iterator[tuple[int, VectorStep]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -158,11 +159,10 @@ class ConvRule(_AnyConv):
                 pads += [0, 0]
             else:
                 pads += [module.padding[d]] * 2
-        if any(pads) and "weight" in named:
-            mode = "constant" if module.padding_mode == "zeros" else str(module.padding_mode)
-            inputs = F.pad(inputs, pads, mode=mode)
         return ConvRows(
-            padded=inputs.contiguous(),
+            inputs=inputs,
+            pads=tuple(pads),
+            mode="constant" if module.padding_mode == "zeros" else str(module.padding_mode),
             kernel=kernel,
             stride=module.stride,
             dilation=dilation,
@@ -191,19 +191,21 @@ class ConvTransposeRule(_AnyConv):
         stride: tuple[int, ...] = module.stride
         padding: tuple[int, ...] = module.padding
         size = space[1:]
+        pads: list[int] = []
         if "weight" in named:
             spread = [(n - 1) * s + 1 for n, s in zip(inputs.shape[2:], stride, strict=True)]
             canvas = inputs.new_zeros(*inputs.shape[:2], *spread)
             canvas[(slice(None), slice(None), *(slice(None, None, s) for s in stride))] = inputs
-            pads: list[int] = []
             for d in reversed(range(len(kernel))):
                 reach = dilation[d] * (kernel[d] - 1)
                 before = reach - padding[d]
                 # Whatever output_size or output_padding added stands at the end.
                 pads += [before, size[d] + reach - before - spread[d]]
-            inputs = F.pad(canvas, pads)
+            inputs = canvas
         return ConvRows(
-            padded=inputs.contiguous(),
+            inputs=inputs,
+            pads=tuple(pads),
+            mode="constant",
             kernel=kernel,
             stride=(1,) * len(kernel),
             dilation=dilation,
@@ -278,10 +280,17 @@ class BatchNormRule(_ScaleRule):
             return "batch statistics make the outputs of examples depend on each other; call model.eval() and keep running statistics"
         return None
 
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+        rows = super().rows(module, inputs, space, named)
+        if module.training or module.running_mean is None or not isinstance(rows, ScaleRows):
+            return rows
+        factor = (module.running_var + module.eps).rsqrt()
+        return replace(rows, affine=(module.running_mean, factor)) if "weight" in named else rows
+
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:
         if module.training or module.running_mean is None:  # only optimisers ask for this: see `find_sites`
             return F.batch_norm(inputs, None, None, None, None, True, 0.0, module.eps)
-        return F.batch_norm(inputs, module.running_mean, module.running_var, None, None, False, 0.0, module.eps)
+        return inputs  # running statistics are applied to sums, see `rows`
 
     def arranged(self, module: Any, values: Tensor, lead: int) -> Tensor:
         return values.reshape(*values.shape[: lead + 1], -1)

@@ -13,7 +13,7 @@ from aftermap.curvature.closure_plan import inputs_of
 from aftermap.curvature.closures import ClosureWatch
 from aftermap.curvature.probe import check_outputs, probe
 from aftermap.curvature.rows import budget
-from aftermap.curvature.step import BatchStep
+from aftermap.curvature.step import BatchStep, VectorStep
 from aftermap.curvature.vectors import make_vectors
 from aftermap.errors import DataError, UnsupportedError
 from aftermap.likelihoods import parse_likelihood
@@ -106,11 +106,28 @@ def ggn_squares(
     step = BatchStep.make(watcher.model, batch, root.output, watcher.sites, by_parameter, watch.seen.calls, axes)
     vectors = make_vectors(kind, likelihood, root.output.detach(), None, samples=samples, generator=generator)
     squares = {n: torch.zeros_like(p) for n, p in watcher.parameters.items() if p.requires_grad}
-    stride = budget(sum(v.numel() for v in squares.values()))
+    alone = {s for s in step.calls if all(by_parameter.get(n) == [s] for n in watcher.sites.sites[s].layout.names)}
     for part in vectors.chunks(1):
         for moved in step.backpropagate(part, batched=False, keep=True):
-            for start in range(0, watch.size, stride):
-                found = moved.per_example(list(squares), start, min(stride, watch.size - start))
-                for name, value in found.items():
-                    squares[name] += value.square().sum((0, 1))
+            _add_squares(squares, moved, alone)
     return squares
+
+
+def _add_squares(squares: dict[str, Tensor], moved: VectorStep, alone: set[int]) -> None:
+    """Adds Σ_nv (J_nᵀ v)²: one call of a layer by its rows, everything else example by example."""
+    rest = set(squares)
+    for number, calls in moved.grads.items():
+        layout = moved.batch.sites.sites[number].layout
+        if number in alone and len(calls) == 1:
+            call, grads = calls[0]
+            block = grads.new_zeros(layout.groups, layout.out, layout.in_)
+            call.rows.add_outer_squared_(block, grads)
+            for name, value in layout.split(block).items():
+                squares[name] += value
+            rest.difference_update(layout.names)
+    names = [n for n in squares if n in rest]
+    stride = budget(sum(squares[n].numel() for n in names))
+    for start in range(0, moved.batch.size, stride) if names else ():
+        found = moved.per_example(names, start, min(stride, moved.batch.size - start))
+        for name, value in found.items():
+            squares[name] += value.square().sum((0, 1))

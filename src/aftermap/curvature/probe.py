@@ -8,6 +8,7 @@ by exact per-example gradients instead, and the reason is kept.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,7 @@ class Probe:
         by_parameter: parameter -> numbers of its sites; missing for parameters without a rule.
         reasons: parameter without a rule -> why.
         unused: parameters that the outputs do not depend on.
+        numbers: how many numbers the recorded layers put out for one example: what its gradients take.
     """
 
     sites: Sites
@@ -46,6 +48,7 @@ class Probe:
     by_parameter: dict[str, list[int]]
     reasons: dict[str, str]
     unused: frozenset[str]
+    numbers: int
 
 
 def check_modes(model: nn.Module) -> None:
@@ -122,7 +125,8 @@ def probe(model: nn.Module, names: Sequence[str], batch: Batch) -> Probe:
         by_parameter = {n: s for n, s in sites.by_parameter().items() if n not in reasons}
         by_parameter, wrong, unused = _verify(model, names, three, outputs, calls, sites, axes, by_parameter)
     reasons.update(wrong)
-    return Probe(sites, axes, by_parameter, reasons, unused)
+    numbers = sum(math.prod(c.out_shape) for c in calls) // 3
+    return Probe(sites, axes, by_parameter, reasons, unused, numbers)
 
 
 def agreed(found: Probe, names: Sequence[str]) -> Probe:

@@ -20,12 +20,23 @@ from torch import Tensor
 
 from aftermap.linalg import add_product_, add_upper_gram_
 
-__all__ = ["DenseRows", "MatrixRows", "OneHotRows", "Rows", "ScaleRows", "append_ones", "budget"]
+__all__ = [
+    "DenseRows",
+    "MatrixRows",
+    "OneHotRows",
+    "Rows",
+    "ScaleRows",
+    "append_ones",
+    "budget",
+    "merged_vectors",
+    "split_vectors",
+]
 
 # Working memory of one contraction, in numbers: large enough to keep the cores busy, small enough for the cache.
 _CHUNK_NUMBERS = 1 << 22
-# Per-example gradients that are read twice (for their sum and their squares) should still be in the cache.
-_MOMENT_NUMBERS = 1 << 18
+# Per-example gradients that are read twice (for their sum and their squares): products over several examples pay more
+# than a cache that holds them (measured on CPU).
+_MOMENT_NUMBERS = 1 << 21
 
 
 def budget(per_example: int, numbers: int = _CHUNK_NUMBERS) -> int:
@@ -36,6 +47,19 @@ def budget(per_example: int, numbers: int = _CHUNK_NUMBERS) -> int:
 def append_ones(columns: Tensor) -> Tensor:
     """[..., i] -> [..., i + 1] with a trailing 1: the bias is one more weight."""
     return torch.cat([columns, columns.new_ones(*columns.shape[:-1], 1)], dim=-1)
+
+
+def merged_vectors(grads: Tensor) -> Tensor:
+    """[v, b, g, t, o] -> [b, g, v·o, t]: all vectors in one matrix product with the rows that they share."""
+    vectors, batch, groups, shared, out = grads.shape
+    if vectors == 1:
+        return grads[0].transpose(-1, -2)
+    return grads.permute(1, 2, 0, 4, 3).reshape(batch, groups, vectors * out, shared)
+
+
+def split_vectors(products: Tensor, vectors: int) -> Tensor:
+    """[b, g, v·o, i] -> [v, b, g, o, i]; undoes `merged_vectors` after a product."""
+    return products.unflatten(2, (vectors, -1)).permute(2, 0, 1, 3, 4)
 
 
 class Rows(ABC):
@@ -59,13 +83,12 @@ class Rows(ABC):
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_vb of the per-example gradients and Σ_vb of their squares, in one pass: [v, b, g, t, o] -> two [g, o, i]."""
-        out = grads.shape[-1]
-        total = grads.new_zeros(self.groups, out, self.features)
-        squares = torch.zeros_like(total)
-        step = budget(grads.shape[0] * self.groups * out * self.features, _MOMENT_NUMBERS)
-        for start in range(0, self.batch, step):
-            part = self.narrow(start, min(step, self.batch - start))
-            each = part.outer(grads[:, start : start + step])
+        step = budget(grads.shape[0] * self.groups * grads.shape[-1] * self.features, _MOMENT_NUMBERS)
+        each = self.narrow(0, min(step, self.batch)).outer(grads[:, :step]) if step < self.batch else self.outer(grads)
+        total = each.sum((0, 1))
+        squares = each.square_().sum((0, 1))
+        for start in range(step, self.batch, step):
+            each = self.narrow(start, min(step, self.batch - start)).outer(grads[:, start : start + step])
             total += each.sum((0, 1))
             squares += each.square_().sum((0, 1))
         return total, squares
@@ -153,15 +176,14 @@ class DenseRows(MatrixRows):
     def outer(self, grads: Tensor) -> Tensor:
         if self.shared == 1:
             return grads[:, :, :, 0, :, None] * self.dense()[:, :, 0, None, :]
+        lines = merged_vectors(grads)  # [b, g, v·o, t]
         if not self.ones:
-            each = [g.transpose(-1, -2) @ self.data for g in grads]
-            return each[0][None] if len(each) == 1 else torch.stack(each)
+            return split_vectors(lines @ self.data, len(grads))
         # The bias column is a sum: cheaper than a copy of the rows with ones.
-        result = grads.new_empty(*grads.shape[:3], grads.shape[-1], self.features)
-        for place, each_ in enumerate(grads):
-            result[place, ..., :-1] = each_.transpose(-1, -2) @ self.data
-        torch.sum(grads, 3, out=result[..., -1])
-        return result
+        result = lines.new_empty(*lines.shape[:-1], self.features)
+        result[..., :-1] = lines @ self.data
+        torch.sum(lines, -1, out=result[..., -1])
+        return split_vectors(result, len(grads))
 
     def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
         if self.shared > 1:
@@ -204,11 +226,13 @@ class ScaleRows(Rows):
         data: [b, g, t]; None where only the shift is selected.
         ones: whether a shift belongs to the block.
         shape: (b, g, t).
+        affine: (mean, factor), each [g], where x̂ = (data − mean) · factor is left undone: only its sums are needed.
     """
 
     data: Tensor | None
     ones: bool
     shape: tuple[int, int, int]
+    affine: tuple[Tensor, Tensor] | None = None
 
     @property
     def batch(self) -> int:  # type: ignore[override]
@@ -228,14 +252,23 @@ class ScaleRows(Rows):
 
     def outer(self, grads: Tensor) -> Tensor:
         flat = grads[..., 0]  # [v, b, g, t]
-        parts = [] if self.data is None else [torch.einsum("vbgt,bgt->vbg", flat, self.data)]
-        if self.ones:
-            parts.append(flat.sum(-1))
+        # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
+        one = len(flat) == 1
+        total = flat.sum(-1) if self.ones or self.affine is not None else None
+        parts = []
+        if self.data is not None:
+            scaled = torch.linalg.vecdot(flat, self.data) if one else torch.einsum("vbgt,bgt->vbg", flat, self.data)
+            if self.affine is not None and total is not None:
+                mean, factor = self.affine
+                scaled = (scaled - mean * total) * factor
+            parts.append(scaled)
+        if self.ones and total is not None:
+            parts.append(total)
         return torch.stack(parts, -1)[..., None, :]
 
     def narrow(self, start: int, length: int) -> ScaleRows:
         data = None if self.data is None else self.data[start : start + length]
-        return ScaleRows(data, self.ones, (length, *self.shape[1:]))
+        return ScaleRows(data, self.ones, (length, *self.shape[1:]), self.affine)
 
 
 @dataclass(frozen=True)

@@ -200,31 +200,38 @@ class BatchStep:
         done = 0
         for raw in backpropagate(self.outputs, self.edges, vectors, batched=batched, keep=keep):
             count = len(vectors) if batched else 1
-            grads: dict[int, list[tuple[ArrangedCall, Tensor]]] = {}
-            for number, calls in self.calls.items():
-                grads[number] = []
-                for call in calls:
-                    value = raw[call.edge]
-                    if value is not None:
-                        grads[number].append((call, call.grads(value)))
-            yield VectorStep(self, count, grads, vectors[done : done + count])
+            moved = VectorStep(self, count, self._by_site(raw), vectors[done : done + count])
+            del raw
+            yield moved
+            del moved
             done += count
+
+    def _by_site(self, raw: Sequence[Tensor | None]) -> dict[int, list[tuple[ArrangedCall, Tensor]]]:
+        grads: dict[int, list[tuple[ArrangedCall, Tensor]]] = {number: [] for number in self.calls}
+        for number, calls in self.calls.items():
+            for call in calls:
+                value = raw[call.edge]
+                if value is not None:
+                    grads[number].append((call, call.grads(value)))
+        return grads
 
     def stacked(self, vectors: Tensor, *, batched: bool, keep: bool) -> VectorStep:
         """All vectors in one step, however they were back-propagated."""
-        steps = list(self.backpropagate(vectors, batched=batched, keep=keep))
-        if len(steps) == 1:
-            return steps[0]
-        grads: dict[int, list[tuple[ArrangedCall, Tensor]]] = {}
-        for number in self.calls:
-            # A call that one output does not depend on has a zero gradient there.
-            calls = {id(c): c for each in steps for c, _ in each.grads[number]}
-            grads[number] = []
-            for key, call in calls.items():
-                parts = [next((g for c, g in each.grads[number] if id(c) == key), None) for each in steps]
-                like = next(g for g in parts if g is not None)
-                grads[number].append((call, torch.cat([torch.zeros_like(like) if g is None else g for g in parts])))
-        return VectorStep(self, len(vectors), grads, vectors)
+        if not self.edges or (batched and len(vectors) > 1):
+            return next(iter(self.backpropagate(vectors, batched=batched, keep=keep)))
+        # One buffer [b, v, ...] per edge: seen as [v, b, ...], its vectors merge into one matrix without a copy.
+        buffers: list[Tensor | None] = [None] * len(self.edges)
+        for number, raw in enumerate(backpropagate(self.outputs, self.edges, vectors, batched=False, keep=keep)):
+            for edge, value in enumerate(raw):
+                buffer = buffers[edge]
+                if value is not None and buffer is None:
+                    buffer = buffers[edge] = value.new_empty(value.shape[1], len(vectors), *value.shape[2:])
+                    buffer[:, :number] = 0.0
+                if buffer is not None:
+                    # An output that does not depend on this layer has a zero gradient there.
+                    buffer[:, number] = 0.0 if value is None else value[0]
+        stacked = [None if b is None else b.transpose(0, 1) for b in buffers]
+        return VectorStep(self, len(vectors), self._by_site(stacked), vectors)
 
     def fallback(self, names: Sequence[str], chunk: Tensor, start: int, length: int) -> dict[str, Tensor]:
         """Per-example gradients of parameters without a rule."""

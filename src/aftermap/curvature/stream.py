@@ -22,8 +22,12 @@ from aftermap.progress import progress
 
 __all__ = ["Seen", "Stream", "is_convolutional"]
 
-# Back-propagated at once: so many numbers of gradients (64 MB in float32).
-_GRADIENT_NUMBERS = 1 << 24
+# Back-propagated at once: so many numbers of gradients (8 MB in float32).
+_GRADIENT_NUMBERS = 1 << 21
+# Examples are worked on together while their layers' outputs hold at most this many numbers (4 MB in float32), but never
+# fewer than so many: small pieces waste time on overhead.
+_PIECE_NUMBERS = 1 << 20
+_LEAST_EXAMPLES = 16
 
 
 def is_convolutional(model: nn.Module) -> bool:
@@ -51,6 +55,7 @@ class Stream:
         samples: draws per datum for the random kinds.
         chunk: vectors at a time; None chooses by memory.
         passes: how often the data are gone through (an augmenting loader gives new samples of the same data).
+        split: large batches may be worked on in pieces (not where a batch is averaged over, as in KFRA).
     """
 
     model: nn.Module
@@ -64,6 +69,7 @@ class Stream:
     unpack: Unpack | None = None
     generator: torch.Generator | None = None
     show_progress: bool | None = None
+    split: bool = True
 
     def batches(self, description: str) -> Iterator[Batch]:
         """Every batch of every pass, checked."""
@@ -72,6 +78,16 @@ class Stream:
             label = description if self.passes == 1 else f"{description} {number + 1}/{self.passes}"
             bar = progress(self.data, description=label, enabled=self.show_progress)
             yield from iterate(bar, device=device, dtype=dtype, unpack=self.unpack)
+
+    def pieces(self, found: Probe, description: str) -> Iterator[Batch]:
+        """Batches in pieces whose gradients take little memory; sums over data do not notice."""
+        size = max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, found.numbers))
+        for batch in self.batches(description):
+            if not self.split or batch.size <= size:
+                yield batch
+            else:
+                count = math.ceil(batch.size / size)
+                yield from batch.pieces(math.ceil(batch.size / count))
 
     def first(self) -> Batch:
         """The first batch; the data are asked anew for the rest."""
@@ -85,7 +101,7 @@ class Stream:
         seen = Seen()
         slow = is_convolutional(self.model)
         with gradients_for(self.model, self.names):
-            for batch in self.batches(description):
+            for batch in self.pieces(found, description):
                 with capture(found.sites) as calls:
                     outputs = call_model(self.model, batch.inputs)
                 self._count(outputs, batch, seen)
@@ -141,6 +157,7 @@ class Stream:
             for moved in step.backpropagate(part, batched=batched, keep=done < vectors.count):
                 for each in accumulators:
                     each.on_vectors(moved)
+                del moved
 
     def _chunk(self, step: BatchStep) -> int:
         if self.chunk is not None:
