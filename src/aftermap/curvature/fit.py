@@ -97,16 +97,10 @@ def fit_curvature(
         curvature=(curvature, ("auto", *VECTOR_KINDS)),
         approach=(approach, APPROACHES),
     )
-    if structure in ("hessian", "low_rank") and curvature not in ("auto", "exact"):
-        raise InputError(
-            f"structure={structure!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no meaning; "
-            "leave it at 'auto', or use 'exact'"
-        )
-    _check_counts(samples=samples, passes=passes, rank=rank, small_block=small_block)
-    if chunk is not None:
-        _check_counts(chunk=chunk)
-    if accumulate is not None and not accumulate.is_floating_point:
-        raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
+    _check_counts(
+        samples=samples, passes=passes, rank=rank, small_block=small_block, chunk=1 if chunk is None else chunk
+    )
+    _check_together(structure, curvature, accumulate, data, passes)
     names = select(model, params)
     stream = Stream(
         model,
@@ -122,22 +116,12 @@ def fit_curvature(
         progress,
         split=structure != "kfra",
     )
-    needed = passes + (1 if structure == "ekfac" else 0) + 1  # the probe looks at the first batch
-    if isinstance(data, Iterable) and iter(data) is data and needed > 1:
-        raise DataError(
-            f"data is a one-shot {type(data).__name__}, but structure={structure!r} goes through it {needed} times "
-            "(once to look at the first batch). Pass a DataLoader or a list of batches"
-        )
     with together("looking at the first batch"):
         found = probe(model, names, stream.first())
     found = agreed(found, names)
     shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
-    if strict and found.reasons:
-        listed = "\n".join(f"  {n} {shapes[n]}: {why}" for n, why in found.reasons.items())
-        raise UnsupportedError(
-            f"strict=True, and {len(found.reasons)} of {len(names)} selected parameters have no layer rule:\n{listed}\n"
-            "Write a rule (docs/add_a_layer.md), choose others with params=, or pass strict=False for exact per-example treatment"
-        )
+    if strict:
+        _check_strict(found, shapes)
     if structure in ("hessian", "low_rank"):
         return _by_products(structure, stream, shapes, rank)
     if structure == "full":
@@ -166,6 +150,35 @@ def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _check_together(
+    structure: str, curvature: str, accumulate: torch.dtype | None, data: Iterable[Any], passes: int
+) -> None:
+    """Options that are known one by one, but do not fit together."""
+    if structure in ("hessian", "low_rank") and curvature not in ("auto", "exact"):
+        raise InputError(
+            f"structure={structure!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no meaning; "
+            "leave it at 'auto', or use 'exact'"
+        )
+    if accumulate is not None and not accumulate.is_floating_point:
+        raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
+    needed = passes + (1 if structure == "ekfac" else 0) + 1  # the probe looks at the first batch
+    if isinstance(data, Iterable) and iter(data) is data and needed > 1:
+        raise DataError(
+            f"data is a one-shot {type(data).__name__}, but structure={structure!r} goes through it {needed} times "
+            "(once to look at the first batch). Pass a DataLoader or a list of batches"
+        )
+
+
+def _check_strict(found: Probe, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    if not found.reasons:
+        return
+    listed = "\n".join(f"  {n} {shapes[n]}: {why}" for n, why in found.reasons.items())
+    raise UnsupportedError(
+        f"strict=True, and {len(found.reasons)} of {len(shapes)} selected parameters have no layer rule:\n{listed}\n"
+        "Write a rule (docs/add_a_layer.md), choose others with params=, or pass strict=False for exact per-example treatment"
+    )
 
 
 def _check_full(shapes: Mapping[str, tuple[int, ...]]) -> None:
