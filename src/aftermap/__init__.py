@@ -9,19 +9,30 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from aftermap import curvature, likelihoods, metrics
-from aftermap.laplace import Laplace, fit, load
+from aftermap import curvature, likelihoods, metrics, optim
+from aftermap.baselines import HMC, SWAG, Ensemble, MCDropout, MeanField, TemperatureScaling
+from aftermap.evaluation import evaluate
+from aftermap.laplace import Laplace, Subnetwork, fit, load
 from aftermap.posteriors import precision_from_weight_decay
 from aftermap.predictive import Prediction
 
 __all__ = [
+    "HMC",
+    "SWAG",
+    "Ensemble",
     "Laplace",
+    "MCDropout",
+    "MeanField",
     "Prediction",
+    "Subnetwork",
+    "TemperatureScaling",
     "__version__",
     "curvature",
+    "evaluate",
     "fit",
     "likelihoods",
     "load",
     "metrics",
+    "optim",
     "precision_from_weight_decay",
 ]

@@ -3,6 +3,17 @@
 from aftermap.testing.layer_rule import check_layer_rule
 from aftermap.testing.optimizer import check_optimizer
 from aftermap.testing.posterior import check_posterior
+from aftermap.testing.predictor import check_predictor
+from aftermap.testing.sbc import CalibrationRanks, simulation_based_calibration
 from aftermap.testing.snapshot import ModelSnapshot, check_unchanged
 
-__all__ = ["ModelSnapshot", "check_layer_rule", "check_optimizer", "check_posterior", "check_unchanged"]
+__all__ = [
+    "CalibrationRanks",
+    "ModelSnapshot",
+    "check_layer_rule",
+    "check_optimizer",
+    "check_posterior",
+    "check_predictor",
+    "check_unchanged",
+    "simulation_based_calibration",
+]

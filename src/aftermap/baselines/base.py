@@ -1,0 +1,170 @@
+"""What all baselines share: reading inputs, running a network under other weights, and the form of `predict`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Batch, Unpack, check_device, check_inputs, iterate, unpack_inputs
+from aftermap.curvature.functional import evaluating, functional_outputs
+from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.params import Params
+from aftermap.predictive import Prediction, samples_prediction
+
+__all__ = [
+    "Baseline",
+    "batches_of",
+    "check_count",
+    "check_module",
+    "check_positive",
+    "mean_nll",
+    "outputs_under",
+    "private_randomness",
+    "private_seed",
+    "read_inputs",
+    "targets_of",
+]
+
+
+class Baseline(ABC):
+    """A predictor whose answer is a mixture over the outputs of S networks.
+
+    Args:
+        model: the network; it is never changed.
+        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+    """
+
+    def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification"):
+        self.model = check_module(model, type(self).__name__)
+        self.likelihood = parse_likelihood(likelihood)
+
+    @abstractmethod
+    def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
+        """Network outputs [S, N, ..., C] for inputs that are checked; differentiable in them."""
+
+    def predict(
+        self,
+        x: Any,
+        *,
+        samples: int | None = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Predicts with uncertainty.
+
+        Args:
+            x: inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
+            samples: networks to average over; None: the baseline's own number.
+            differentiable: keep the gradient in x.
+            generator: for the samples; a generator with the same seed gives the same samples.
+
+        Returns:
+            The mixture; probabilities are averaged, never logits.
+        """
+        inputs = read_inputs(self.model, x)
+        if samples is not None:
+            samples = check_count("samples", samples)
+        with torch.set_grad_enabled(differentiable):
+            values = self.outputs(inputs, samples, generator)
+        return samples_prediction(self.likelihood, values)
+
+
+def check_module(model: object, name: str) -> nn.Module:
+    """Raises unless a module was given."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name} needs a torch.nn.Module as its model, got {type(model).__name__}")
+    return model
+
+
+def check_count(name: str, value: object, least: int = 1) -> int:
+    """A whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
+def check_positive(name: str, value: float) -> float:
+    """A positive, finite number."""
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise InputError(f"{name} must be a positive and finite number, got {value!r}")
+    return float(value)
+
+
+def read_inputs(model: nn.Module, x: Any) -> Any:
+    """Inputs checked and moved to the model's device."""
+    device, dtype = _place(model)
+    batch = unpack_inputs(x).to(device)
+    check_inputs(batch.inputs, dtype)
+    return batch.inputs
+
+
+def _place(model: nn.Module) -> tuple[torch.device, torch.dtype | None]:
+    """Device and dtype that inputs must have; a model without parameters takes any dtype."""
+    device, dtype = check_device(model)
+    return device, dtype if any(p.is_floating_point() for p in model.parameters()) else None
+
+
+def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
+    """Outputs [N, ..., C] in eval mode with other weights (and buffers), which nothing writes to.
+
+    A functional call and not a swap of values: autograd looks a convolution's weight up again in the backward pass,
+    when swapped values would be gone.
+    """
+    with evaluating(model):
+        found = functional_outputs(model, weights, inputs)
+    if found.dim() < 2:
+        raise ShapeError(
+            f"the model returned shape {list(found.shape)}; it must be [N, ..., C]. For one output per example "
+            "keep the last dimension: outputs.unsqueeze(-1)"
+        )
+    return found
+
+
+def batches_of(model: nn.Module, data: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Batch]:
+    """Batches of the data on the model's device, checked."""
+    device, dtype = _place(model)
+    return iterate(data, device=device, dtype=dtype, unpack=unpack)
+
+
+def targets_of(batch: Batch) -> Tensor:
+    """The targets of a batch, which training needs."""
+    if not isinstance(batch.targets, Tensor):
+        raise DataError("a batch has no tensor of targets; fitting needs (x, y) batches")
+    return batch.targets
+
+
+def mean_nll(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
+    """Weighted mean of −log p(y | f) over a batch, and the number of data it stands for."""
+    values = likelihood.nll(outputs, targets_of(batch))
+    if batch.weight is None:
+        return values.mean(), float(batch.size)
+    weight = batch.weight.to(values.dtype)
+    count = float(weight.sum())
+    return (values * weight).sum() / max(count, 1e-300), count
+
+
+def private_seed(generator: torch.Generator | None) -> int:
+    """A seed for code that cannot be given a generator, drawn from one (or from torch's default one)."""
+    device = torch.device("cpu") if generator is None else generator.device
+    return int(torch.randint(2**62, (1,), generator=generator, device=device).item())
+
+
+@contextmanager
+def private_randomness(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
+    """Code inside that draws from torch's default generator (dropout) is governed by ``generator``.
+
+    The default one is put back as it was. Without a generator it is used as it is.
+    """
+    if generator is None:
+        yield
+        return
+    seed = private_seed(generator)
+    with torch.random.fork_rng(devices=[device.index or 0] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,250 @@
+"""SWAG: the Gaussian that the iterates of SGD at a constant rate trace out."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.baselines.base import (
+    Baseline,
+    batches_of,
+    check_count,
+    check_positive,
+    mean_nll,
+    outputs_under,
+    private_randomness,
+    targets_of,
+)
+from aftermap.baselines.particles import Particles
+from aftermap.batches import Unpack, call_model, check_device
+from aftermap.errors import InputError, NotFittedError, NumericalError, StatisticalWarning
+from aftermap.likelihoods import Likelihood
+from aftermap.likelihoods.draws import normal_like
+from aftermap.params import Params
+from aftermap.progress import progress as progress_bar
+
+__all__ = ["SWAG", "refresh_batch_norm"]
+
+
+@final
+class SWAG(Baseline):
+    r"""Stochastic weight averaging Gaussian: N(θ̄, s ½ (Σ_diag + D Dᵀ/(K − 1))).
+
+    θ̄ and Σ_diag are mean and variance of the collected weights; the columns of D are the last K weights minus the running mean
+    at their time. A sample is
+
+    .. math::
+        \theta = \bar\theta + \sqrt{s/2}\,\Big(\Sigma_\mathrm{diag}^{1/2} z_1 + \tfrac{1}{\sqrt{K-1}} D z_2\Big).
+
+    Args:
+        model: a trained network, the start of the SGD; it is copied and never changed.
+        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        rank: K, the columns of D that are kept; 0: diagonal.
+        scale: s.
+        samples: of a prediction.
+
+    References:
+        Maddox et al. 2019, A simple baseline for Bayesian uncertainty in deep learning, eq. (1) and algorithm 1.
+
+    >>> net = nn.Linear(3, 4)
+    >>> swag = SWAG(net, rank=3).fit([(torch.randn(20, 3), torch.randint(4, (20,)))], epochs=5, lr=0.1)
+    >>> swag.predict(torch.ones(6, 3), samples=7).samples.shape
+    torch.Size([7, 6, 4])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood = "classification",
+        *,
+        rank: int = 20,
+        scale: float = 1.0,
+        samples: int = 30,
+    ):
+        super().__init__(copy.deepcopy(model), likelihood)
+        self.rank, self.scale = check_count("rank", rank, least=0), check_positive("scale", scale)
+        self.samples = check_count("samples", samples)
+        self.collected, self._steps = 0, 0
+        self._mean: Params = {}
+        self._square_sum: Params = {}
+        self._columns: deque[Params] = deque(maxlen=self.rank)
+
+    # Collecting
+
+    def collect(self, model: nn.Module | None = None) -> SWAG:
+        """Takes the weights of a model (in your own training loop) or of the copy into the moments; returns self."""
+        source = self.model if model is None else model
+        now = {n: p.detach().clone() for n, p in source.named_parameters() if p.requires_grad}
+        if self._mean and {n: p.shape for n, p in now.items()} != {n: m.shape for n, m in self._mean.items()}:
+            raise InputError("SWAG.collect: the model has other parameters than the one that was collected before")
+        if not now:
+            raise InputError("SWAG.collect: the model has no parameter that requires a gradient")
+        self.collected += 1
+        columns = {}
+        for name, value in now.items():
+            # Welford's update: squares of large weights with small spread would cancel.
+            old = self._mean.get(name, torch.zeros_like(value))
+            delta = value - old
+            new = old + delta / self.collected
+            self._mean[name] = new
+            self._square_sum[name] = self._square_sum.get(name, torch.zeros_like(value)) + delta * (value - new)
+            columns[name] = value - new
+        self._columns.append(columns)
+        return self
+
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        epochs: int = 20,
+        lr: float = 0.01,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        collect_every: int | None = None,
+        unpack: Unpack | None = None,
+        generator: torch.Generator | None = None,
+        progress: bool | None = None,
+    ) -> SWAG:
+        """Runs SGD at a constant rate on the copy and collects weights; then refreshes BatchNorm under the mean.
+
+        Args:
+            data: batches, gone through ``epochs`` times.
+            epochs: passes over the data.
+            lr: the constant learning rate: large enough to leave the mode, small enough to stay in its basin.
+            momentum: of SGD.
+            weight_decay: of SGD.
+            collect_every: steps between two collections; None: at the end of each epoch.
+            unpack: turns a batch of another form into (inputs, targets).
+            generator: for dropout in the network, and for a DataLoader that shuffles without a generator of its own.
+            progress: show a bar; None: on a terminal.
+
+        Returns:
+            self.
+        """
+        epochs = check_count("epochs", epochs)
+        every = None if collect_every is None else check_count("collect_every", collect_every)
+        chosen = [p for p in self.model.parameters() if p.requires_grad]
+        optimiser = torch.optim.SGD(chosen, lr=check_positive("lr", lr), momentum=momentum, weight_decay=weight_decay)
+        self.model.train()
+        try:
+            with private_randomness(generator, check_device(self.model)[0]):
+                for _ in progress_bar(range(epochs), description="SWAG", enabled=progress):
+                    self._epoch(data, unpack, optimiser, every)
+        finally:
+            self.model.eval()
+            optimiser.zero_grad()
+        if self.collected < 2:
+            warnings.warn(
+                "SWAG collected fewer than two sets of weights: its variance is zero", StatisticalWarning, stacklevel=2
+            )
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                if name in self._mean:
+                    p.copy_(self._mean[name])
+        refresh_batch_norm(self.model, data, unpack)
+        return self
+
+    def _epoch(
+        self, data: Iterable[Any], unpack: Unpack | None, optimiser: torch.optim.Optimizer, every: int | None
+    ) -> None:
+        for batch in batches_of(self.model, data, unpack):
+            with torch.enable_grad():
+                outputs = call_model(self.model, batch.inputs)
+                self.likelihood.check(outputs.detach(), targets_of(batch))
+                loss, _ = mean_nll(self.likelihood, outputs, batch)
+                optimiser.zero_grad()
+                loss.backward()
+            if not torch.isfinite(loss):
+                raise NumericalError(f"the loss became {loss.item()}; lower lr")
+            optimiser.step()
+            self._steps += 1
+            if every is not None and self._steps % every == 0:
+                self.collect()
+        if every is None:
+            self.collect()
+
+    # The Gaussian
+
+    @property
+    def mean(self) -> Params:
+        """θ̄, by name."""
+        if not self.collected:
+            raise NotFittedError("no weights have been collected: call fit(train_loader), or collect() while you train")
+        return dict(self._mean)
+
+    @property
+    def variance(self) -> Params:
+        """Σ_diag, by name: the variance of the collected weights (divided by their number, as in the paper)."""
+        mean = self.mean
+        return {n: self._square_sum[n] / self.collected for n in mean}
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
+        """Weights: name -> [count, *shape]."""
+        count, columns = check_count("count", count), len(self._columns)
+        first = next(iter(self.mean.values()))
+        shared = normal_like(first.new_zeros(count, columns), generator)  # z₂ is one for all parameters
+        drawn: Params = {}
+        for name, mean in self.mean.items():
+            noise = normal_like(mean.expand(count, *mean.shape), generator) * self.variance[name].sqrt()
+            if columns > 1:
+                matrix = torch.stack([c[name] for c in self._columns])
+                noise = noise + torch.tensordot(shared.to(matrix), matrix, 1) / (columns - 1) ** 0.5
+            drawn[name] = mean + (self.scale / 2) ** 0.5 * noise  # eq. (1)
+        return drawn
+
+    def particles(
+        self,
+        count: int = 30,
+        generator: torch.Generator | None = None,
+        *,
+        data: Iterable[Any] | None = None,
+        unpack: Unpack | None = None,
+    ) -> Particles:
+        """A fixed set of weights as an ensemble; with ``data`` each gets BatchNorm statistics of its own."""
+        drawn = self.sample(count, generator)
+        weights = []
+        for i in range(count):
+            each = {n: v[i] for n, v in drawn.items()}
+            if data is not None:
+                net = copy.deepcopy(self.model)
+                net.load_state_dict(each, strict=False)
+                refresh_batch_norm(net, data, unpack)
+                each |= {n: b.detach().clone() for n, b in net.named_buffers()}
+            weights.append(each)
+        return Particles(self.model, weights, self.likelihood)
+
+    def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
+        found = []
+        for _ in range(self.samples if samples is None else samples):
+            weights = {n: v[0] for n, v in self.sample(1, generator).items()}
+            found.append(outputs_under(self.model, weights, inputs))
+        return torch.stack(found)
+
+
+def refresh_batch_norm(model: nn.Module, data: Iterable[Any], unpack: Unpack | None = None) -> None:
+    """Recomputes the running statistics of every BatchNorm of the model, in place, as the mean over batches."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
+    if not norms:
+        return
+    saved = [(m, m.momentum) for m in norms]
+    modes = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # a plain mean over batches
+            norm.train()
+        with torch.no_grad():
+            for batch in batches_of(model, data, unpack):
+                call_model(model, batch.inputs)
+    finally:
+        for norm, value in saved:
+            norm.momentum = value
+        for module, mode in modes:
+            module.training = mode

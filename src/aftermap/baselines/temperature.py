@@ -1,0 +1,136 @@
+"""Temperature scaling: one number, fitted on held-out data, that makes confidences honest."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.baselines.base import Baseline, batches_of, check_positive, outputs_under, targets_of
+from aftermap.batches import Unpack
+from aftermap.errors import DataError, NotFittedError, StatisticalWarning, UnsupportedError
+from aftermap.likelihoods import Likelihood
+from aftermap.predictive import Prediction
+
+__all__ = ["TemperatureScaling"]
+
+_KINDS = ("classification", "binary")
+_WIDEST = 1e3  # temperatures are looked for between its inverse and this
+_STEPS = 80
+
+
+@final
+class TemperatureScaling(Baseline):
+    r"""Logits divided by a temperature T that minimises the negative log-likelihood of held-out data.
+
+    .. math::
+        \hat T = \arg\min_T -\sum_n \log p(y_n \mid f(x_n) / T)
+
+    The sum is convex in β = 1/T, so that its derivative has one zero, which bisection finds. The most probable class never changes.
+
+    Args:
+        model: a trained classifier; it is never changed.
+        likelihood: "classification" or "binary", or such an object.
+        temperature: T, if it is known already; otherwise `fit` finds it.
+
+    References:
+        Guo, Pleiss, Sun, Weinberger 2017, On calibration of modern neural networks, eq. (9).
+
+    >>> logits = torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 2.0], [2.0, 0.0]])
+    >>> labels = torch.tensor([0, 0, 1, 1])
+    >>> round(TemperatureScaling(nn.Identity()).fit([(logits, labels)]).temperature, 4)  # odds of 3 to 1
+    1.8205
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood = "classification",
+        *,
+        temperature: float | None = None,
+    ):
+        super().__init__(model, likelihood)
+        if self.likelihood.kind not in _KINDS:
+            raise UnsupportedError(
+                f"temperature scaling divides logits, which {self.likelihood!r} does not have; it is for "
+                f"{' and '.join(_KINDS)}. For a regression fit the noise instead"
+            )
+        self._temperature = None if temperature is None else check_positive("temperature", temperature)
+
+    @property
+    def temperature(self) -> float:
+        """T."""
+        if self._temperature is None:
+            raise NotFittedError("the temperature is not known yet: call fit(val_loader), or pass temperature=")
+        return self._temperature
+
+    def fit(self, data: Iterable[Any], *, unpack: Unpack | None = None) -> TemperatureScaling:
+        """Finds the temperature on held-out data (not on the training data, where networks are overconfident).
+
+        Args:
+            data: batches of (x, y) or (x, y, weight).
+            unpack: turns a batch of another form into (inputs, targets).
+
+        Returns:
+            self.
+        """
+        logits, targets, weights = [], [], []
+        with torch.no_grad():
+            for batch in batches_of(self.model, data, unpack):
+                values = outputs_under(self.model, {}, batch.inputs)
+                self.likelihood.check(values, targets_of(batch))
+                logits.append(values.double())
+                targets.append(targets_of(batch))
+                weights.append(torch.ones(batch.size) if batch.weight is None else batch.weight.cpu())
+        if not logits:
+            raise DataError("the data hold no example; the temperature needs held-out data")
+        values, labels = torch.cat(logits), torch.cat(targets)
+        self._temperature = _best_temperature(self.likelihood, values, labels, torch.cat(weights).to(values))
+        return self
+
+    def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
+        return (outputs_under(self.model, {}, inputs) / self.temperature).unsqueeze(0)
+
+    def predict(
+        self,
+        x: Any,
+        *,
+        samples: int | None = None,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        found = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
+        return replace(found, epistemic=torch.zeros_like(found.epistemic), aleatoric=found.total, link="temperature")
+
+
+def _best_temperature(likelihood: Likelihood, logits: Tensor, targets: Tensor, weights: Tensor) -> float:
+    def slope(log_beta: float) -> float:
+        """The sign of the derivative of the loss in β at exp(log_beta)."""
+        beta = torch.tensor(math.exp(log_beta), dtype=torch.float64, device=logits.device, requires_grad=True)
+        loss = (likelihood.nll(beta * logits, targets) * weights).sum()
+        return float(torch.autograd.grad(loss, beta)[0])
+
+    low, high = -math.log(_WIDEST), math.log(_WIDEST)
+    with torch.enable_grad():
+        # Strictly: where logits are zero the loss does not depend on β, and T = 1 is as good as any.
+        if slope(low) == slope(high) == 0:
+            return 1.0
+        if slope(high) <= 0 or slope(low) >= 0:  # saturated probabilities have a slope of exactly zero
+            edge = high if slope(high) <= 0 else low
+            why = "classified without error" if edge == high else "worse than chance under the network"
+            warnings.warn(
+                f"the held-out data are {why}, so that the best temperature is {'zero' if edge == high else 'infinite'}; "
+                f"{math.exp(-edge):g} is used. Check the data, or take more of them",
+                StatisticalWarning,
+                stacklevel=3,
+            )
+            return math.exp(-edge)
+        for _ in range(_STEPS):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+    return math.exp(-0.5 * (low + high))

@@ -1,0 +1,249 @@
+"""One call for everything that is reported about a method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.batches import Unpack, tensors_of, unpack_batch
+from aftermap.errors import InputError, ShapeError
+from aftermap.evaluation.adversarial import Attack
+from aftermap.evaluation.measures import (
+    Bootstrap,
+    as_classes,
+    class_curves,
+    class_metrics,
+    inverse_ecdf,
+    regression_curves,
+    regression_metrics,
+)
+from aftermap.evaluation.ood import Detection, available_scores, detections
+from aftermap.evaluation.predictor import Collected, Predictor, accepts, check_predictor_object, collect, model_of
+from aftermap.evaluation.results import Metric, Results, provenance
+from aftermap.params import weights_hash
+from aftermap.predictive import Prediction
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    predictor: Predictor,
+    data: Iterable[Any],
+    *,
+    ood: Mapping[str, Iterable[Any]] | None = None,
+    attacks: Sequence[Attack] = (),
+    scores: Sequence[str] | None = None,
+    name: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    unpack: Unpack | None = None,
+    n_resamples: int = 200,
+    level: float = 0.95,
+    seed: int = 0,
+    table: bool = True,
+    attack_options: Mapping[str, Any] | None = None,
+    max_attacked: int | None = 1000,
+) -> Results:
+    """Evaluates a predictor on test data, on data that it should find unusual, and under attack.
+
+    Classification (and binary outputs, as two classes): accuracy, NLL, Brier score, calibration errors, area under the
+    risk-coverage curve, accuracy at 80 and 90 % coverage, AUROC and FPR95 of finding errors by entropy. Regression and counts:
+    RMSE, NLL, coverage and width of intervals, and for a regression CRPS, interval score, chi-square and miscalibration area.
+
+    Args:
+        predictor: anything with ``predict(x) -> Prediction``; for a plain network `baselines.Deterministic(model)`.
+        data: batches of (x, y).
+        ood: name -> batches of (x, anything) or x with targets None; of the same input shape.
+        attacks: `FGSM(...)`, `TargetedAttack(...)`, `PGD(...)`.
+        scores: for OOD: entropy, mutual_information, variance, max_probability; None: all that the predictor has.
+        name: in tables; None: the predictor's class.
+        options: passed to every ``predict``, such as ``{"kind": "sampling", "samples": 30}``.
+        unpack: turns a batch of another form into (inputs, targets).
+        n_resamples: of the bootstrap; 0: no intervals.
+        level: of the intervals.
+        seed: of the bootstrap, and of the predictor's samples where it takes a generator.
+        table: keep one row per input.
+        attack_options: passed to ``predict`` under attack instead of ``options``: a smaller, fixed ensemble.
+        max_attacked: attack only so many examples; None: all.
+
+    Returns:
+        Numbers with intervals, the table of inputs, curves, and provenance.
+
+    Raises:
+        InputError, DataError, ShapeError: what is no predictor, data without targets, labels out of range, OOD data of another
+            shape, an unknown score.
+
+    >>> from aftermap.baselines import Deterministic
+    >>> x, y = torch.eye(3).repeat(5, 1), torch.arange(3).repeat(5)
+    >>> results = evaluate(Deterministic(torch.nn.Identity()), [(x, y)], n_resamples=0)
+    >>> results["accuracy"], round(results["nll"], 3)
+    (1.0, 0.551)
+    """
+    check_predictor_object(predictor)
+    if isinstance(n_resamples, bool) or not isinstance(n_resamples, int) or n_resamples < 0 or n_resamples == 1:
+        raise InputError(f"n_resamples must be 0 (no intervals) or at least 2, got {n_resamples!r}")
+    for attack in attacks:
+        if not isinstance(attack, Attack):
+            raise InputError(f"attacks must be FGSM, TargetedAttack or PGD objects, got {type(attack).__name__}")
+    started = time.perf_counter()
+    chosen = dict(options or {})
+    if accepts(predictor, "generator"):
+        chosen.setdefault("generator", torch.Generator().manual_seed(seed))
+    inside = collect(predictor, data, options=chosen, unpack=unpack)
+    seconds = time.perf_counter() - started
+    outside = {n: _outside(predictor, n, d, inside, chosen, unpack) for n, d in (ood or {}).items()}
+    boot = Bootstrap(n_resamples, level, seed)
+    numbers, curves = _measure(inside, boot)
+    found = detections(
+        inside.prediction,
+        {n: c.prediction for n, c in outside.items()},
+        scores=scores,
+        n_resamples=n_resamples,
+        level=level,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    for key, collected in (("test", inside), *outside.items()):
+        if collected.prediction.kind in ("classification", "binary"):
+            curves[f"entropy/{key}"] = inverse_ecdf(collected.prediction.score("entropy"))
+    attacked = _attack(
+        predictor, data, attacks, seed, options if attack_options is None else attack_options, unpack, max_attacked
+    )
+    return Results(
+        name or type(predictor).__name__,
+        inside.prediction.kind,
+        len(inside.prediction),
+        numbers,
+        {d: {s: _metrics(each) for s, each in by_score.items()} for d, by_score in found.items()},
+        attacked,
+        _table(inside, outside, scores) if table else {},
+        curves,
+        _facts(predictor, inside, outside, seconds, seed=seed, n_resamples=n_resamples, level=level, options=options),
+    )
+
+
+def _outside(
+    predictor: Predictor,
+    name: str,
+    data: Iterable[Any],
+    inside: Collected,
+    options: Mapping[str, Any],
+    unpack: Unpack | None,
+) -> Collected:
+    first, data = _peek(data)
+    shape = _shape_of(first, unpack)
+    if shape is not None and shape != inside.input_shape:
+        raise ShapeError(
+            f"the OOD set {name!r} has inputs of shape {list(shape)}, the test data {list(inside.input_shape)}; "
+            "resize or reshape it first"
+        )
+    return collect(predictor, data, options=options, unpack=unpack, need_targets=False)
+
+
+def _peek(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
+    """The first batch, and the data; a generator, which can be read once only, is kept in a list."""
+    if iter(data) is data:
+        data = list(data)
+    return next(iter(data), None), data
+
+
+def _shape_of(batch: Any, unpack: Unpack | None) -> tuple[int, ...] | None:
+    if batch is None:
+        return None
+    return tuple(next(iter(tensors_of(unpack_batch(batch, unpack).inputs))).shape[1:])
+
+
+def _measure(inside: Collected, boot: Bootstrap) -> tuple[dict[str, Metric], dict[str, Any]]:
+    prediction, targets = inside.prediction, inside.targets
+    if targets is None:
+        raise InputError("the test data have no targets")
+    if prediction.kind in ("classification", "binary"):
+        if prediction.kind == "classification" and targets.is_floating_point():
+            raise InputError(f"class labels must be integers, got {targets.dtype}; use labels.long()")
+        probs, labels, uncertainty = as_classes(prediction, targets)
+        numbers = class_metrics(probs, labels, uncertainty, boot)
+        numbers["mutual_information"] = boot(_mean, prediction.score("mutual_information").double())
+        return numbers, dict(class_curves(probs, labels, uncertainty))
+    return regression_metrics(prediction, targets, boot), dict(regression_curves(prediction, targets))
+
+
+def _mean(values: Tensor) -> float:
+    return values.mean().item()
+
+
+def _metrics(found: Detection) -> dict[str, Metric]:
+    plain = {n: getattr(found, n) for n in ("aupr_out", "aupr_in", "fpr95", "mean_inside", "mean_outside")}
+    return {"auroc": Metric(*found.auroc), **{n: Metric(v, v, v) for n, v in plain.items()}}
+
+
+def _attack(
+    predictor: Predictor,
+    data: Iterable[Any],
+    attacks: Sequence[Attack],
+    seed: int,
+    options: Mapping[str, Any] | None,
+    unpack: Unpack | None,
+    most: int | None,
+) -> dict[str, dict[str, Any]]:
+    chosen = {k: v for k, v in (options or {}).items() if k != "generator"}
+    found: dict[str, dict[str, Any]] = {}
+    for attack in attacks:
+        curve = attack.run(predictor, data, seed=seed, options=chosen, unpack=unpack, max_examples=most)
+        key, count = attack.name, 2
+        while key in found:
+            key, count = f"{attack.name}_{count}", count + 1
+        found[key] = curve.to_dict()
+    return found
+
+
+def _table(inside: Collected, outside: Mapping[str, Collected], scores: Sequence[str] | None) -> dict[str, list[Any]]:
+    parts = [_rows("test", inside, scores), *(_rows(n, c, scores) for n, c in outside.items())]
+    columns = list(dict.fromkeys(c for part in parts for c in part))
+    return {c: [v for part in parts for v in part.get(c, [None] * len(part["index"]))] for c in columns}
+
+
+def _rows(name: str, collected: Collected, scores: Sequence[str] | None) -> dict[str, list[Any]]:
+    prediction: Prediction = collected.prediction
+    n = len(prediction)
+    rows: dict[str, list[Any]] = {"set": [name] * n, "index": list(range(n))}
+    classes = prediction.kind in ("classification", "binary")
+    one = prediction.mean.dim() == 2 and (prediction.kind == "classification" or prediction.mean.shape[-1] == 1)
+    if one:
+        answer = (prediction.labels if classes else prediction.mean).reshape(n)
+        rows["prediction"] = answer.tolist()
+        if classes:
+            rows["confidence"] = prediction.confidence.reshape(n).tolist()
+    rows["epistemic"] = prediction.epistemic.reshape(n, -1).mean(1).tolist()
+    rows["aleatoric"] = prediction.aleatoric.reshape(n, -1).mean(1).tolist()
+    rows.update({s: v.tolist() for s, v in available_scores(prediction, scores).items()})
+    targets = collected.targets
+    if name == "test" and targets is not None and prediction.kind != "custom":
+        rows["nll"] = (-prediction.log_prob(targets)).tolist()
+        if one and targets.numel() == n:
+            rows["target"] = targets.reshape(n).tolist()
+            if classes:
+                rows["correct"] = (prediction.labels.reshape(n) == targets.reshape(n)).tolist()
+    return rows
+
+
+def _facts(
+    predictor: Predictor, inside: Collected, outside: Mapping[str, Collected], seconds: float, **settings: Any
+) -> dict[str, Any]:
+    model = model_of(predictor)
+    return provenance(
+        predictor=type(predictor).__name__,
+        description=repr(predictor) if type(predictor).__repr__ is not object.__repr__ else type(predictor).__name__,
+        weights_hash=None if model is None else weights_hash(dict(model.state_dict())),
+        data_hash=inside.data_hash,
+        ood_hashes={n: c.data_hash for n, c in outside.items()},
+        seconds=seconds,
+        seconds_per_1000=1000 * seconds / max(1, len(inside.prediction)),
+        **{**settings, "options": {k: _shown(v) for k, v in (settings.get("options") or {}).items()}},
+    )
+
+
+def _shown(value: Any) -> Any:
+    """An option as it goes into the provenance: a number or word as it is, anything larger by its type."""
+    return value if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"

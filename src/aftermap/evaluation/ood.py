@@ -1,0 +1,129 @@
+"""Out-of-distribution detection: can a score tell other data from the data a network knows?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aftermap.errors import InputError, ShapeError, UnsupportedError
+from aftermap.metrics import aupr, auroc, bootstrap_interval, fpr_at_tpr, labelled_scores
+from aftermap.predictive import Prediction
+from aftermap.predictive.prediction import SCORES
+
+__all__ = ["Detection", "available_scores", "check_scores", "detection", "detections"]
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How well one score separates a set from the usual data; outside = positive, higher = more unusual.
+
+    Attributes:
+        auroc: area under the ROC curve, with its interval (value, lower, upper).
+        aupr_out: area under the precision-recall curve, outside as positive.
+        aupr_in: the same with inside as positive.
+        fpr95: false alarms when 95 % of the outside inputs are found.
+        mean_inside: mean score of usual data.
+        mean_outside: mean score of the other set.
+    """
+
+    auroc: tuple[float, float, float]
+    aupr_out: float
+    aupr_in: float
+    fpr95: float
+    mean_inside: float
+    mean_outside: float
+
+
+def check_scores(scores: Iterable[str]) -> tuple[str, ...]:
+    """Names of scores, each known."""
+    if isinstance(scores, str):
+        scores = (scores,)
+    chosen = tuple(scores)
+    unknown = [s for s in chosen if s not in SCORES]
+    if unknown or not chosen:
+        raise InputError(f"scores={list(chosen)!r}: allowed are {', '.join(map(repr, SCORES))}")
+    return chosen
+
+
+def available_scores(prediction: Prediction, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Every score that a prediction has [N], or those wanted; a wanted one that is not defined raises."""
+    found = {}
+    for name in SCORES if wanted is None else check_scores(wanted):
+        try:
+            found[name] = prediction.score(name)
+        except UnsupportedError:
+            if wanted is not None:
+                raise
+    return found
+
+
+def detection(
+    inside: Tensor,
+    outside: Tensor,
+    *,
+    n_resamples: int = 200,
+    level: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> Detection:
+    """Judges scores of usual data [N] and of another set [M].
+
+    Args:
+        inside: scores of usual data.
+        outside: scores of the other set.
+        n_resamples: of the bootstrap; 0: no interval.
+        level: of the interval.
+        generator: for the bootstrap.
+
+    Returns:
+        The numbers.
+
+    Raises:
+        DataError, ShapeError: an empty set, NaN, or what is no vector.
+
+    >>> detection(torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.4]), n_resamples=0).auroc
+    (1.0, 1.0, 1.0)
+    """
+    scores, flags = labelled_scores(inside, outside)
+    area = auroc(scores, flags)
+    interval = (area, area, area)
+    if n_resamples:
+        boot = bootstrap_interval(
+            auroc, scores, flags, n_resamples=n_resamples, level=level, strata=flags, generator=generator
+        )
+        interval = (area, boot.lower, boot.upper)
+    return Detection(
+        interval,
+        aupr(scores, flags),
+        aupr(-scores, ~flags),
+        fpr_at_tpr(scores, flags),
+        inside.double().mean().item(),
+        outside.double().mean().item(),
+    )
+
+
+def detections(
+    inside: Prediction,
+    outside: Mapping[str, Prediction],
+    *,
+    scores: Iterable[str] | None = None,
+    n_resamples: int = 200,
+    level: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> dict[str, dict[str, Detection]]:
+    """Every score on every set: set -> score -> Detection."""
+    usual = available_scores(inside, scores)
+    result: dict[str, dict[str, Detection]] = {}
+    for name, prediction in outside.items():
+        if prediction.mean.shape[1:] != inside.mean.shape[1:]:
+            raise ShapeError(
+                f"the predictions for {name!r} have shape {list(prediction.mean.shape)}, those for the usual data "
+                f"{list(inside.mean.shape)}; both sets must go through the same network"
+            )
+        other = available_scores(prediction, usual)
+        result[name] = {
+            s: detection(usual[s], other[s], n_resamples=n_resamples, level=level, generator=generator) for s in usual
+        }
+    return result

@@ -1,0 +1,277 @@
+"""What an evaluation found: numbers with intervals, a table of inputs, curves for figures, and where it all comes from."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aftermap.errors import DataError, InputError, UnsupportedError
+
+__all__ = ["SCHEMA", "Comparison", "Metric", "Results", "compare", "provenance"]
+
+SCHEMA = 1
+_HIGHER = ("accuracy", "auroc", "aupr", "coverage")  # of metrics whose names begin so, more is better
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number with a confidence interval; the interval is the number itself where none was asked for."""
+
+    value: float
+    lower: float
+    upper: float
+
+    def __str__(self) -> str:
+        if self.lower == self.upper:
+            return f"{self.value:.4g}"
+        return f"{self.value:.4g} [{self.lower:.4g}, {self.upper:.4g}]"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The evaluation of one predictor.
+
+    Attributes:
+        name: of the predictor.
+        kind: of the task.
+        n_data: examples.
+        metrics: by name.
+        ood: set -> score -> metric by name.
+        attacks: attack -> curve: name -> list of numbers.
+        table: one column per fact, one row per input (of the test data, and of every OOD set; see column "set").
+        curves: what figures draw: name -> column -> list of numbers.
+        provenance: versions, seeds, hashes of the data, settings, time.
+    """
+
+    name: str
+    kind: str
+    n_data: int
+    metrics: Mapping[str, Metric]
+    ood: Mapping[str, Mapping[str, Mapping[str, Metric]]] = field(default_factory=dict)
+    attacks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    table: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    curves: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        """The value of a metric: ``results["nll"]``; of a detection: ``results["kmnist/entropy/auroc"]``."""
+        flat = self.flat()
+        if name not in flat:
+            raise InputError(f"there is no number called {name!r}; there are: {', '.join(flat)}")
+        return flat[name].value
+
+    def flat(self) -> dict[str, Metric]:
+        """Every number: metrics by name, detections as set/score/metric."""
+        found = dict(self.metrics)
+        for data, scores in self.ood.items():
+            for score, numbers in scores.items():
+                found.update({f"{data}/{score}/{n}": m for n, m in numbers.items()})
+        return found
+
+    def to_dict(self, *, table: bool = True) -> dict[str, Any]:
+        """Plain values for JSON."""
+        content: dict[str, Any] = {
+            "schema": SCHEMA,
+            "name": self.name,
+            "kind": self.kind,
+            "n_data": self.n_data,
+            "metrics": _plain(self.metrics),
+            "ood": _plain(self.ood),
+            "attacks": _plain(self.attacks),
+            "curves": _plain(self.curves),
+            "provenance": _plain(self.provenance),
+        }
+        if table:
+            content["table"] = _plain(self.table)
+        return content
+
+    def to_json(self, path: str | Path | None = None, *, table: bool = True) -> str:
+        """JSON text, also written to ``path`` if given (first to a neighbour, then moved into place)."""
+        text = json.dumps(self.to_dict(table=table), indent=2, allow_nan=False)
+        if path is not None:
+            target = Path(path)
+            part = target.with_name(target.name + ".part")
+            part.write_text(text + "\n", encoding="utf-8")
+            part.replace(target)
+        return text
+
+    @staticmethod
+    def from_json(source: str | Path) -> Results:
+        """Reads what :meth:`to_json` wrote: a path, or the text itself."""
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"these results are not JSON: {error}") from error
+        if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+            raise DataError(f"these results have another schema than {SCHEMA}; write them anew")
+        return Results(
+            content["name"],
+            content["kind"],
+            content["n_data"],
+            {n: _metric(m) for n, m in content["metrics"].items()},
+            {
+                d: {s: {n: _metric(m) for n, m in numbers.items()} for s, numbers in scores.items()}
+                for d, scores in content["ood"].items()
+            },
+            content["attacks"],
+            content.get("table", {}),
+            content["curves"],
+            content["provenance"],
+        )
+
+    def to_frame(self) -> Any:
+        """The table of inputs as a pandas data frame.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError as error:
+            raise UnsupportedError("to_frame needs pandas: pip install pandas. The columns are in .table") from error
+        return pandas.DataFrame(dict(self.table))
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.kind}, {self.n_data:,} examples"]
+        width = max(map(len, self.flat()))
+        lines += [f"  {name:<{width}}  {metric}" for name, metric in self.flat().items()]
+        return "\n".join(lines)
+
+
+def _metric(content: Mapping[str, Any]) -> Metric:
+    return Metric(*(math.nan if content[k] is None else float(content[k]) for k in ("value", "lower", "upper")))
+
+
+def _plain(thing: Any) -> Any:
+    """JSON values; a number that is not finite becomes null, which every reader understands."""
+    if isinstance(thing, Metric):
+        return {"value": _plain(thing.value), "lower": _plain(thing.lower), "upper": _plain(thing.upper)}
+    if isinstance(thing, Mapping):
+        return {str(k): _plain(v) for k, v in thing.items()}
+    if isinstance(thing, Tensor | np.ndarray):
+        return _plain(thing.tolist())
+    if isinstance(thing, list | tuple):
+        return [_plain(v) for v in thing]
+    if isinstance(thing, float):
+        return thing if math.isfinite(thing) else None
+    if thing is None or isinstance(thing, bool | int | str):
+        return thing
+    return repr(thing)
+
+
+def provenance(**facts: Any) -> dict[str, Any]:
+    """Versions of what computed the numbers, the time, and the given facts.
+
+    >>> sorted(provenance(seed=3))
+    ['aftermap', 'numpy', 'platform', 'python', 'seed', 'time', 'torch']
+    """
+    try:
+        own = version("aftermap")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {
+        "aftermap": own,
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        **facts,
+    }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several predictors side by side.
+
+    Attributes:
+        columns: names of numbers.
+        rows: predictor -> number by name; a missing one is left out.
+        extras: predictor -> more facts, such as seconds and megabytes.
+    """
+
+    columns: tuple[str, ...]
+    rows: Mapping[str, Mapping[str, Metric]]
+    extras: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """Plain values: predictor -> number -> {value, lower, upper}."""
+        return {name: {**_plain(row), **_plain(self.extras.get(name, {}))} for name, row in self.rows.items()}
+
+    def best(self, column: str) -> str:
+        """The predictor with the best value: the highest accuracy or AUROC, the lowest of anything else."""
+        values = {n: row[column].value for n, row in self.rows.items() if column in row}
+        if not values:
+            raise InputError(f"no predictor has a number called {column!r}; there are: {', '.join(self.columns)}")
+        choose = max if column.rpartition("/")[2].startswith(_HIGHER) else min
+        return choose(values, key=lambda n: values[n])
+
+    def __str__(self) -> str:
+        extra = tuple(dict.fromkeys(k for row in self.extras.values() for k in row))
+        header = ("method", *self.columns, *extra)
+        lines = []
+        for name, row in self.rows.items():
+            cells = [
+                f"{row[c].value:.4f}{'*' if self.best(c) == name else ' '}" if c in row else "- " for c in self.columns
+            ]
+            more = self.extras.get(name, {})
+            lines.append((name, *cells, *(f"{more[k]:.1f}" if k in more else "-" for k in extra)))
+        widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
+        first = "  ".join(
+            h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(header, widths, strict=True))
+        )
+        body = [
+            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in lines
+        ]
+        return "\n".join([first, "-" * len(first), *body, "* best of its column"])
+
+
+def compare(
+    results: Sequence[Results] | Mapping[str, Results],
+    columns: Sequence[str] | None = None,
+    *,
+    extras: Mapping[str, Mapping[str, float]] | None = None,
+) -> Comparison:
+    """Several evaluations on the same data in one table.
+
+    Args:
+        results: of several predictors; a mapping names them anew.
+        columns: names of numbers, as in ``Results.flat``; None: all metrics, and the AUROC of every detection.
+        extras: predictor -> more numbers to show.
+
+    Returns:
+        The table; ``str`` draws it, ``to_dict`` gives its numbers.
+
+    Raises:
+        InputError: nothing to compare, a name twice, evaluations on different data, or an unknown column.
+    """
+    named = dict(results) if isinstance(results, Mapping) else {r.name: r for r in results}
+    if not named or len(named) != len(results):
+        raise InputError(f"compare needs results with different names, got {len(results)} with {len(named)} names")
+    hashes = {str(r.provenance.get("data_hash")) for r in named.values()}
+    if len(hashes) > 1:
+        raise InputError("these results belong to different data, so that their numbers cannot be compared")
+    flats = {name: r.flat() for name, r in named.items()}
+    known = list(dict.fromkeys(c for flat in flats.values() for c in flat))
+    if columns is None:
+        columns = [c for c in known if "/" not in c or c.endswith("/auroc")]
+    unknown = [c for c in columns if c not in known]
+    if unknown:
+        raise InputError(f"no result has {', '.join(unknown)}; there are: {', '.join(known)}")
+    rows = {name: {c: flat[c] for c in columns if c in flat} for name, flat in flats.items()}
+    return Comparison(tuple(columns), rows, dict(extras or {}))

@@ -1,0 +1,207 @@
+"""When to flag an input: a threshold at a target rate of false alarms, with a bound that holds for finite data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.errors import DataError, InputError, ShapeError
+
+__all__ = ["SelectiveReport", "Threshold", "choose_threshold", "clopper_pearson", "selective_report"]
+
+_STEPS = 200
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Flag an input if its score is **above** ``value``.
+
+    Attributes:
+        value: the threshold; infinity where the data are too few for the promise.
+        score: the kind of score, as in ``Prediction.score``.
+        false_alarm_rate: α, the rate that is promised on data like the calibration data.
+        confidence: None: the rate holds on average over calibration sets (conformal); a number δ: it holds for this one
+            with probability δ.
+        n_data: size of the calibration data.
+    """
+
+    value: float
+    score: str
+    false_alarm_rate: float
+    confidence: float | None
+    n_data: int
+
+    def flag(self, scores: Tensor) -> Tensor:
+        """Which inputs to flag [N]."""
+        return scores > self.value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; an infinite threshold is null."""
+        return {**asdict(self), "value": self.value if math.isfinite(self.value) else None}
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Threshold:
+        """Undoes :meth:`to_dict`."""
+        return Threshold(**{**values, "value": math.inf if values["value"] is None else float(values["value"])})
+
+
+def choose_threshold(
+    scores: Tensor, *, false_alarm_rate: float = 0.05, confidence: float | None = None, score: str = "entropy"
+) -> Threshold:
+    r"""The lowest threshold whose false alarms on data like these are bounded.
+
+    With sorted scores s₍₁₎ ≤ … ≤ s₍ₙ₎ of usual data, the threshold is s₍ₖ₎ with
+
+    - no confidence: k = ⌈(n + 1)(1 − α)⌉. For a new, exchangeable input P(score > s₍ₖ₎) ≤ α, on average over calibration
+      sets;
+    - confidence δ: the smallest k with P(Bin(n, 1 − α) ≤ k − 1) ≥ δ. Then with probability at least δ over the
+      calibration set, its false-alarm rate is at most α (the one-sided Clopper-Pearson bound).
+
+    Args:
+        scores: of held-out usual data [N], higher = more unusual; not of the training data.
+        false_alarm_rate: α, in (0, 1).
+        confidence: δ in (0, 1), or None.
+        score: the kind of score, kept with the threshold.
+
+    Returns:
+        The threshold; infinite, so that nothing is flagged, if n is too small for the promise.
+
+    Raises:
+        DataError: no scores, or NaN.
+        InputError: rates outside (0, 1).
+
+    References:
+        Vovk, Gammerman, Shafer 2005, Algorithmic learning in a random world; Wilks 1941 (tolerance limits).
+
+    >>> choose_threshold(torch.arange(1.0, 100.0), false_alarm_rate=0.05).value
+    95.0
+    >>> choose_threshold(torch.arange(1.0, 100.0), false_alarm_rate=0.05, confidence=0.95).value
+    98.0
+    """
+    _check_rate("false_alarm_rate", false_alarm_rate)
+    if scores.dim() != 1:
+        raise ShapeError(f"scores must be a vector, one number per input; got shape {list(scores.shape)}")
+    if scores.numel() == 0 or bool(scores.isnan().any()):
+        raise DataError("scores must hold at least one number and no NaN")
+    ordered, n = scores.detach().double().sort().values, scores.numel()
+    if confidence is None:
+        rank = math.ceil((n + 1) * (1 - false_alarm_rate) - 1e-9)
+    else:
+        _check_rate("confidence", confidence)
+        cumulative = _binomial_cdf(n, 1 - false_alarm_rate)  # P(Bin ≤ j), j = 0..n
+        enough = (cumulative[:n] >= confidence).nonzero()
+        rank = int(enough[0]) + 1 if len(enough) else n + 1
+    value = float(ordered[rank - 1]) if rank <= n else math.inf
+    return Threshold(value, score, float(false_alarm_rate), confidence, n)
+
+
+def _check_rate(name: str, value: float) -> None:
+    if not isinstance(value, int | float) or not 0 < value < 1:
+        raise InputError(f"{name} must lie in (0, 1), got {value!r}. Write 5 % as 0.05")
+
+
+def _binomial_cdf(n: int, p: float) -> Tensor:
+    k = torch.arange(n + 1, dtype=torch.float64)
+    size = torch.tensor(float(n), dtype=torch.float64)
+    choose = torch.lgamma(size + 1) - torch.lgamma(k + 1) - torch.lgamma(size - k + 1)
+    return (choose + k * math.log(p) + (n - k) * math.log1p(-p)).exp().cumsum(0).clamp_max(1.0)
+
+
+def clopper_pearson(events: int, trials: int, *, level: float = 0.95) -> tuple[float, float]:
+    """Exact two-sided confidence interval for a rate, from ``events`` in ``trials``.
+
+    Args:
+        events: k.
+        trials: n, at least 1.
+        level: probability that the interval holds the rate.
+
+    Returns:
+        Lower and upper end: P(Bin(n, lower) ≥ k) = P(Bin(n, upper) ≤ k) = (1 − level) / 2.
+
+    Raises:
+        InputError: k not in 0..n, or a level outside (0, 1).
+
+    References:
+        Clopper, Pearson 1934, The use of confidence or fiducial limits illustrated in the case of the binomial.
+
+    >>> tuple(round(end, 4) for end in clopper_pearson(3, 20))
+    (0.0321, 0.3789)
+    """
+    if trials < 1 or not 0 <= events <= trials:
+        raise InputError(f"clopper_pearson needs 0 <= events <= trials and a trial, got {events} of {trials}")
+    _check_rate("level", level)
+    tail = 0.5 * (1 - level)
+    lower = 0.0 if events == 0 else _solve(lambda p: 1 - float(_binomial_cdf(trials, p)[events - 1]) - tail)
+    upper = 1.0 if events == trials else _solve(lambda p: tail - float(_binomial_cdf(trials, p)[events]))
+    return lower, upper
+
+
+def _solve(increasing: Any) -> float:
+    """The zero in (0, 1) of an increasing function."""
+    low, high = 0.0, 1.0
+    for _ in range(_STEPS):
+        middle = 0.5 * (low + high)
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if increasing(middle) < 0 else (low, middle)
+    return 0.5 * (low + high)
+
+
+@dataclass(frozen=True)
+class SelectiveReport:
+    """What a threshold does on test data; rates with exact 95 % intervals.
+
+    Attributes:
+        threshold: that was applied.
+        flagged: share of inputs flagged.
+        flagged_interval: its interval.
+        errors_answered: error rate among inputs that are answered; NaN if none is.
+        errors_answered_interval: its interval.
+        errors_flagged: share of all errors that are flagged; NaN if there is none.
+    """
+
+    threshold: Threshold
+    flagged: float
+    flagged_interval: tuple[float, float]
+    errors_answered: float
+    errors_answered_interval: tuple[float, float]
+    errors_flagged: float
+
+
+def selective_report(threshold: Threshold, scores: Tensor, errors: Tensor) -> SelectiveReport:
+    """Applies a threshold to test data.
+
+    Args:
+        threshold: chosen on other data.
+        scores: of the test inputs [N].
+        errors: which answers are wrong [N], booleans.
+
+    Returns:
+        Shares and error rates with their intervals.
+
+    >>> t = Threshold(0.5, "entropy", 0.05, None, 100)
+    >>> selective_report(
+    ...     t, torch.tensor([0.1, 0.2, 0.9, 0.8]), torch.tensor([False, True, True, False])
+    ... ).errors_answered
+    0.5
+    """
+    if scores.shape != errors.shape or scores.dim() != 1:
+        raise ShapeError(
+            f"scores and errors must be two vectors of one length, got {list(scores.shape)} and {list(errors.shape)}"
+        )
+    wrong, flags = errors.bool(), threshold.flag(scores)
+    n, answered = len(scores), int((~flags).sum())
+    mistakes = int((wrong & ~flags).sum())
+    return SelectiveReport(
+        threshold,
+        int(flags.sum()) / n,
+        clopper_pearson(int(flags.sum()), n),
+        mistakes / answered if answered else math.nan,
+        clopper_pearson(mistakes, answered) if answered else (0.0, 1.0),
+        int((wrong & flags).sum()) / int(wrong.sum()) if bool(wrong.any()) else math.nan,
+    )

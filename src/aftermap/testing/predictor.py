@@ -1,0 +1,132 @@
+"""The contract of a predictor: what everything with `predict(x) -> Prediction` does, and what a new one must do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.errors import InputError
+from aftermap.predictive import Prediction
+from aftermap.testing.snapshot import ModelSnapshot, check_unchanged
+
+__all__ = ["check_predictor"]
+
+_SEED = 20
+
+
+def check_predictor(predictor: Any, x: Tensor, *, differentiable: bool = True) -> None:
+    """Runs the whole contract on a fitted predictor.
+
+    Checked: the answer is a `Prediction` of every input with finite numbers; probabilities are probabilities; the two parts of
+    the uncertainty are not negative and add up; a generator with the same seed gives the same answer and PyTorch's own
+    generator is left alone; the model is left alone, bit by bit; no autograd graph unless asked for, and then the right
+    gradient in x (against a central difference); one input alone gives what it gave among others, where no samples are drawn;
+    inputs that are not finite are refused.
+
+    Args:
+        predictor: anything with ``predict(x, generator=...)`` and, unless ``differentiable`` is False, ``differentiable=True``.
+        x: inputs [N, ...] in float64, at least three.
+        differentiable: whether gradients in x are checked.
+
+    Raises:
+        AssertionError: what is wrong.
+
+    >>> from aftermap.baselines import Deterministic
+    >>> check_predictor(Deterministic(nn.Linear(3, 4).double()), torch.ones(5, 3, dtype=torch.float64))
+    """
+    _check_form(predictor, x)
+    _check_repeats(predictor, x)
+    _check_leaves_alone(predictor, x)
+    _check_alone(predictor, x)
+    _check_bad_input(predictor, x)
+    if differentiable:
+        _check_gradient(predictor, x)
+
+
+def _predict(predictor: Any, x: Tensor, seed: int = _SEED, **options: Any) -> Prediction:
+    found = predictor.predict(x, generator=torch.Generator().manual_seed(seed), **options)
+    if not isinstance(found, Prediction):
+        raise AssertionError(f"predict must return a Prediction, got {type(found).__name__}")
+    return found
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise AssertionError(message)
+
+
+def _check_form(predictor: Any, x: Tensor) -> None:
+    found = _predict(predictor, x)
+    _require(len(found) == len(x), f"{len(x)} inputs gave {len(found)} predictions")
+    parts = {"mean": found.mean, "epistemic": found.epistemic, "aleatoric": found.aleatoric, "total": found.total}
+    for name, value in parts.items():
+        _require(bool(value.isfinite().all()), f"{name} is not finite")
+        _require(not value.requires_grad, f"{name} has an autograd graph that nobody asked for")
+        if name != "mean":
+            _require(float(value.min()) >= -1e-9, f"{name} is negative: {float(value.min()):g}")
+    torch.testing.assert_close(found.epistemic + found.aleatoric, found.total, msg="the parts do not add up to total")
+    if found.kind in ("classification", "binary"):
+        inside = bool((found.mean >= 0).all() and (found.mean <= 1 + 1e-9).all())
+        _require(inside, "the mean is not made of probabilities")
+    if found.kind == "classification":
+        sums = found.mean.sum(-1)
+        torch.testing.assert_close(sums, torch.ones_like(sums), msg="probabilities do not sum to one")
+        _require(float(found.total.max()) <= math.log(found.mean.shape[-1]) + 1e-9, "an entropy exceeds log C")
+
+
+def _check_repeats(predictor: Any, x: Tensor) -> None:
+    first, again = _predict(predictor, x), _predict(predictor, x)
+    _require(torch.equal(first.mean, again.mean), "the same seed gave two different means")
+    _require(torch.equal(first.epistemic, again.epistemic), "the same seed gave two different uncertainties")
+
+
+def _check_leaves_alone(predictor: Any, x: Tensor) -> None:
+    models = [m for m in (getattr(predictor, "model", None),) if isinstance(m, nn.Module)]
+    models += [m for m in getattr(predictor, "models", []) if isinstance(m, nn.Module)]
+    before = [ModelSnapshot.of(model) for model in models]
+    state, inputs = torch.get_rng_state(), x.clone()
+    _predict(predictor, x)
+    for model, old in zip(models, before, strict=True):
+        check_unchanged(model, old)
+    _require(torch.equal(state, torch.get_rng_state()), "PyTorch's own generator was used although one was given")
+    _require(torch.equal(x, inputs), "the inputs were changed")
+
+
+def _check_alone(predictor: Any, x: Tensor) -> None:
+    """Where the seed does not matter, neither do the other inputs of the batch."""
+    whole = _predict(predictor, x)
+    if not torch.equal(whole.mean, _predict(predictor, x, _SEED + 1).mean):
+        return
+    alone = torch.cat([_predict(predictor, x[i : i + 1]).mean for i in range(len(x))])
+    torch.testing.assert_close(alone, whole.mean, msg="an input alone is predicted otherwise than among others")
+
+
+def _check_bad_input(predictor: Any, x: Tensor) -> None:
+    bad = x.clone()
+    bad[1] = math.nan
+    try:
+        predictor.predict(bad)
+    except InputError:
+        return
+    raise AssertionError("inputs that are NaN must raise an InputError (DataError)")
+
+
+def _check_gradient(predictor: Any, x: Tensor) -> None:
+    """The derivative of the summed log of the mean along a random direction, for the same samples."""
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(_SEED), dtype=x.dtype)
+
+    def value(inputs: Tensor, **options: Any) -> Tensor:
+        found = _predict(predictor, inputs, **options).mean
+        return (found.square() + found).sum()
+
+    point = x.clone().requires_grad_()
+    answer = value(point, differentiable=True)
+    _require(answer.requires_grad, "differentiable=True gave a prediction without a gradient in x")
+    exact = (torch.autograd.grad(answer, point)[0] * direction).sum()
+    step = 1e-5
+    with torch.no_grad():
+        numeric = (value(x + step * direction) - value(x - step * direction)) / (2 * step)
+    torch.testing.assert_close(exact, numeric, rtol=1e-3, atol=1e-5, msg="the gradient in x is wrong")

@@ -1,0 +1,230 @@
+"""evaluate() against the metrics themselves, results through JSON, comparisons, bad input."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from aftermap import metrics as m
+from aftermap.baselines import Deterministic, Ensemble, MCDropout, Particles
+from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
+from aftermap.evaluation import FGSM, Results, TargetedAttack, compare, evaluate
+from aftermap.laplace import Laplace
+from aftermap.likelihoods import Gaussian
+from aftermap.predictive import Prediction
+from tests.baselines.test_contract import make_net, seeded
+
+
+def batches(n=60, seed=1, shift=0.0, outputs=4):
+    generator = seeded(seed)
+    x = torch.randn(n, 3, dtype=torch.float64, generator=generator) + shift
+    y = torch.randint(outputs, (n,), generator=generator)
+    return [(x[:25], y[:25]), (x[25:], y[25:])]
+
+
+def joined(data):
+    return tuple(torch.cat(parts) for parts in zip(*data, strict=True))
+
+
+def ensemble():
+    return Ensemble([make_net(seed=s) for s in (0, 4, 5)])
+
+
+def test_classification_numbers():
+    data, other = batches(), batches(40, seed=2, shift=3.0)
+    predictor = ensemble()
+    found = evaluate(predictor, data, ood={"far": other}, n_resamples=20)
+    (x, y), (far, _) = joined(data), joined(other)
+    p, q = predictor.predict(x), predictor.predict(far)
+    assert found["accuracy"] == pytest.approx(m.accuracy(p.mean, y))
+    assert found["nll"] == pytest.approx(m.nll(p.mean, y))
+    assert found["ece"] == pytest.approx(m.ece(p.mean, y))
+    assert found["brier"] == pytest.approx(m.brier(p.mean, y))
+    assert found["auroc_errors"] == pytest.approx(m.auroc(p.total, m.misclassified(p.mean, y)))
+    assert found["mutual_information"] == pytest.approx(p.epistemic.mean().item())
+    for score in ("entropy", "mutual_information", "variance", "max_probability"):
+        expected = m.auroc(*m.labelled_scores(p.score(score), q.score(score)))
+        assert found[f"far/{score}/auroc"] == pytest.approx(expected)
+    assert found["far/entropy/fpr95"] == pytest.approx(m.fpr_at_tpr(*m.labelled_scores(p.total, q.total)))
+    for metric in found.flat().values():
+        assert metric.lower <= metric.upper
+    assert found.metrics["nll"].lower < found["nll"] < found.metrics["nll"].upper
+
+
+def test_table_has_one_row_per_input():
+    data, other = batches(), batches(40, seed=2)
+    found = evaluate(ensemble(), data, ood={"far": other}, n_resamples=0)
+    assert {len(column) for column in found.table.values()} == {100}
+    assert found.table["set"].count("far") == 40
+    assert found.table["nll"][99] is None
+    x, y = joined(data)
+    assert found.table["target"][:60] == y.tolist()
+    assert found.table["correct"][3] == (ensemble().predict(x[3:4]).labels.item() == y[3].item())
+    assert sum(found.table["nll"][:60]) / 60 == pytest.approx(found["nll"])
+    assert evaluate(ensemble(), data, n_resamples=0, table=False).table == {}
+
+
+def test_regression_numbers():
+    generator = seeded()
+    x = torch.randn(50, 3, dtype=torch.float64, generator=generator)
+    y = torch.randn(50, 2, dtype=torch.float64, generator=generator)
+    net = make_net(2)
+    la = Laplace(net, Gaussian(noise=0.8)).fit([(x, y)])
+    found, p = evaluate(la, [(x[:20], y[:20]), (x[20:], y[20:])], n_resamples=10), la.predict(x)
+    assert found["rmse"] == pytest.approx(m.rmse(p.mean, y))
+    assert found["nll"] == pytest.approx(-p.log_prob(y).mean().item())
+    assert found["crps"] == pytest.approx(m.crps_gaussian(p.mean, p.total, y))
+    assert found["coverage_0.9"] == pytest.approx(m.coverage(*p.interval(0.9), y))
+    assert found["width_0.9"] == pytest.approx(m.mean_width(*p.interval(0.9)))
+    assert found["chi_square"] == pytest.approx(m.chi_square(p.mean, p.total, y))
+    assert found["interval_score_0.95"] == pytest.approx(m.interval_score(*p.interval(0.95), y))
+
+
+def test_binary_counts_and_positions():
+    x = torch.randn(30, 3, dtype=torch.float64, generator=seeded())
+    labels = (x[:, :1] > 0).double()
+    binary = evaluate(Deterministic(nn.Linear(3, 1).double(), "binary"), [(x, labels)], n_resamples=0)
+    p = Deterministic(nn.Linear(3, 1).double(), "binary").predict(x)
+    assert 0 <= binary["accuracy"] <= 1
+    assert p.kind == binary.kind
+    counts = evaluate(Deterministic(nn.Linear(3, 2).double(), "counts"), [(x, torch.ones(30, 2))], n_resamples=0)
+    assert math.isfinite(counts["nll"])
+    tokens = torch.randn(12, 5, 3, dtype=torch.float64, generator=seeded())
+    targets = torch.randint(4, (12, 5), generator=seeded())
+    targets[0, 2:] = -100
+    net = nn.Linear(3, 4).double()
+    found = evaluate(Deterministic(net), [(tokens, targets)], n_resamples=0)
+    keep = targets != -100
+    assert found["accuracy"] == pytest.approx(m.accuracy(net(tokens).softmax(-1)[keep], targets[keep]))
+
+
+def test_seed_repeats_and_json_round_trip(tmp_path):
+    data = batches()
+    predictor = MCDropout(make_net(), samples=4)
+    settings = {"ood": {"far": batches(20, seed=3)}, "n_resamples": 5, "seed": 3}
+    attacks = [FGSM(steps=(0.0, 0.2)), TargetedAttack(iterations=2)]
+    first, again = (evaluate(predictor, data, attacks=attacks, name="dropout", **settings) for _ in range(2))
+    assert first.to_dict()["metrics"] == again.to_dict()["metrics"]
+    assert first.attacks == again.attacks
+    assert set(first.attacks) == {"fgsm", "targeted_0"}
+    path = tmp_path / "results.json"
+    first.to_json(path)
+    loaded = Results.from_json(path)
+    assert loaded.to_dict() == json.loads(path.read_text())
+    assert loaded["far/entropy/auroc"] == first["far/entropy/auroc"]
+    assert Results.from_json(first.to_json()).metrics == first.metrics
+    facts = first.provenance
+    assert facts["data_hash"].startswith("sha256:")
+    assert facts["torch"] == torch.__version__
+    assert facts["seed"] == 3
+    assert [p.name for p in tmp_path.iterdir()] == ["results.json"]
+    assert "dropout: classification, 60 examples" in str(first)
+
+
+def test_data_hash_sees_every_change():
+    data = batches()
+    changed = [(data[0][0], data[0][1].roll(1)), data[1]]
+    hashes = [
+        evaluate(Deterministic(make_net()), d, n_resamples=0).provenance["data_hash"] for d in (data, data, changed)
+    ]
+    assert hashes[0] == hashes[1]
+    assert hashes[0] != hashes[2]
+
+
+def test_comparison_table():
+    data = batches()
+    results = [
+        evaluate(p, data, name=n, n_resamples=0) for n, p in (("map", Deterministic(make_net())), ("ens", ensemble()))
+    ]
+    table = compare(results, ["accuracy", "nll"], extras={"map": {"seconds": 1.25}})
+    assert table.best("accuracy") == max(results, key=lambda r: r["accuracy"]).name
+    assert table.best("nll") == min(results, key=lambda r: r["nll"]).name
+    assert table.to_dict()["map"]["seconds"] == 1.25
+    lines = str(table).splitlines()
+    assert lines[0].split() == ["method", "accuracy", "nll", "seconds"]
+    assert len({len(line) for line in lines[:4]}) == 1
+    with pytest.raises(InputError, match="no result has speed"):
+        compare(results, ["speed"])
+    with pytest.raises(InputError, match="different names"):
+        compare([results[0], results[0]])
+    with pytest.raises(InputError, match="different data"):
+        compare([results[0], evaluate(ensemble(), batches(seed=9), name="other", n_resamples=0)])
+    with pytest.raises(InputError, match="no number called"):
+        results[0]["speed"]
+
+
+def test_options_reach_the_predictor():
+    net, data = make_net(), batches()
+    own = {n: p.detach() for n, p in net.named_parameters()}
+    particles = Particles(net, [own, {n: -p for n, p in own.items()}])
+    found = evaluate(particles, data, options={"samples": 1}, n_resamples=0)
+    assert found["mutual_information"] == pytest.approx(0.0, abs=1e-12)
+    assert found.provenance["options"] == {"samples": 1}
+
+
+def test_bad_input(tmp_path):
+    data, net = batches(), make_net()
+    with pytest.raises(InputError, match="baselines.Deterministic"):
+        evaluate(net, data)
+    with pytest.raises(ShapeError, match="OOD set 'wide' has inputs of shape"):
+        evaluate(Deterministic(net), data, ood={"wide": [(torch.ones(5, 4).double(), torch.zeros(5))]})
+    with pytest.raises(DataError, match="not a single batch"):
+        evaluate(Deterministic(net), [])
+    with pytest.raises(DataError, match="not a single batch"):
+        evaluate(Deterministic(net), data, ood={"none": []})
+    with pytest.raises(DataError, match="labels must lie in"):
+        evaluate(Deterministic(net), [(data[0][0], data[0][1] + 3)])
+    with pytest.raises(InputError, match="must be integers"):
+        evaluate(Deterministic(net), [(data[0][0], data[0][1].double())])
+    with pytest.raises(DataError, match="not finite"):
+        evaluate(Deterministic(net), [(data[0][0] * math.nan, data[0][1])])
+    with pytest.raises(InputError, match="allowed are 'entropy'"):
+        evaluate(Deterministic(net), data, ood={"far": data}, scores=["surprise"])
+    with pytest.raises(InputError, match="n_resamples"):
+        evaluate(Deterministic(net), data, n_resamples=1)
+    with pytest.raises(InputError, match="attacks must be"):
+        evaluate(Deterministic(net), data, attacks=["fgsm"])
+    with pytest.raises(DataError, match="no tensor of targets"):
+        evaluate(Deterministic(net), [(data[0][0], None)])
+    with pytest.raises(DataError, match="not JSON"):
+        Results.from_json("{")
+    (tmp_path / "old.json").write_text('{"schema": 0}')
+    with pytest.raises(DataError, match="another schema"):
+        Results.from_json(tmp_path / "old.json")
+
+
+def test_frame_needs_pandas():
+    found = evaluate(ensemble(), batches(), n_resamples=0)
+    try:
+        import pandas  # noqa: F401
+    except ImportError:
+        with pytest.raises(UnsupportedError, match="needs pandas"):
+            found.to_frame()
+    else:
+        assert len(found.to_frame()) == 60
+
+
+class Mine:
+    """The whole contract: predict(x) and nothing else."""
+
+    def __init__(self, factor=1.0):
+        self.factor = factor
+
+    def predict(self, x):
+        p = x.softmax(-1) * self.factor
+        nats = torch.special.entr(p).sum(-1)
+        return Prediction("classification", p, torch.zeros_like(nats), nats, nats)
+
+
+def test_a_predictor_of_your_own():
+    x = torch.randn(20, 3, generator=seeded())
+    found = evaluate(Mine(), [(x, x.argmax(1))], ood={"wide": [(x * 5, x.argmax(1))]}, n_resamples=0)
+    assert found["accuracy"] == 1.0
+    assert "auroc_errors" not in found.metrics  # without a single error there is nothing to detect
+    assert "wide/variance/auroc" not in found.flat()
+    with pytest.raises(DataError, match="must sum to one"):
+        evaluate(Mine(0.9), [(x, x.argmax(1))])
+    with pytest.raises(UnsupportedError, match="variance"):
+        evaluate(Mine(), [(x, x.argmax(1))], ood={"wide": [(x, x.argmax(1))]}, scores=["variance"])
