@@ -8,6 +8,7 @@ from aftermap.predictive.linearised import (
     latent_gaussians,
 )
 from aftermap.predictive.links import LINKS, gaussian_prediction, samples_prediction
+from aftermap.predictive.local import locally_sampled_outputs
 from aftermap.predictive.prediction import Prediction
 from aftermap.predictive.predictor import PosteriorPredictor
 from aftermap.predictive.sampling import draw_weights, sampled_outputs
@@ -25,6 +26,7 @@ __all__ = [
     "gaussian_prediction",
     "joint_covariance",
     "latent_gaussians",
+    "locally_sampled_outputs",
     "sampled_outputs",
     "samples_prediction",
 ]

@@ -16,12 +16,13 @@ from torch.func import functional_call, jacrev, jvp, vmap
 
 from aftermap.batches import Batch, call_model
 from aftermap.curvature.functional import evaluating, prepare_forward_mode
-from aftermap.curvature.jacobian import jacobian_steps
+from aftermap.curvature.jacobian import check_chosen, jacobian_steps
 from aftermap.curvature.probe import Probe, check_outputs
 from aftermap.errors import InputError
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, Posterior
 from aftermap.posteriors.blocks import flatten_batch
+from aftermap.predictive.sampling import weight_samples
 
 __all__ = ["LatentGaussian", "differentiable_latent", "function_samples", "joint_covariance", "latent_gaussians"]
 
@@ -115,7 +116,7 @@ def joint_covariance(model: nn.Module, posterior: Posterior, batch: Batch, found
         if batch.size * values.shape[1] * posterior.n_params > _JOINT_NUMBERS:
             raise InputError(
                 f"the joint covariance of {batch.size} inputs with {values.shape[1]} outputs over {posterior.n_params:,} parameters "
-                "needs a Jacobian that is too large; ask for fewer inputs, or draw function samples (predict(..., joint_samples=n))"
+                "needs a Jacobian that is too large; ask for fewer inputs, or draw function_samples(x, n)"
             )
         if position == 0:
             means.append(values)
@@ -138,18 +139,22 @@ def function_samples(
     def outputs(params: Params) -> Tensor:
         return call_model(lambda *a, **k: functional_call(model, params, a, k), inputs)
 
-    drawn = []
+    drawn: list[Tensor] = []
     with evaluating(model), torch.no_grad():
-        weights = posterior.sample(count, generator)
-        for number in range(count):
-            direction = {n: weights[n][number] - posterior.mean[n] for n in posterior.names}
+        for weights in weight_samples(posterior, count, generator):
+            direction = {n: weights[n] - posterior.mean[n] for n in posterior.names}
             moved = jvp(outputs, (mean,), (direction,))
             drawn.append(moved[0] + moved[1])
     return torch.stack(drawn)
 
 
 def differentiable_latent(
-    model: nn.Module, posterior: Posterior, inputs: Tensor, *, diagonal: bool = False
+    model: nn.Module,
+    posterior: Posterior,
+    inputs: Tensor,
+    *,
+    diagonal: bool = False,
+    outputs: Sequence[int] | None = None,
 ) -> LatentGaussian:
     """Mean and covariance that can be differentiated in ``inputs`` (Bayesian optimisation, attacks, saliency).
 
@@ -164,9 +169,12 @@ def differentiable_latent(
         except RuntimeError:  # an operation without a batching rule: the loop makes the same numbers
             mean, lines = _looped_jacobian(model, params, inputs)
     check_outputs(mean, len(inputs))
+    check_chosen(outputs, mean.shape[-1])
+    if outputs is not None:
+        lines = {n: v.unflatten(0, (-1, mean.shape[-1]))[:, list(outputs)].flatten(0, 1) for n, v in lines.items()}
     left = flatten_batch(lines, posterior.names)
     right = flatten_batch(posterior.covariance_mv(lines), posterior.names)
-    var = (left * right).sum(-1).T.reshape(mean.shape)
+    var = (left * right).sum(-1).T.reshape(*mean.shape[:-1], -1)
     if diagonal:
         return LatentGaussian(mean, None, var, {})
     if mean.dim() != 2:

@@ -2,31 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, call_model, check_device, check_inputs, unpack_inputs
-from aftermap.curvature.probe import Probe, check_outputs, probe
-from aftermap.errors import InputError
-from aftermap.likelihoods import Likelihood
+from aftermap.batches import Batch, call_model, check_device, check_inputs, tensors_of, unpack_inputs
+from aftermap.curvature.jacobian import check_chosen
+from aftermap.curvature.probe import Probe, check_modes, check_outputs, probe
+from aftermap.errors import AftermapError, DataError, InputError
+from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.params import Params
 from aftermap.predictive.linearised import (
+    LatentGaussian,
     differentiable_latent,
     function_samples,
     joint_covariance,
     latent_gaussians,
 )
 from aftermap.predictive.links import gaussian_prediction, samples_prediction
+from aftermap.predictive.local import locally_sampled_outputs
 from aftermap.predictive.prediction import Prediction
 from aftermap.predictive.sampling import sampled_outputs
 from aftermap.predictive.weights import WeightsWatch
 
-__all__ = ["KINDS", "PosteriorPredictor"]
+__all__ = ["KINDS", "PosteriorPredictor", "model_errors_explained"]
 
 KINDS = ("linearised", "sampling")
+
+
+@contextmanager
+def model_errors_explained(model: nn.Module, inputs: Callable[[], Any]) -> Iterator[None]:
+    """An error of the model itself, on inputs that it does not accept, is said to be one.
+
+    Args:
+        model: the network.
+        inputs: hands out what it was given; asked only after an error.
+
+    Raises:
+        InputError: something failed inside, and the model alone fails on the inputs, too.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, AftermapError):
+            raise
+        given = inputs()
+        try:
+            with torch.no_grad():
+                call_model(model, given)
+        except RuntimeError as own:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(given))
+            raise InputError(f"the model does not accept inputs of shape {shapes}: {own}") from error
+        raise
 
 
 class PosteriorPredictor:
@@ -59,11 +89,15 @@ class PosteriorPredictor:
     def inputs(self, x: Any) -> Batch:
         """Inputs, checked and moved to the model's device."""
         self._watch.check(self.model)
+        check_modes(self.model)
         device, dtype = check_device(self.model)
         batch = unpack_inputs(x).to(device)
         check_inputs(batch.inputs, dtype)
+        if batch.size == 0:
+            raise DataError("the inputs hold no example; there is nothing to predict")
         return batch
 
+    @torch.inference_mode(False)
     def predict(
         self,
         x: Any,
@@ -74,6 +108,7 @@ class PosteriorPredictor:
         diagonal: bool = False,
         outputs: Sequence[int] | None = None,
         weights: list[Params] | None = None,
+        local: bool = False,
         differentiable: bool = False,
         generator: torch.Generator | None = None,
     ) -> Prediction:
@@ -85,29 +120,31 @@ class PosteriorPredictor:
             link: from latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
             samples: of the link (mc), or weight samples.
             diagonal: only variances of the outputs, no covariances.
-            outputs: only these of the C outputs (regression): their variances; cheaper.
+            outputs: only these of the C outputs of a regression; cheaper.
             weights: a fixed set of weight samples for kind="sampling" (`ensemble`).
+            local: kind="sampling": draw the outputs of Linear layers, afresh for every example, instead of their weights
+                (`predictive.local`): less noise in averages over inputs, but no common weights.
             differentiable: keep the gradient in x (small batches).
             generator: for the samples.
         """
         if kind not in KINDS:
             raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
+        if local and (kind != "sampling" or weights is not None):
+            raise InputError(
+                "local=True draws layer outputs for kind='sampling'; it has no use for weights= or other kinds"
+            )
+        likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
         batch = self.inputs(x)
-        if kind == "sampling":
-            with torch.set_grad_enabled(differentiable):
-                values = sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
-            return samples_prediction(self.likelihood, values)
-        if differentiable:
-            if not isinstance(batch.inputs, Tensor):
-                raise InputError("differentiable=True needs a single tensor as input")
-            latent = differentiable_latent(self.model, self.posterior, batch.inputs, diagonal=diagonal)
-        else:
-            latent = latent_gaussians(
-                self.model, self.posterior, batch, self.probe(batch), diagonal=diagonal, outputs=outputs
-            )[0]
+        with model_errors_explained(self.model, lambda: batch.inputs):
+            if kind == "sampling":
+                with torch.set_grad_enabled(differentiable):
+                    values = self._sampled(batch, samples, weights, local, generator)
+                check_chosen(outputs, values.shape[-1])
+                return samples_prediction(likelihood, values if outputs is None else values[..., list(outputs)])
+            latent = self._linearised(batch, diagonal, outputs, differentiable)
         mean = latent.mean if outputs is None else latent.mean[..., list(outputs)]
         return gaussian_prediction(
-            self.likelihood,
+            likelihood,
             mean,
             latent.cov,
             latent_var=latent.var if latent.cov is None else None,
@@ -116,6 +153,25 @@ class PosteriorPredictor:
             generator=generator,
         )
 
+    def _sampled(
+        self, batch: Batch, samples: int, weights: list[Params] | None, local: bool, generator: torch.Generator | None
+    ) -> Tensor:
+        if local:
+            return locally_sampled_outputs(self.model, self.posterior, batch, self.probe(batch), samples, generator)
+        return sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
+
+    def _linearised(
+        self, batch: Batch, diagonal: bool, outputs: Sequence[int] | None, differentiable: bool
+    ) -> LatentGaussian:
+        if not differentiable:
+            return latent_gaussians(
+                self.model, self.posterior, batch, self.probe(batch), diagonal=diagonal, outputs=outputs
+            )[0]
+        if not isinstance(batch.inputs, Tensor):
+            raise InputError("differentiable=True needs a single tensor as input")
+        return differentiable_latent(self.model, self.posterior, batch.inputs, diagonal=diagonal, outputs=outputs)
+
+    @torch.inference_mode(False)
     def map_prediction(self, x: Any) -> Prediction:
         """The network's own answer as a Prediction without epistemic uncertainty."""
         with torch.no_grad():
@@ -123,17 +179,37 @@ class PosteriorPredictor:
         check_outputs(outputs, len(outputs))
         return gaussian_prediction(self.likelihood, outputs, latent_var=torch.zeros_like(outputs))
 
+    @torch.inference_mode(False)
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
         batch = self.inputs(x)
-        return joint_covariance(self.model, self.posterior, batch, self.probe(batch))
+        with model_errors_explained(self.model, lambda: batch.inputs):
+            return joint_covariance(self.model, self.posterior, batch, self.probe(batch))
 
+    @torch.inference_mode(False)
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Samples of the linearised network's outputs with the true correlation between inputs: [count, N, ..., C]."""
-        return function_samples(self.model, self.posterior, self.inputs(x).inputs, count, generator)
+        batch = self.inputs(x)
+        with model_errors_explained(self.model, lambda: batch.inputs):
+            return function_samples(self.model, self.posterior, batch.inputs, count, generator)
 
+    @torch.inference_mode(False)
     def variance_by_layer(self, x: Any) -> Mapping[str, Tensor]:
         """Each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
         batch = self.inputs(x)
-        found = latent_gaussians(self.model, self.posterior, batch, self.probe(batch), diagonal=True, by_layer=True)
+        with model_errors_explained(self.model, lambda: batch.inputs):
+            found = latent_gaussians(self.model, self.posterior, batch, self.probe(batch), diagonal=True, by_layer=True)
         return found[0].by_layer
+
+
+def _of_outputs(likelihood: Likelihood, outputs: Sequence[int]) -> Likelihood:
+    """The likelihood of some outputs alone."""
+    if not isinstance(likelihood, Gaussian):
+        raise InputError(
+            f"outputs= chooses among the outputs of a regression; a prediction of {type(likelihood).__name__} needs all of them"
+        )
+    noise = likelihood.noise
+    if not isinstance(noise, Tensor) or noise.dim() == 0:
+        return likelihood
+    check_chosen(outputs, len(noise))
+    return Gaussian(noise[list(outputs)])
