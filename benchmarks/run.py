@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import predictive
 from benchmarks.curvature import measure, scaling, table
 from benchmarks.models import MODELS
 from benchmarks.plots import plot_ratios, plot_scaling
@@ -18,7 +19,7 @@ from benchmarks.timing import machine, source
 __all__ = ["main"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
-BENCHMARKS = ("curvature", "scaling")
+BENCHMARKS = ("curvature", "scaling", "predictive")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -65,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path.write_text(json.dumps(results, indent=1) + "\n")
         plot_scaling(results, asked.output / "scaling.png")
         print(json.dumps(results["scaling"]))
+    if asked.only in (None, "predictive"):
+        found = predictive.measure(repeats=asked.repeats, memory=not (asked.quick or asked.no_memory))
+        found["machine"] = machine() | {"repeats": asked.repeats, "source": before}
+        (asked.output / "predictive.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(predictive.table(found))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,13 @@ class Batch:
 
         weight = None if self.weight is None else move(self.weight)
         return Batch(_map(move, self.inputs), _map(move, self.targets), weight, self.size)
+
+    def pieces(self, size: int) -> Iterator[Batch]:
+        """The same examples, ``size`` at a time."""
+        for start in range(0, self.size, size):
+            index = torch.arange(start, min(start + size, self.size))
+            weight = None if self.weight is None else self.weight[index.to(self.weight.device)]
+            yield Batch(take(self.inputs, index, self.size), take(self.targets, index, self.size), weight, len(index))
 
 
 def unpack_batch(batch: Any, unpack: Unpack | None = None) -> Batch:

@@ -144,6 +144,14 @@ class Seen:
     roots: list[RootCall] = field(default_factory=list)
     leaves: dict[str, Tensor] = field(default_factory=dict)
 
+    def forget(self) -> None:
+        """Lets go of the graph: its nodes hold hooks, and the hooks hold what they report to."""
+        for root in self.roots:
+            root.args, root.kwargs, root.output, root.grad = (), {}, None, None
+        self.roots.clear()
+        self.calls.clear()
+        self.leaves.clear()
+
 
 @contextmanager
 def observe(

@@ -7,6 +7,7 @@ from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.grid import GridResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.saving import load
+from aftermap.laplace.subnetwork import Subnetwork
 
 __all__ = [
     "CheckReport",
@@ -15,6 +16,7 @@ __all__ = [
     "FitReport",
     "GridResult",
     "Laplace",
+    "Subnetwork",
     "check_predictive",
     "estimate_costs",
     "fit",

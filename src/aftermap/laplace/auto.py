@@ -14,6 +14,7 @@ from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.check import CheckReport, check_predictive
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.laplace import Laplace
+from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.params import Selection
 from aftermap.progress import announce
@@ -78,6 +79,10 @@ def fit(
     Returns:
         A fitted and tuned `Laplace`; ``.report`` tells how it was chosen and checked.
     """
+    if isinstance(params, Subnetwork):
+        raise InputError(
+            "fit chooses among structures of whole layers; for a subnetwork use Laplace(..., params=Subnetwork(...))"
+        )
     parsed = parse_likelihood(likelihood)
     costs = estimate_costs(model, train_loader, parsed, params=params, unpack=unpack)
     chosen = _choose(costs, structure, memory_limit, time_limit)

@@ -15,17 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aftermap.batches import Batch
+from aftermap.batches import Batch, call_model
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
+from aftermap.params import swapped
 from aftermap.posteriors import GaussianPosterior
 from aftermap.predictive import (
     PosteriorPredictor,
     gaussian_prediction,
     latent_gaussians,
-    sampled_outputs,
     samples_prediction,
 )
 from aftermap.predictive.predictor import KINDS
+from aftermap.predictive.sampling import weight_samples
 
 __all__ = ["GridResult", "tune_on_validation"]
 
@@ -198,17 +199,14 @@ def _sampled(
 ) -> Tensor:
     values = torch.empty(len(variants), len(cs), dtype=torch.float64)
     for i, variant in enumerate(variants):
-        for j, c in enumerate(cs):
-            # with_prior(τ·c, scale·c) divides the covariance by c.
-            scaled = variant.with_prior(
-                prior=variant.prior.with_precision({n: p * c for n, p in variant.prior.precision.items()}),
-                scale=variant.scale * c,
-            )
-            with torch.no_grad():
-                outputs = sampled_outputs(
-                    predictor.model, scaled, batch.inputs, samples, torch.Generator().manual_seed(0)
-                )
-            values[i, j] = (
-                -samples_prediction(predictor.likelihood, outputs).log_prob(batch.targets).sum().to(torch.float64)
-            )
+        drawn: list[list[Tensor]] = [[] for _ in cs]
+        for weights in weight_samples(variant, samples, torch.Generator().manual_seed(0)):
+            for j, c in enumerate(cs):
+                # A covariance divided by c is the same draw with a deviation divided by √c.
+                near = {n: variant.mean[n] + (w - variant.mean[n]) / math.sqrt(c) for n, w in weights.items()}
+                with torch.no_grad(), swapped(predictor.model, near):
+                    drawn[j].append(call_model(predictor.model, batch.inputs))
+        for j, outputs in enumerate(drawn):
+            prediction = samples_prediction(predictor.likelihood, torch.stack(outputs))
+            values[i, j] = -prediction.log_prob(batch.targets).sum().to(torch.float64)
     return values

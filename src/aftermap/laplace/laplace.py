@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Unpack, check_device, iterate
+from aftermap.batches import Batch, Unpack, check_device, iterate
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.last_layer import find_last_layer
 from aftermap.errors import InputError, NotFittedError
@@ -17,10 +17,18 @@ from aftermap.laplace.evidence import EvidenceResult, log_evidence, maximise_evi
 from aftermap.laplace.forming import curvature_structure, form_posterior
 from aftermap.laplace.grid import GridResult, tune_on_validation
 from aftermap.laplace.noise import Observation
+from aftermap.laplace.subnetwork import (
+    Subnetwork,
+    fit_subnetwork,
+    is_subnetwork,
+    subnetwork_structure,
+    with_fixed_means,
+)
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors.prior import PriorSpec
 from aftermap.predictive import PosteriorPredictor, Prediction, WeightsWatch, draw_weights
+from aftermap.predictive.predictor import model_errors_explained
 
 __all__ = ["Laplace"]
 
@@ -36,7 +44,8 @@ class Laplace:
         likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
         structure: of H: kron, ekfac, kfra, diagonal, full, low_rank, hessian, or matrix_free (the full GGN by products
             with the data, preconditioned by Kronecker factors).
-        params: which weights are uncertain: "all", "last_layer", names, a regular expression, a function.
+        params: which weights are uncertain: "all", "last_layer", names, a regular expression, a function, or a
+            `Subnetwork` (single weights, with their full covariance).
         curvature: exact, rademacher, sampled, empirical, or auto.
         prior_precision: one number, one per layer, or a mapping; see `posteriors.Prior`. `tune` finds it.
         prior_mean: a number or tensors by name.
@@ -60,7 +69,7 @@ class Laplace:
         likelihood: str | Likelihood,
         *,
         structure: str = "kron",
-        params: Selection = "all",
+        params: Selection | Subnetwork = "all",
         curvature: str = "auto",
         prior_precision: PriorSpec = 1.0,
         prior_mean: float | Params = 0.0,
@@ -74,16 +83,13 @@ class Laplace:
         for name, value in (("data_scale", data_scale), ("temperature", temperature)):
             if not isinstance(value, int | float) or not 0 < value < float("inf"):
                 raise InputError(f"{name}={value!r} must be a positive and finite number")
+        if isinstance(params, Subnetwork):
+            structure = subnetwork_structure(structure, damping)
         self.model = model
         self.observation = Observation.split(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
-        self.prior_mean, self.damping, self.approach, self.rank, self.strict = (
-            prior_mean,
-            damping,
-            approach,
-            rank,
-            strict,
-        )
+        self.prior_mean, self.damping, self.approach = prior_mean, damping, approach
+        self.rank, self.strict = rank, strict
         self.data_scale, self.temperature = float(data_scale), float(temperature)
         self.tuning: EvidenceResult | GridResult | None = None
         self.report: Any = None
@@ -169,27 +175,10 @@ class Laplace:
         """
         if update:
             self._check_weights()
-        params = self.params
-        if params == "last_layer":
-            device, dtype = check_device(self.model)
-            batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
-            params = find_last_layer(self.model, batch)
-        factors = fit_curvature(
-            self.model,
-            data,
-            self.observation.base,
-            structure=curvature_structure(self.structure, update),
-            params=params,
-            curvature=self.curvature,
-            approach=self.approach,
-            samples=samples,
-            passes=passes,
-            rank=self.rank,
-            strict=self.strict,
-            unpack=unpack,
-            generator=generator,
-            progress=progress,
-        )
+        with model_errors_explained(self.model, lambda: self._first(data, unpack).inputs):
+            factors = self._curvature(
+                data, update, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
+            )
         prior: PriorSpec = self._prior_precision
         if update and self._factors is not None:
             factors = self._factors + factors
@@ -200,7 +189,7 @@ class Laplace:
             factors,
             mean,
             prior,
-            prior_mean=self.prior_mean,
+            prior_mean=with_fixed_means(factors, mean, self.prior_mean),
             scale=self._scale(),
             damping=self.damping,
             model=self.model,
@@ -212,6 +201,33 @@ class Laplace:
         self._factors, self._posterior, self._unpack, self._predictor = factors, posterior, unpack, None
         self._watch = WeightsWatch.of(self.model)
         return self
+
+    def _first(self, data: Iterable[Any], unpack: Unpack | None) -> Batch:
+        device, dtype = check_device(self.model)
+        return next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
+
+    def _curvature(self, data: Iterable[Any], update: bool, **options: Any) -> Factors:
+        """The curvature of these data alone."""
+        kept = self._factors if update else None
+        options["curvature"] = self.curvature
+        if isinstance(self.params, Subnetwork) or is_subnetwork(kept):
+            prior, scale = self._prior_precision, self._scale()
+            base = self.observation.base
+            return fit_subnetwork(self.params, kept, self.model, data, base, prior, scale, **options)
+        params = self.params
+        if params == "last_layer":
+            params = find_last_layer(self.model, self._first(data, options["unpack"]))
+        return fit_curvature(
+            self.model,
+            data,
+            self.observation.base,
+            structure=curvature_structure(self.structure, update),
+            params=params,
+            approach=self.approach,
+            rank=self.rank,
+            strict=self.strict,
+            **options,
+        )
 
     def restore(self, observation: Observation, factors: Factors, posterior: Any) -> None:
         """Takes over a fit that was saved."""
@@ -287,23 +303,23 @@ class Laplace:
         precisions: Sequence[float] | None,
         scales: Sequence[float] | None,
     ) -> Laplace:
+        before = self.observation, self._posterior
         if noise and self.observation.tunable:
             # The noise follows from the training residuals; the grid then decides on the rest.
-            level = maximise_evidence(self.posterior, self.factors, self.observation, self.power, per_layer=False).level
-            self._set(None, level=level)
+            how = "mackay" if self.damping == "exact" else "lbfgs"
+            found_noise = maximise_evidence(
+                self.posterior, self.factors, self.observation, self.power, method=how, per_layer=False
+            )
+            self._set(None, level=found_noise.level)
         device, dtype = check_device(self.model)
         batches = iterate(val_loader, device=device, dtype=dtype, unpack=self._unpack)
         base = float(self.observation.curvature_scale()) / self.temperature
-        found = tune_on_validation(
-            self.predictor,
-            batches,
-            base,
-            kind=kind,
-            link=link,
-            samples=samples,
-            precisions=precisions,
-            scales=scales,
-        )
+        options: dict[str, Any] = {"kind": kind, "link": link, "samples": samples}
+        try:
+            found = tune_on_validation(self.predictor, batches, base, precisions=precisions, scales=scales, **options)
+        except Exception:
+            self.observation, self._posterior = before
+            raise
         self.data_scale = found.data_scale
         self._set(found.precision)
         self.tuning = found

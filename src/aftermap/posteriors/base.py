@@ -17,6 +17,7 @@ from aftermap.curvature.full import FullBlock
 from aftermap.curvature.kron import KronBlock
 from aftermap.curvature.low_rank import LowRankBlock
 from aftermap.curvature.step import VectorStep
+from aftermap.curvature.subset import SubsetBlock
 from aftermap.errors import InputError, ShapeError
 from aftermap.params import Params
 from aftermap.posteriors.blocks import BlockPosterior, join_flat
@@ -25,6 +26,7 @@ from aftermap.posteriors.full import full_block_posterior
 from aftermap.posteriors.kron import DAMPINGS, kron_block_posterior
 from aftermap.posteriors.low_rank import low_rank_block_posterior
 from aftermap.posteriors.prior import Prior, PriorSpec
+from aftermap.posteriors.subset import subset_block_posterior
 
 __all__ = ["GaussianPosterior", "Posterior", "layers_of"]
 
@@ -175,6 +177,8 @@ class GaussianPosterior(Posterior):
                 made.append(full_block_posterior(block, parsed, factor, dtype))
             elif isinstance(block, LowRankBlock):
                 made.append(low_rank_block_posterior(block, parsed, factor, dtype))
+            elif isinstance(block, SubsetBlock):
+                made.append(subset_block_posterior(block, parsed, factor, dtype))
             else:
                 raise InputError(f"there is no posterior for a {type(block).__name__}")
         return GaussianPosterior(mean, tuple(made), parsed, factor, layers, damping)
@@ -211,7 +215,8 @@ class GaussianPosterior(Posterior):
         name = self.names[0]
         lead = difference[name].dim() - self.mean[name].dim()
         energy = join_flat({n: difference[n] * product[n] for n in self.names}, self.names, lead).sum(-1)
-        return 0.5 * (self.log_det_precision() - self.n_params * math.log(2 * math.pi)) - 0.5 * energy
+        uncertain = sum(b.size for b in self.blocks)  # fewer than n_params where some entries are fixed
+        return 0.5 * (self.log_det_precision() - uncertain * math.log(2 * math.pi)) - 0.5 * energy
 
     def log_det_precision(self) -> Tensor:
         return torch.stack([b.log_det_precision().cpu() for b in self.blocks]).sum()

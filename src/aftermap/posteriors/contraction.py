@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from aftermap.curvature.convolution import ConvRows
 from aftermap.curvature.rows import DenseRows, budget
 from aftermap.curvature.step import VectorStep
 
@@ -81,15 +82,28 @@ def _with_sharing(
     stride = budget(2 * step.vectors * layout.size)
     for start in range(0, step.batch.size, stride):
         length = min(stride, step.batch.size - start)
-        turned = step.outer(site, start, length)  # [v, b, g, o, i]
+        turned = _turned_inputs(step, site, start, length, inner)  # [v, b, g, o, i]
         if outer is not None:
             turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
-        if inner is not None:
-            turned = turned @ inner.to(turned.dtype)
         turned = turned.transpose(0, 1)
         for place, table in enumerate(tables):
             found[place].append(_contract(turned, table.to(turned.dtype), diagonal))
     return [torch.cat(parts) for parts in found]
+
+
+def _turned_inputs(step: VectorStep, site: int, start: int, length: int, inner: Tensor | None) -> Tensor:
+    """G U_A for some examples: the rows are turned first where they are fewer than the gradients' rows, v·o."""
+    calls = step.grads[site]
+    rows = calls[0][0].rows
+    if inner is None:
+        return step.outer(site, start, length)
+    if len(calls) == 1 and isinstance(rows, DenseRows | ConvRows):
+        grads = calls[0][1]
+        if rows.shared < step.vectors * grads.shape[-1]:
+            turned = rows.narrow(start, length).dense() @ inner.to(grads.dtype)
+            return DenseRows(turned, ones=False).outer(grads[:, start : start + length])
+    each = step.outer(site, start, length)
+    return each @ inner.to(each.dtype)
 
 
 def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:

@@ -31,6 +31,8 @@ from aftermap.posteriors.prior import Prior
 
 __all__ = ["DAMPINGS", "EigenTable", "KronBlockPosterior", "kron_block_posterior"]
 
+_SAMPLE_NUMBERS = 1 << 20
+
 DAMPINGS = ("exact", "factored", "pi")
 
 
@@ -131,10 +133,12 @@ class KronBlockPosterior(BlockPosterior):
         return turned if self.inner is None else turned @ self.inner.to(values.dtype).transpose(-1, -2)
 
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
-        table = self.precision.detach().rsqrt()
-        like = table.to(self.outer.dtype).expand(count, *table.shape)
-        noise = normal_like(like, generator)
-        return self.layout.split(self.rotate_back(noise * table.to(noise.dtype)))
+        table = self.precision.detach().rsqrt().to(self.outer.dtype)
+        found = table.new_empty(count, *table.shape)
+        # Some at a time: the noise and its rotations stay in the cache.
+        for some in found.split(max(1, _SAMPLE_NUMBERS // table.numel())):
+            some.copy_(self.rotate_back(normal_like(some, generator) * table))
+        return self.layout.split(found)
 
     def _apply(self, values: Params, table: Tensor) -> Params:
         block = self.layout.join(values)

@@ -21,6 +21,7 @@ from aftermap.curvature.full import FullBlock
 from aftermap.curvature.kron import KronBlock
 from aftermap.curvature.layout import Layout
 from aftermap.curvature.low_rank import LowRankBlock
+from aftermap.curvature.subset import SubsetBlock
 from aftermap.errors import DataError, InputError
 from aftermap.posteriors.base import GaussianPosterior
 from aftermap.posteriors.diagonal import DiagonalBlockPosterior
@@ -28,6 +29,7 @@ from aftermap.posteriors.full import FullBlockPosterior
 from aftermap.posteriors.kron import EigenTable, KronBlockPosterior
 from aftermap.posteriors.low_rank import LowRankBlockPosterior
 from aftermap.posteriors.prior import Prior
+from aftermap.posteriors.subset import SubsetBlockPosterior
 
 __all__ = ["BLOCK_KINDS", "SAVED", "StateReader", "StateWriter", "described"]
 
@@ -39,6 +41,7 @@ SAVED: dict[str, type[Any]] = {
         DiagonalBlockPosterior,
         FullBlockPosterior,
         LowRankBlockPosterior,
+        SubsetBlockPosterior,
         EigenTable,
         Prior,
         Factors,
@@ -48,6 +51,7 @@ SAVED: dict[str, type[Any]] = {
         DiagonalBlock,
         FullBlock,
         LowRankBlock,
+        SubsetBlock,
     )
 }
 BLOCK_KINDS: dict[str, tuple[str, ...]] = {
@@ -56,6 +60,7 @@ BLOCK_KINDS: dict[str, tuple[str, ...]] = {
     "DiagonalBlock": ("diagonal",),
     "FullBlock": ("full", "hessian"),
     "LowRankBlock": ("low_rank",),
+    "SubsetBlock": ("subset",),
 }
 
 

@@ -1,0 +1,155 @@
+"""A subnetwork: the S most influential weights with their full covariance, all others fixed (Daxberger et al. 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.curvature import Factors, fit_curvature
+from aftermap.curvature.fit import MAX_FULL
+from aftermap.curvature.subset import SubsetBlock, fit_subset
+from aftermap.errors import InputError
+from aftermap.likelihoods import Likelihood
+from aftermap.params import Params, Selection, named_parameters, select
+from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors.prior import PriorSpec
+
+__all__ = [
+    "SCORES",
+    "Subnetwork",
+    "chosen_entries",
+    "fit_subnetwork",
+    "is_subnetwork",
+    "subnetwork_structure",
+    "with_fixed_means",
+]
+
+SCORES = ("variance", "magnitude")
+
+
+@dataclass(frozen=True)
+class Subnetwork:
+    """Which single weights are uncertain.
+
+    Attributes:
+        size: S, how many; the covariance has S² numbers.
+        score: "variance": the largest marginal variances of a diagonal posterior fitted first (the choice that is nearest to the
+            full posterior in Wasserstein distance among diagonal ones; Daxberger et al. 2021, section 5); "magnitude": the
+            largest absolute values.
+        params: where to choose from.
+
+    >>> Subnetwork(size=100)
+    Subnetwork(size=100, score='variance', params='all')
+    """
+
+    size: int
+    score: str = "variance"
+    params: Selection = "all"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or not 1 <= self.size <= MAX_FULL:
+            raise InputError(
+                f"a subnetwork needs a whole number of weights from 1 to {MAX_FULL:,}, got size={self.size!r}"
+            )
+        if self.score not in SCORES:
+            raise InputError(f"score={self.score!r} is not known; allowed are {', '.join(map(repr, SCORES))}")
+
+
+def is_subnetwork(factors: Factors | None) -> bool:
+    """Whether factors are over single weights."""
+    return factors is not None and isinstance(factors.blocks[0], SubsetBlock)
+
+
+def subnetwork_structure(structure: str, damping: str) -> str:
+    """The structure of a subnetwork: always "full"; the default "kron" of a whole network gives way to it."""
+    if structure not in ("kron", "full") or damping != "exact":
+        raise InputError(
+            f"a subnetwork has a full covariance: structure={structure!r} with damping={damping!r} is not possible; "
+            "allowed are structure='full' and damping='exact'"
+        )
+    return "full"
+
+
+def chosen_entries(
+    subnetwork: Subnetwork,
+    model: nn.Module,
+    data: Iterable[Any],
+    likelihood: Likelihood,
+    prior: PriorSpec,
+    scale: Tensor,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Parameter -> places of the chosen weights in its flattened values, ascending; equal scores by order.
+
+    Args:
+        subnetwork: how many, and by which score.
+        model: the network.
+        data: batches for the diagonal fit of score="variance".
+        likelihood: of their targets.
+        prior: its precision.
+        scale: what multiplies its curvature.
+        options: for `fit_curvature`.
+    """
+    names = select(model, subnetwork.params)
+    weights: Params = {n: named_parameters(model)[n].detach() for n in names}
+    total = sum(w.numel() for w in weights.values())
+    if subnetwork.size > total:
+        raise InputError(f"a subnetwork of {subnetwork.size:,} weights cannot be chosen among {total:,}; lower size=")
+    if subnetwork.score == "magnitude":
+        scores: Mapping[str, Tensor] = {n: w.abs() for n, w in weights.items()}
+    else:
+        factors = fit_curvature(model, data, likelihood, structure="diagonal", params=names, **options)
+        scores = GaussianPosterior.from_factors(factors, weights, prior, scale=scale).marginal_variance()
+    flat = torch.cat([scores[n].reshape(-1).to(torch.float64).cpu() for n in names])
+    best = torch.sort(flat, descending=True, stable=True).indices[: subnetwork.size].sort().values
+    found, start = {}, 0
+    for name in names:
+        size = weights[name].numel()
+        own = best[(best >= start) & (best < start + size)] - start
+        if len(own):
+            found[name] = own
+        start += size
+    return found
+
+
+def fit_subnetwork(
+    subnetwork: Any,
+    previous: Factors | None,
+    model: nn.Module,
+    data: Iterable[Any],
+    likelihood: Likelihood,
+    prior: PriorSpec,
+    scale: Tensor,
+    **options: Any,
+) -> Factors:
+    """Chooses the weights, or keeps those of an earlier fit, and sums their curvature."""
+    if previous is not None and isinstance(previous.blocks[0], SubsetBlock):
+        entries: Mapping[str, Tensor] = previous.blocks[0].entries
+    else:
+        entries = chosen_entries(subnetwork, model, data, likelihood, prior, scale, **options)
+    return fit_subset(model, data, likelihood, entries, **options)
+
+
+def with_fixed_means(factors: Factors, weights: Params, prior_mean: float | Params) -> float | Params:
+    """The prior's mean, where a fixed weight is its own: it then adds nothing to the prior's energy.
+
+    Args:
+        factors: of a subnetwork; others change nothing.
+        weights: the trained ones.
+        prior_mean: a number or tensors by name.
+    """
+    block = factors.blocks[0]
+    if not isinstance(block, SubsetBlock):
+        return prior_mean
+    means: Params = {}
+    for name, places in block.entries.items():
+        given = prior_mean.get(name, 0.0) if isinstance(prior_mean, Mapping) else prior_mean
+        flat = weights[name].to(torch.float64).reshape(-1).clone()
+        wanted = torch.as_tensor(given, dtype=torch.float64, device=flat.device).expand(weights[name].shape)
+        flat[places.to(flat.device)] = wanted.reshape(-1)[places.to(flat.device)]
+        means[name] = flat.reshape(weights[name].shape)
+    return means

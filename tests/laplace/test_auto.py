@@ -1,0 +1,204 @@
+"""am.fit: the choice by cost, the self-check and what it does about a collapse."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aftermap as am
+from aftermap.batches import iterate
+from aftermap.errors import DataError, InputError, StatisticalWarning
+from aftermap.laplace import Laplace, auto, check, check_predictive, estimate_costs
+from aftermap.likelihoods import Categorical, Gaussian
+from aftermap.predictive import Prediction
+from aftermap.testing import ModelSnapshot, check_unchanged
+from tests.laplace.problems import classes, gaussian_nll, mlp, normal, regression, seeded, trained
+
+quiet = pytest.mark.filterwarnings("ignore:the best point lies at the edge")
+
+
+def classifier(hidden: int = 5) -> nn.Module:
+    return trained(mlp(3, hidden, 4), classes(), nn.CrossEntropyLoss(reduction="sum"), steps=60)
+
+
+def test_small_networks_get_the_full_matrix() -> None:
+    model = classifier()
+    before = ModelSnapshot.of(model)
+    laplace = am.fit(model, classes(), verbose=False)
+    check_unchanged(model, before)
+    assert laplace.structure == "full"
+    assert laplace.report.chosen.structure == "full"
+    assert not laplace.report.checks[-1][1].collapsed
+    assert laplace.tuning is not None
+    assert laplace.predict(classes()[0][0]).mean.shape == (20, 4)
+
+
+@quiet
+def test_larger_networks_get_kronecker_factors_and_validation_tunes_the_predictive() -> None:
+    model = classifier(300)
+    laplace = am.fit(model, classes(), classes(seed=12), verbose=False)
+    assert laplace.structure == "kron"
+    assert isinstance(laplace.tuning, am.laplace.GridResult)
+
+
+def test_memory_and_time_limits_decide() -> None:
+    model = classifier(300)
+    costs = {(c.structure, c.params): c for c in estimate_costs(model, classes(), Categorical())}
+    kron, last = costs["kron", "all"], costs["kron", "last_layer"]
+    assert kron.bytes > last.bytes
+    assert costs["full", "all"].bytes > 10 * kron.bytes
+    between = auto._choose(list(costs.values()), None, (kron.bytes + last.bytes) / 2, None)
+    assert (between.structure, between.params) in {("kron", "last_layer"), ("diagonal", "all")}
+    laplace = am.fit(model, classes(), memory_limit=last.bytes, verbose=False)
+    assert laplace.posterior.names == ("2.weight", "2.bias") or laplace.structure == "diagonal"
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(InputError, match=r"nothing fits into 0.0 GB; the smallest is .* Raise memory_limit="):
+        am.fit(classifier(), classes(), memory_limit=10.0, verbose=False)
+    with pytest.raises(InputError, match=r"and 1e-09 s; the smallest is"):
+        am.fit(classifier(), classes(), time_limit=1e-9, verbose=False)
+
+
+def test_a_structure_can_be_asked_for() -> None:
+    assert am.fit(classifier(), classes(), structure="diagonal", verbose=False).structure == "diagonal"
+    with pytest.raises(
+        InputError, match="structure='kfra' cannot be chosen here; allowed are diagonal, ekfac, full, kron"
+    ):
+        am.fit(classifier(), classes(), structure="kfra", verbose=False)
+
+
+def test_a_subnetwork_is_not_for_this_function() -> None:
+    with pytest.raises(InputError, match="for a subnetwork use Laplace"):
+        am.fit(classifier(), classes(), params=am.Subnetwork(3), verbose=False)  # type: ignore[arg-type]
+
+
+def test_one_line_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
+    am.fit(classifier(), classes(), verbose=True)
+    said = capsys.readouterr()
+    line = next(x for x in (said.out + said.err).splitlines() if "alternatives" in x)
+    assert line.startswith("full, 44 parameters: about")
+    assert "kron" in line
+    assert "last_layer" in line
+
+
+def test_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    am.fit(classifier(), classes(), verbose=False)
+    said = capsys.readouterr()
+    assert said.out + said.err == ""
+
+
+def test_regression() -> None:
+    data = regression(noise=0.3)
+    model = trained(mlp(1, 6, 1), data, gaussian_nll(0.3))
+    laplace = am.fit(model, data, likelihood="regression", verbose=False)
+    assert float(laplace.observation.level) == pytest.approx(0.3, rel=0.3)
+    assert laplace.report.checks[-1][1].map_accuracy is None
+
+
+def forced(monkeypatch: pytest.MonkeyPatch, precision: float) -> None:
+    """Tuning that chooses a prior as bad as the evidence does on networks with normalisation."""
+
+    def tune(self: Laplace, val_loader: object = None, **options: object) -> Laplace:
+        return self.with_prior(precision)
+
+    monkeypatch.setattr(Laplace, "tune", tune)
+
+
+def test_a_collapse_falls_back_to_the_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained(
+        seeded(lambda: nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 4))),
+        classes(),
+        nn.CrossEntropyLoss(reduction="sum"),
+        decay=0.01,
+        steps=60,
+    )
+    whole = Laplace(model, "classification", prior_precision=1e-3).fit(classes(), progress=False)
+    batches = list(iterate(classes(), device=torch.device("cpu")))
+    assert check_predictive(whole, batches).collapsed
+    forced(monkeypatch, 1e-3)
+    with pytest.warns(StatisticalWarning, match="failed its self-check .* fell back to the last layer.* It now passes"):
+        laplace = am.fit(model, classes(), structure="kron", verbose=False)
+    assert laplace.posterior.names == ("3.weight", "3.bias") or laplace.data_scale > 1
+    assert not laplace.report.checks[-1][1].collapsed
+    assert laplace.report.checks[0][1].collapsed
+    assert laplace.report.notes
+
+
+def test_a_collapse_of_a_chosen_part_makes_the_posterior_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained(mlp(3, 20, 4), classes(), nn.CrossEntropyLoss(reduction="sum"), decay=0.01, steps=60)
+    forced(monkeypatch, 1e-4)
+    with pytest.warns(StatisticalWarning, match="10 times narrower"):
+        laplace = am.fit(model, classes(), structure="diagonal", params=["0"], verbose=False)
+    assert laplace.data_scale >= 10
+    first, last = laplace.report.checks[0][1], laplace.report.checks[-1][1]
+    assert last.bayes_confidence > first.bayes_confidence
+    found = laplace.prior_precision["0"] / laplace.data_scale
+    assert float(found) == pytest.approx(1e-4)
+
+
+def test_the_check_knows_a_good_posterior_from_a_bad_one() -> None:
+    model = classifier()
+    batches = list(iterate(classes(), device=torch.device("cpu")))
+    good = Laplace(model, "classification", prior_precision=10.0).fit(classes(), progress=False)
+    report = check_predictive(good, batches)
+    assert not report.collapsed
+    x, y = (torch.cat(t) for t in zip(*classes(), strict=True))
+    assert report.n_data == 60
+    assert report.map_accuracy == pytest.approx(float((model(x).argmax(1) == y).double().mean()))
+    assert report.map_nll == pytest.approx(float(nn.functional.cross_entropy(model(x), y).detach()))
+    bad = good.with_prior(1e-7)
+    assert check_predictive(bad, batches, link="mc").bayes_confidence < report.bayes_confidence
+    assert "accuracy" in report.message
+    assert check_predictive(good, batches, limit=10).n_data == 20
+    with pytest.raises(DataError, match="no labelled data"):
+        check_predictive(good, [])
+
+
+def test_a_changed_answer_or_two_are_chance() -> None:
+    targets = torch.zeros(50, dtype=torch.long)
+    right = torch.tensor([0.9, 0.1], dtype=torch.float64).expand(50, 2)
+
+    def flipped(count: int) -> Prediction:
+        p = right.clone()
+        p[:count] = torch.tensor([0.49, 0.51], dtype=torch.float64)
+        zero = torch.zeros(50, dtype=torch.float64)
+        return Prediction("classification", p, zero, zero, zero)
+
+    assert not check._compare(flipped(0), flipped(3), targets).collapsed
+    assert check._compare(flipped(0), flipped(8), targets).collapsed
+
+
+def test_the_check_of_binary_and_regression() -> None:
+    x = normal(40, 3, seed=1)
+    y = (x[:, :1] > 0).double()
+    binary = Laplace(mlp(3, 5, 1), "binary").fit([(x, y)], progress=False)
+    report = check_predictive(binary, list(iterate([(x, y)], device=torch.device("cpu"))))
+    wanted = ((binary.model(x) > 0) == (y > 0.5)).double().mean()
+    assert report.map_accuracy == pytest.approx(float(wanted))
+    wide = Laplace(mlp(3, 5, 1), Gaussian(0.1), prior_precision=1e-6).fit([(x[:2], y[:2])], progress=False)
+    assert check_predictive(wide, list(iterate([(x, wide.model(x).detach())], device=torch.device("cpu")))).collapsed
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def test_token_outputs() -> None:
+    x = normal(40, 6, 3, seed=1)
+    y = (x @ normal(3, 4, seed=2) + normal(40, 6, 4, seed=3)).argmax(-1)
+    y[0, :2] = -100
+    model = trained(
+        seeded(Tokens),
+        [(x, y)],
+        lambda f, t: nn.functional.cross_entropy(f.flatten(0, 1), t.flatten(), reduction="sum"),
+    )
+    laplace = am.fit(model, [(x, y)], verbose=False)
+    assert not laplace.report.checks[0][1].collapsed
+    assert laplace.predict(x).mean.shape == (40, 6, 4)
