@@ -1,0 +1,217 @@
+"""Bayesian training against Adam: LeNet-5 on Fashion-MNIST, CIFAR-10 or scikit-learn's digits.
+
+One line differs between the optimisers. Data are read from the folder AFTERMAP_DATA (idx files of Fashion-MNIST; CIFAR-10 as
+webp mosaics), by default ../shared/data beside the repository; --data digits needs none.
+
+python examples/train_vogn.py --data fashion-mnist --optimizers adam,vogn,ivon --epochs 5 --figure run.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aftermap import metrics
+from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, warmup
+
+Split = tuple[Tensor, Tensor]
+SAMPLES = 16  # draws of the weights for the last prediction; a quarter of them on the way
+FOLDER = Path(os.environ.get("AFTERMAP_DATA", Path(__file__).resolve().parents[1] / "../shared/data"))
+
+
+def read_idx(path: Path) -> np.ndarray:
+    raw = gzip.decompress(path.read_bytes())
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(np.frombuffer(raw, ">i4", raw[3], 4))
+
+
+def read_mosaic(path: Path) -> np.ndarray:
+    """32×32 tiles of a lossless mosaic, row by row: [n, 32, 32, 3]."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None
+    picture = np.asarray(Image.open(path).convert("RGB"))
+    rows, columns = picture.shape[0] // 32, picture.shape[1] // 32
+    return picture.reshape(rows, 32, columns, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
+
+
+def load(name: str, limit: int) -> tuple[Split, Split]:
+    """Training and validation images, standardised, with labels."""
+    if name == "digits":
+        from sklearn.datasets import load_digits
+
+        bunch = load_digits()
+        x = F.interpolate(torch.tensor(bunch.images, dtype=torch.float32)[:, None], size=28)
+        y, cut = torch.tensor(bunch.target), 1300
+    elif name == "cifar10":
+        folder = FOLDER / name
+        labels = np.load(folder / "labels.npz")
+        parts = [read_mosaic(folder / f"train_{a:05d}_{a + 9999:05d}.webp")[:10000] for a in (0, 10000)]
+        parts.append(read_mosaic(folder / "test_10k.webp")[:10000])
+        x = torch.tensor(np.concatenate(parts)).permute(0, 3, 1, 2).float()
+        y = torch.tensor(np.concatenate([labels["train_labels_all"][:20000], labels["test_labels"]]).astype(np.int64))
+        cut = 20000
+    else:
+        files = [FOLDER / name / f"{p}-{k}-ubyte.gz" for p in ("train", "t10k") for k in ("images-idx3", "labels-idx1")]
+        images, targets, test_images, test_targets = (read_idx(f) for f in files)
+        x = torch.tensor(np.concatenate([images, test_images])).float()[:, None]
+        y, cut = torch.tensor(np.concatenate([targets, test_targets]).astype(np.int64)), len(images)
+    mean, deviation = x[:cut].mean((0, 2, 3), keepdim=True), x[:cut].std((0, 2, 3), keepdim=True)
+    x = (x - mean) / deviation
+    train = (x[: min(cut, limit)], y[: min(cut, limit)])
+    return train, (x[cut:][:limit], y[cut:][:limit])
+
+
+def lenet(channels: int, size: int) -> nn.Sequential:
+    """LeNet-5; a 28×28 image is padded to 32×32."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 6, 5, padding=(32 - size) // 2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(400, 120),
+        nn.ReLU(),
+        nn.Linear(120, 84),
+        nn.ReLU(),
+        nn.Linear(84, 10),
+    )
+
+
+def build(name: str, model: nn.Sequential, n_data: int, steps: int) -> Any:
+    """The optimiser and its settings; everything else is the same for all."""
+    warm = warmup(max(1, steps // 2))
+    if name == "adam":
+        return torch.optim.Adam(model.parameters(), lr=1e-3)
+    if name == "vogn":
+        rate = 2e-3 if model[0].in_channels == 3 else 3e-3
+        return VOGN(model, lr=rate, n_data=n_data, prior_precision=10.0, damping=1e-2, temperature=warm)
+    if name == "ogn":
+        return OGN(model, lr=3e-3, n_data=n_data, prior_precision=10.0, damping=1e-2)
+    if name == "ivon":
+        return IVON(model, lr=0.5, n_data=n_data, prior_precision=10.0, initial_curvature=0.1)
+    refresh = {"damping": 3e-2, "prior_precision": 50.0, "factor_every": 5, "inverse_every": 50}
+    if name == "kfac":
+        return KFAC(model, lr=3e-3, n_data=n_data, **refresh)
+    return NoisyKFAC(model, lr=3e-3, n_data=n_data, temperature=warm, **refresh)
+
+
+def batches(x: Tensor, y: Tensor, size: int, generator: torch.Generator) -> Iterator[Split]:
+    order = torch.randperm(len(x), generator=generator)
+    for index in order.split(size):
+        yield x[index], y[index]
+
+
+@torch.no_grad()
+def probabilities(model: nn.Module, optimizer: Any, x: Tensor, samples: int) -> Tensor:
+    """Class probabilities; a Bayesian optimiser averages over draws of the weights."""
+
+    def run() -> Tensor:
+        return torch.cat([model(part).softmax(1) for part in x.split(2000)])
+
+    if not hasattr(optimizer, "sampled_params") or not optimizer.settings.sampling:
+        return run()
+    total = torch.zeros(len(x), 10)
+    for _ in range(samples):
+        with optimizer.sampled_params(train=False):
+            total += run() / samples
+    return total
+
+
+def judge(p: Tensor, y: Tensor) -> dict[str, float]:
+    wrong = p.argmax(1) != y
+    score = 1 - p.max(1).values
+    return {
+        "accuracy": metrics.accuracy(p, y),
+        "nll": metrics.nll(p, y),
+        "ece": metrics.ece(p, y),
+        "auroc": metrics.auroc(score, wrong) if bool(wrong.any()) else 1.0,
+    }
+
+
+def train(name: str, data: tuple[Split, Split], epochs: int, batch: int, seed: int) -> dict[str, Any]:
+    (x, y), validation = data
+    torch.manual_seed(seed)
+    model = lenet(x.shape[1], x.shape[2])
+    generator = torch.Generator().manual_seed(seed)
+    steps = epochs * -(-len(x) // batch)
+    optimizer = build(name, model, len(x), steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    curve: list[dict[str, float]] = []
+    seconds = 0.0
+    for _ in range(epochs):
+        start = time.perf_counter()
+        for a, b in batches(x, y, batch, generator):
+
+            def closure(a: Tensor = a, b: Tensor = b) -> Tensor:
+                loss = F.cross_entropy(model(a), b)
+                if name == "adam":
+                    optimizer.zero_grad()
+                    loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            schedule.step()
+        seconds += time.perf_counter() - start
+        samples = SAMPLES if len(curve) == epochs - 1 else SAMPLES // 4
+        curve.append(judge(probabilities(model, optimizer, validation[0], samples), validation[1]))
+        shown = "  ".join(f"{k} {v:.4f}" for k, v in curve[-1].items())
+        print(f"{name:11s} epoch {len(curve):2d}  {shown}", flush=True)
+    return {**curve[-1], "seconds": seconds, "curve": curve}
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.4), constrained_layout=True)
+    for axis, key in zip(axes, ("accuracy", "nll", "ece"), strict=True):
+        for name, found in results.items():
+            axis.plot(range(1, len(found["curve"]) + 1), [c[key] for c in found["curve"]], marker="o", label=name)
+        axis.set_xlabel("epoch")
+        axis.set_title(f"validation {key}")
+    axes[0].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="fashion-mnist", choices=("fashion-mnist", "cifar10", "mnist", "digits"))
+    parser.add_argument("--optimizers", default="adam,vogn,ivon,ogn,noisy_kfac")
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--limit", type=int, default=60000, help="use only so many images")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--figure", type=Path)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args(arguments)
+    data = load(asked.data, asked.limit)
+    names = asked.optimizers.split(",")
+    results = {n: train(n, data, asked.epochs, asked.batch, asked.seed) for n in names}
+    print(f"\n{'':11s} accuracy    NLL    ECE  AUROC  seconds")
+    for name, r in results.items():
+        print(f"{name:11s}   {r['accuracy']:.4f} {r['nll']:.4f} {r['ece']:.4f} {r['auroc']:.4f} {r['seconds']:8.1f}")
+    if asked.figure:
+        draw(results, asked.figure)
+    if asked.json:
+        asked.json.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""Sums over the closures of one step, and over processes: [Σg, Σh, n, loss] in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from aftermap.distributed import all_reduce_, is_distributed
+
+__all__ = ["Collected", "Factor", "add_block"]
+
+Factor = tuple[Tensor, Tensor, int]
+
+
+@dataclass
+class Collected:
+    """Statistics of one or more closures.
+
+    The true sums are ``grad_scale`` · grads and ``curvature_scale`` · curvature: for a mean loss over n examples the factor n
+    (n² for squares) is kept aside, since one closure needs no pass over the numbers for it.
+
+    Attributes:
+        grads: parameter name -> Σ_n g_n, unscaled.
+        curvature: parameter name -> Σ_n of the curvature's estimate, unscaled.
+        size: examples, over all closures.
+        loss: Σ of the loss over examples, float64.
+        factors: site -> Kronecker sums (scaled already), with n of their own in ``size``.
+    """
+
+    grads: dict[str, Tensor]
+    curvature: dict[str, Tensor]
+    grad_scale: float
+    curvature_scale: float
+    size: float
+    loss: Tensor
+    factors: dict[int, Factor] = field(default_factory=dict)
+
+    def add(self, other: Collected) -> None:
+        """Adds another closure's sums to this one's."""
+        self.grad_scale = _merge(self.grads, self.grad_scale, other.grads, other.grad_scale)
+        self.curvature_scale = _merge(self.curvature, self.curvature_scale, other.curvature, other.curvature_scale)
+        self.size += other.size
+        self.loss = self.loss + other.loss
+        for site, (inputs, outputs, rows) in other.factors.items():
+            if site in self.factors:
+                mine = self.factors[site]
+                self.factors[site] = (mine[0] + inputs, mine[1] + outputs, rows)
+            else:
+                self.factors[site] = (inputs, outputs, rows)
+
+    def all_reduced(self, shapes: dict[str, Tensor], sites: dict[int, Factor]) -> None:
+        """Sums over all processes, in place, by one message; parameters that no process used stay missing.
+
+        Args:
+            shapes: every parameter that may take part, the same on all processes: what is missing here counts as zero.
+            sites: the same for Kronecker factors: tensors of the right shape.
+        """
+        if not is_distributed() or not shapes:
+            return
+        like = next(iter(shapes.values()))
+        own_g = set(self.grads)
+        used = torch.tensor([float(n in own_g) for n in shapes], dtype=like.dtype, device=like.device)
+        has_curvature = torch.tensor([float(n in self.curvature) for n in shapes], dtype=like.dtype, device=like.device)
+        count = torch.tensor([self.size, float(self.loss)], dtype=like.dtype, device=like.device)
+        for name, value in shapes.items():
+            for sums, scale in ((self.grads, self.grad_scale), (self.curvature, self.curvature_scale)):
+                sums[name] = sums[name] * scale if name in sums else torch.zeros_like(value)
+        self.factors = {s: self.factors.get(s, tuple_zeros(f)) for s, f in sites.items()}
+        factors = [t for a, b, _ in self.factors.values() for t in (a, b)]
+        all_reduce_([used, has_curvature, count, *self.grads.values(), *self.curvature.values(), *factors])
+        self.grad_scale = self.curvature_scale = 1.0
+        for place, name in enumerate(shapes):
+            if not used[place]:
+                del self.grads[name]
+            if not has_curvature[place]:
+                del self.curvature[name]
+        self.size, self.loss = float(count[0]), count[1].to(torch.float64)
+
+    def is_finite(self) -> bool:
+        """Whether loss, gradients and curvature are finite."""
+        if not bool(torch.isfinite(self.loss)):
+            return False
+        values = [*self.grads.values(), *self.curvature.values()]
+        # A sum is finite only if every entry is; it is several times cheaper than a norm.
+        return not values or bool(torch.isfinite(torch.stack([v.sum().to("cpu", torch.float64) for v in values]).sum()))
+
+    def clip(self, longest: float) -> None:
+        """Shortens the mean gradient to ``longest`` by its scale."""
+        norms = torch.stack([n.to(torch.float64).cpu() for n in torch._foreach_norm(list(self.grads.values()))])
+        length = float(norms.norm()) * self.grad_scale / self.size
+        if length > longest:
+            self.grad_scale *= longest / length
+
+
+def add_block(
+    held: Collected | None,
+    part: Collected,
+    params: Mapping[str, Tensor],
+    before: Mapping[str, Tensor | None],
+    grads: Mapping[str, Tensor],
+    *,
+    mean: bool,
+) -> Collected:
+    """Adds a block of `sampled_params`; ``.grad`` becomes the gradient over the examples of all blocks.
+
+    Args:
+        held: earlier blocks; dropped where they are not finite (a gradient scaler has skipped them).
+        part: the new block.
+        params: by name.
+        before: ``.grad`` after the earlier blocks.
+        grads: ``.grad`` of the new block.
+        mean: the loss is a mean over examples, so blocks weigh by their size; otherwise they add up.
+    """
+    fresh = held is None or not held.is_finite()
+    done = 0.0 if fresh or held is None else held.size
+    new_share, old_share = (part.size / (part.size + done), done / (part.size + done)) if mean else (1.0, 1.0)
+    for name, parameter in params.items():
+        total: Tensor | None = None
+        for value, share in ((None if fresh else before[name], old_share), (grads.get(name), new_share)):
+            if value is not None:
+                total = value * share if total is None else total.add(value, alpha=share)
+        parameter.grad = total
+    if fresh or held is None:
+        return part
+    held.add(part)
+    return held
+
+
+def tuple_zeros(factor: Factor) -> Factor:
+    """Zeros of the shapes of a factor."""
+    return torch.zeros_like(factor[0]), torch.zeros_like(factor[1]), factor[2]
+
+
+def _merge(mine: dict[str, Tensor], my_scale: float, theirs: dict[str, Tensor], their_scale: float) -> float:
+    """Adds ``their_scale`` · theirs to ``my_scale`` · mine in place; returns the scale of the result."""
+    if not mine:
+        mine.update(theirs)
+        return their_scale
+    for name, value in theirs.items():
+        factor = their_scale / my_scale
+        if name in mine:
+            mine[name] = mine[name].add(value, alpha=factor)
+        else:
+            mine[name] = value * factor
+    return my_scale

@@ -1,0 +1,398 @@
+"""The core of natural-gradient variational inference as an optimiser: draw weights, read closures, update.
+
+With data loss ℓ̄(w) = (1/N) Σ_n ℓ_n(w), prior N(μ₀, 1/δ), temperature τ and Gaussian q(w) = N(μ, Σ), the optimum of
+E_q[N ℓ̄/τ] + KL(q‖p) has the precision N h/τ + δ with h the expected curvature of ℓ̄ (Khan & Nielsen 2018). Presets
+differ in the structure of Σ (diagonal, Kronecker), in the estimate of h, and in how the mean moves.
+
+One step: for k = 1 … K draw w = μ + σ ε, run the closure, add up [Σg, Σh, n, loss]; sum over processes by one message;
+put the mean back; update. Whatever the closure does, the parameters hold the mean afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from aftermap.curvature.closures import ClosureWatcher
+from aftermap.curvature.diagonal import DiagonalBlock
+from aftermap.curvature.factors import Block
+from aftermap.distributed import broadcast_, is_distributed, make_mesh, unsynchronised, unwrapped
+from aftermap.errors import InputError, NumericalWarning
+from aftermap.likelihoods import Likelihood
+from aftermap.optim.collected import Collected, add_block
+from aftermap.optim.estimates import back_propagate, digest, ggn_of, kind_of_loss
+from aftermap.optim.noise import NoiseSource, mix
+from aftermap.optim.posterior import TrainedPosterior, trained_posterior
+from aftermap.optim.priors import prior_of, store_prior
+from aftermap.optim.readers import GradientReader, loss_of, with_loss
+from aftermap.optim.settings import Settings, as_generator_seed, check_group
+from aftermap.optim.state import check_state, load_extra, saved_extra
+from aftermap.params import named_parameters
+
+__all__ = ["VariationalOptimizer"]
+
+Group = dict[str, Any]
+
+
+class VariationalOptimizer(Optimizer, ABC):
+    """What all presets share; abstract.
+
+    Args:
+        model: the network (DistributedDataParallel is seen through); None: only parameters are known.
+        groups: parameter groups.
+        defaults: of the groups: lr, momentum, new_curvature_weight, prior_precision, prior_mean, damping, deterministic.
+        settings: everything else.
+        generator: gives the seed of the private noise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        groups: list[Group],
+        defaults: dict[str, Any],
+        settings: Settings,
+        generator: torch.Generator | None,
+    ):
+        self.model = model
+        self.settings = settings
+        self._inner = None if model is None else unwrapped(model)
+        self._known = {} if self._inner is None else {id(p): n for n, p in named_parameters(self._inner).items()}
+        self.steps = self.skipped_steps = 0
+        self.loss_kind: str | None = None
+        self._active = False
+        self._held: Collected | None = None
+        self._draws = 0
+        self._reader: tuple[tuple[str, ...], ClosureWatcher | GradientReader] | None = None
+        super().__init__(groups, defaults)
+        self.mesh = make_mesh(settings.sample_groups)
+        device = self.param_groups[0]["params"][0].device
+        seed = torch.tensor(as_generator_seed(generator), dtype=torch.int64, device=device)
+        if is_distributed():
+            broadcast_([seed, *(p.data for g in self.param_groups for p in g["params"])])
+        self._noise = NoiseSource(mix(int(seed), 0x5EED), self.mesh.sample_rank)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Adds a group; its numbers are checked, and its parameters must belong to the model."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            unknown = [tuple(p.shape) for p in group["params"] if self.model is not None and id(p) not in self._known]
+            if unknown:
+                raise InputError(f"a parameter of shape {unknown[0]} does not belong to the model that was given")
+        except InputError:
+            self.param_groups.pop()
+            raise
+        start = len(self._known)
+        if self.model is None:
+            self._known.update({id(p): f"parameter {start + i}" for i, p in enumerate(group["params"])})
+
+    @abstractmethod
+    def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
+        """Weights w = μ + σ ε of one group; ``params`` hold the means."""
+
+    @abstractmethod
+    def _update_group(
+        self,
+        group: Group,
+        params: list[Tensor],
+        grads: list[Tensor],
+        curvature: list[Tensor],
+        scales: tuple[float, float],
+    ) -> None:
+        """Moves the means of one group; the mean gradient is scales[0] · grads, the curvature scales[1] · curvature."""
+
+    def _needs_noise(self, group: Group, parameter: Tensor) -> bool:
+        """Whether a parameter is drawn now: not where it is deterministic, frozen, or has no curvature yet."""
+        return not group["deterministic"] and parameter.requires_grad and "curvature" in self.state[parameter]
+
+    @property
+    def temperature(self) -> float:
+        """τ at this step."""
+        return self.settings.temperature(self.steps)
+
+    def noise_scale(self) -> float:
+        """√(τ/N): what multiplies 1/√(s + τδ/N + γ) in σ; the poster's form has 1/√N."""
+        return math.sqrt((1.0 if self.settings.form == "poster" else self.temperature) / self.settings.n_effective)
+
+    def effective_prior_precision(self) -> list[float]:
+        """δ + Nγ/τ of each group: damping narrows the posterior like a prior, without pulling the mean."""
+        tempered = self.settings.n_effective / self.temperature
+        return [g["prior_precision"] + tempered * g["damping"] for g in self.param_groups]
+
+    def _prior(self, group: Group, params: Sequence[Tensor]) -> tuple[Any, Any]:
+        """(τδ/N, μ₀): numbers, or lists of tensors where a prior per weight was set."""
+        return prior_of(group, params, self.state, self.temperature / self.settings.n_effective)
+
+    def set_prior(self, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]) -> None:
+        """A prior with its own mean and precision for each weight: the posterior of the last task (Nguyen et al. 2018).
+
+        Args:
+            mean: parameter name -> [*shape].
+            precision: parameter name -> [*shape], above 0.
+
+        Raises:
+            InputError: an unknown name, a wrong shape, or a precision that is not above 0.
+        """
+        by_name = {self._known[id(p)]: p for g in self.param_groups for p in g["params"]}
+        store_prior(by_name, self.state, mean, precision)
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Every parameter that requires a gradient now, by name."""
+        return {self._known[id(p)]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
+
+    @contextmanager
+    def _drawn(self, sample: int, *, sampling: bool, stream: int = 0) -> Iterator[dict[str, Tensor]]:
+        """Inside, the parameters hold a draw of the weights; yields the noise by name."""
+        if self._active:
+            raise InputError("sampled_params() and step() cannot be nested: leave the inner block first")
+        noise: dict[str, Tensor] = {}
+        saved: list[tuple[Tensor, Tensor]] = []
+        self._active = True
+        try:
+            if sampling:
+                for number, group in enumerate(self.param_groups):
+                    params = [p for p in group["params"] if self._needs_noise(group, p)]
+                    if not params:
+                        continue
+                    with torch.no_grad():
+                        z = self._noise.normal(params, step=self.steps, sample=sample, stream=4 * number + stream)
+                        values = self._draw_group(group, params, z)
+                    if self.settings.curvature == "reparametrised":  # for the others noise would only cost memory
+                        noise.update({self._known[id(p)]: e for p, e in zip(params, z, strict=True)})
+                    for parameter, value in zip(params, values, strict=True):
+                        saved.append((parameter, parameter.data))
+                        parameter.data = value
+                    del z, values
+            yield noise
+        finally:
+            for parameter, mean in saved:
+                parameter.data = mean
+            # A backward pass that comes too late would use the mean in the place of the draw: now autograd refuses it.
+            if saved:
+                increment_version([p for p, _ in saved])
+            self._active = False
+
+    @contextmanager
+    def sampled_params(
+        self, train: bool = True, *, batch_size: int | None = None, loss_scale: float = 1.0
+    ) -> Iterator[VariationalOptimizer]:
+        """Inside, the parameters hold a draw of the weights; with ``train`` what a backward pass leaves is collected.
+
+        One block is one (batch or micro-batch, draw). Call ``backward`` inside; do not divide the loss by the number of
+        blocks: afterwards ``.grad`` is the mean over the examples of all blocks, to be clipped if wanted, and ``step()``
+        without a closure uses it. ``zero_grad()`` outside a block forgets what was collected.
+
+        Args:
+            train: False: only draw, for evaluation.
+            batch_size: examples in this block, where the model's input does not tell.
+            loss_scale: what the loss was multiplied with before ``backward``: ``scaler.get_scale()`` of a GradScaler.
+        """
+        sample = self._draws
+        if not train:
+            with self._drawn(sample, sampling=True, stream=1):
+                yield self
+            self._draws += 1
+            return
+        reader = self._read()
+        params = self._trained()
+        with self._drawn(sample, sampling=self.settings.sampling) as noise:
+            before = {n: p.grad for n, p in params.items()}
+            try:
+                for p in params.values():
+                    p.grad = None
+                with self._watching(reader, batch_size) as reading:
+                    yield self
+                moments, zero = reading.finish(scale=loss_scale), torch.zeros((), dtype=torch.float64)
+                reading.release()
+                part = digest(moments, noise, zero, self.settings, None, known=self.model is not None)
+                grads = {n: p.grad for n, p in params.items() if p.grad is not None}
+            except BaseException:
+                for n, p in params.items():
+                    p.grad = before[n]
+                raise
+        self._draws += 1
+        self._held = add_block(self._held, part, params, before, grads, mean=self.settings.reduction == "mean")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears ``.grad``; outside `sampled_params` also what was collected there."""
+        super().zero_grad(set_to_none)
+        if not self._active:
+            self._held = None
+
+    def _read(self) -> ClosureWatcher | GradientReader:
+        """The reader for the parameters that are trained now."""
+        trained = self._trained()
+        names = tuple(trained)
+        if self._reader is None or self._reader[0] != names:
+            if self.settings.curvature in ("squares", "ggn") and self._inner is not None:
+                made: ClosureWatcher | GradientReader = self._make_watcher(self._inner, list(names))
+            else:
+                made = GradientReader(self._inner, trained)
+            self._reader = (names, made)
+        return self._reader[1]
+
+    def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureWatcher:
+        return ClosureWatcher(model, names, passive=self.settings.curvature == "ggn")
+
+    @contextmanager
+    def _watching(self, reader: ClosureWatcher | GradientReader, size: int | None) -> Iterator[Any]:
+        with (
+            unsynchronised(self.model) if self.model is not None else torch.enable_grad(),
+            reader.watching(size) as reading,
+        ):
+            yield reading
+
+    def _run(self, closure: Callable[[], Any], sample: int, size: int | None) -> tuple[Collected, Any]:
+        """One draw, one closure."""
+        reader = self._read()
+        params = self._trained()
+        with self._drawn(sample, sampling=self.settings.sampling) as noise:
+            before = {n: p.grad for n, p in params.items()}
+            try:
+                for p in params.values():
+                    p.grad = None
+                with self._watching(reader, size) as reading:
+                    result = closure()
+                    loss = loss_of(result)
+                    ggn = self.settings.curvature == "ggn"
+                    back_propagate(reading, loss, ggn=ggn, only_parameters=self.model is None)
+                moments = reading.finish()
+                device = next(iter(params.values())).device
+                draws = self._noise.generator(device, step=self.steps, sample=0, stream=2)
+                curvature = ggn_of(reading, self.settings, draws) if ggn else None
+                reading.release()
+                given = {n: p.grad for n, p in params.items() if p.grad is not None}
+            finally:
+                for n, p in params.items():
+                    p.grad = before[n]
+            total = loss.detach().to(torch.float64)
+            total = total * moments.size if self.settings.reduction == "mean" else total
+            part = digest(moments, noise, total, self.settings, curvature, known=self.model is not None)
+            self.loss_kind = kind_of_loss(loss) or self.loss_kind
+        if given:  # the closure ran its own backward pass, and may have clipped
+            part.grads.update(given)
+        return part, result
+
+    def step(self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None) -> Any:
+        """One optimiser step.
+
+        Args:
+            closure: runs the model and returns the loss, or a tuple (loss, …) or a mapping with "loss". It need not call
+                ``backward`` (cheaper); if it does, ``.grad`` as it leaves it is the gradient, clipped or not. None: uses
+                what was collected in `sampled_params`.
+            batch_size: examples in a batch of this process, where the model's input does not tell.
+
+        Returns:
+            What the last draw's closure returned, with the loss averaged over draws and processes (detached); None without
+            a closure.
+
+        Raises:
+            InputError: the closure returned no loss, a batch larger than n_data, or nothing was collected.
+        """
+        if closure is None:
+            self._finish(self._from_blocks())
+            return None
+        if self._active:
+            raise InputError("step() was called inside sampled_params(): leave the block first")
+        drawn = self.settings.sampling and any(self._needs_noise(g, p) for g in self.param_groups for p in g["params"])
+        total: Collected | None = None
+        result: Any = None
+        for sample in range(self.settings.mc_samples if drawn else 1):
+            part, result = self._run(closure, sample, batch_size)
+            if total is None:
+                total = part
+            else:
+                total.add(part)
+        if total is None:
+            return None
+        loss = self._finish(total)
+        return with_loss(result, loss)
+
+    def _from_blocks(self) -> Collected:
+        if self._held is None:
+            raise InputError(
+                "step() without a closure uses what was collected in `with opt.sampled_params():`, but nothing was. Put the "
+                "forward and backward pass into such a block, or pass a closure: opt.step(lambda: loss_fn(model(x), y))"
+            )
+        held, self._held = self._held, None
+        held.grads = {n: p.grad.detach() for n, p in self._trained().items() if p.grad is not None}
+        held.grad_scale = held.size if self.settings.reduction == "mean" else 1.0
+        return held
+
+    @torch.no_grad()
+    def _finish(self, total: Collected) -> Tensor:
+        """Sums over processes, checks, and updates."""
+        total.all_reduced(self._trained(), self._factor_shapes())
+        loss = total.loss / total.size if self.settings.reduction == "mean" else total.loss
+        self._draws = 0
+        if not total.is_finite():
+            self.skipped_steps += 1
+            warnings.warn(
+                "a step was skipped (opt.skipped_steps counts them): the loss or a gradient is not finite. Parameters and "
+                "statistics are unchanged. Check the data, or lower the learning rate or the temperature",
+                NumericalWarning,
+                stacklevel=4,
+            )
+            self.steps += 1  # new noise: the same draw would fail again
+            return loss
+        if self.settings.max_grad_norm is not None:
+            total.clip(self.settings.max_grad_norm)
+        self._update(total)
+        self.steps += 1
+        return loss
+
+    def _factor_shapes(self) -> dict[int, tuple[Tensor, Tensor, int]]:
+        """Kronecker factors that every process must send; none for a diagonal structure."""
+        return {}
+
+    def _update(self, total: Collected) -> None:
+        scales = (total.grad_scale / total.size, total.curvature_scale / total.size)
+        for group in self.param_groups:
+            named = [(self._known[id(p)], p) for p in group["params"] if p.requires_grad]
+            used = [(n, p) for n, p in named if n in total.grads and n in total.curvature]
+            if used:
+                params = [p for _, p in used]
+                self._update_group(
+                    group, params, [total.grads[n] for n, _ in used], [total.curvature[n] for n, _ in used], scales
+                )
+
+    def posterior(self, likelihood: str | Likelihood | None = None) -> TrainedPosterior:
+        """The Gaussian over the weights as it is now: it predicts, samples, saves, and serves as the next task's prior.
+
+        Args:
+            likelihood: for predictions; None: the one given to the optimiser, or classification where the closure's loss was
+                PyTorch's cross-entropy.
+        """
+        return trained_posterior(self, likelihood)
+
+    def _blocks(self) -> list[Block]:
+        """The curvature N·s of every weight that has a distribution, as blocks of sums over data."""
+        n = self.settings.n_effective
+        owned = [(self._known[id(p)], p) for g in self.param_groups for p in g["params"] if not g["deterministic"]]
+        return [DiagonalBlock(m, {m: self.state[p]["curvature"] * n}) for m, p in owned if "curvature" in self.state[p]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """PyTorch's state with step, seed and schedules: a resumed run is bit-identical, on any number of processes."""
+        return {**super().state_dict(), "aftermap": self._extra()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state; a state of another optimiser or of other parameters raises and changes nothing."""
+        check_state(self, state_dict)
+        super().load_state_dict(state_dict)
+        self._load_extra(state_dict["aftermap"])
+
+    def _extra(self) -> dict[str, Any]:
+        return saved_extra(self)
+
+    def _load_extra(self, extra: Mapping[str, Any]) -> None:
+        load_extra(self, extra)

@@ -1,0 +1,181 @@
+"""IVON: an improved variational online Newton method, which needs no per-example gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.distributed import unwrapped
+from aftermap.optim.collected import Collected
+from aftermap.optim.core import Group, VariationalOptimizer
+from aftermap.optim.diagonal import add_momentum_, denominator, ivon_curvature_, move_
+from aftermap.optim.schedules import Schedule
+from aftermap.optim.settings import make_groups, make_settings
+
+__all__ = ["IVON"]
+
+
+class IVON(VariationalOptimizer):
+    r"""Variational Newton with the reparametrised estimate of the Hessian's diagonal (Price's theorem).
+
+    .. math::
+        \hat h &= \hat g \circ \varepsilon / \sigma, \quad \sigma^2 = \frac{\tau}{N}\big/(h + c), \quad c = \tau\delta/N \\
+        m &\leftarrow \beta_1 m + (1-\beta_1)\,\hat g \\
+        h &\leftarrow (1-\beta_2)\,h + \beta_2 \hat h + \tfrac12\beta_2^2 (h - \hat h)^2/(h + c) \\
+        \mu &\leftarrow \mu - \alpha\,\big(m/(1-\beta_1^t) + c(\mu - \mu_0)\big)/(h + c)
+
+    The estimate is unbiased for E_q[∇²ℓ̄], so for Bayesian linear regression the fixed point is the mean-field optimum.
+
+    Args:
+        model: the network, or an iterable of parameters or of groups (then every closure counts as one example).
+        lr: α; in the units of a Newton step: 0.1 is usual.
+        n_data: N.
+        params: parameter groups, or None; only with a model.
+        mc_samples: K.
+        momentum: β₁.
+        new_curvature_weight: β₂, the weight of the *new* curvature.
+        prior_precision: δ; a weight decay of λ on a mean loss is δ = λN.
+        prior_mean: μ₀.
+        damping: γ, added to h + c.
+        temperature: τ, a number or a `Schedule`.
+        augmentation: ρ.
+        initial_curvature: h before the first step; large values start with little noise.
+        clip_radius: entries of the preconditioned step are cut to ± this.
+        rescale_lr: multiplies α by h₀ + c, so that the first steps are those of SGD with rate α.
+        batch_norm: "deterministic" or "variational".
+        reduction: "mean" or "sum".
+        max_grad_norm: shortens the mean gradient.
+        sample_groups: groups of processes that draw different weights.
+        generator: gives the seed of the noise.
+
+    >>> net = nn.Linear(3, 2)
+    >>> opt = IVON(net.parameters(), lr=0.1, n_data=4)
+    >>> float(opt.step(lambda: net(torch.ones(4, 3)).square().mean())) > 0
+    True
+
+    References:
+        Shen et al. 2024, Algorithm 1; Lin et al. 2020 (the step that keeps h positive).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[Any],
+        lr: float = 0.1,
+        *,
+        n_data: float | None = None,
+        params: Iterable[Any] | None = None,
+        mc_samples: int = 1,
+        momentum: float = 0.9,
+        new_curvature_weight: float = 1e-5,
+        prior_precision: float = 1.0,
+        prior_mean: float = 0.0,
+        damping: float = 0.0,
+        temperature: float | Schedule = 1.0,
+        augmentation: float = 1.0,
+        initial_curvature: float = 0.1,
+        clip_radius: float = math.inf,
+        rescale_lr: bool = True,
+        batch_norm: str = "deterministic",
+        reduction: str = "mean",
+        max_grad_norm: float | None = None,
+        sample_groups: int = 1,
+        generator: torch.Generator | None = None,
+    ):
+        settings = make_settings(
+            n_data=n_data,
+            mc_samples=mc_samples,
+            reduction=reduction,
+            temperature=temperature,
+            augmentation=augmentation,
+            curvature="reparametrised",
+            momentum_form="normalised",
+            initial_curvature=initial_curvature,
+            max_grad_norm=max_grad_norm,
+            sample_groups=sample_groups,
+        )
+        self.clip_radius, self.rescale_lr = clip_radius, rescale_lr
+        self._roots: dict[int, Tensor] = {}
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "new_curvature_weight": new_curvature_weight,
+            "prior_precision": prior_precision,
+            "prior_mean": prior_mean,
+            "damping": damping,
+            "deterministic": False,
+        }
+        whole = model if isinstance(model, nn.Module) else None
+        given = params if whole is not None else model
+        groups = make_groups(unwrapped(whole) if whole is not None else nn.Module(), given, batch_norm)  # type: ignore[arg-type]
+        super().__init__(whole, groups, defaults, settings, generator)
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self.state[p]["curvature"] = torch.full_like(p.data, self.settings.initial_curvature or 0.0)
+
+    def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
+        root = self._root(group, params)
+        # The update of this step needs the root of the noise that was drawn.
+        drawn = torch._foreach_addcdiv([p.data for p in params], noise, root, value=self.noise_scale())
+        self._roots = {**self._roots, **{id(p): r for p, r in zip(params, root, strict=True)}}
+        return list(drawn)
+
+    def _root(self, group: Group, params: list[Tensor]) -> list[Tensor]:
+        """√(h + c + γ)."""
+        prior, _ = self._prior(group, params)
+        root = denominator([self.state[p]["curvature"] for p in params], prior, group["damping"])
+        torch._foreach_sqrt_(root)
+        return root
+
+    def _update(self, total: Collected) -> None:
+        # Deterministic weights have no noise and so no estimate: their curvature stays what it was.
+        for name, grad in total.grads.items():
+            if name not in total.curvature:
+                total.curvature[name] = grad.new_empty(0)
+        super()._update(total)
+        self._roots = {}
+
+    def _update_group(
+        self,
+        group: Group,
+        params: list[Tensor],
+        grads: list[Tensor],
+        curvature: list[Tensor],
+        scales: tuple[float, float],
+    ) -> None:
+        momentum = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+        known = [self.state[p]["curvature"] for p in params]
+        prior, prior_mean = self._prior(group, params)
+        beta1, damping = group["momentum"], group["damping"]
+        add_momentum_(momentum, grads, scales[0], [], 0.0, 0.0, beta1, normalised=True)
+        if all(c.numel() == k.numel() for c, k in zip(curvature, known, strict=True)):
+            drawn = all(id(p) in self._roots for p in params)
+            root = [self._roots[id(p)] for p in params] if drawn else self._root(group, params)
+            scale = scales[1] / self.noise_scale()  # 1/σ = √(N/τ) √(h + c)
+            ivon_curvature_(known, curvature, root, scale, group["new_curvature_weight"])
+        below = denominator(known, prior, damping)
+        data = [p.data for p in params]
+        rate = group["lr"]
+        if self.rescale_lr:
+            rate *= (self.settings.initial_curvature or 0.0) + (prior if isinstance(prior, float) else 0.0)
+        correction = 1 - beta1 ** (self.steps + 1)
+        # m/(1 − β₁ᵗ) + c (μ − μ₀), times (1 − β₁ᵗ): one pass fewer.
+        if isinstance(prior, list):
+            away = torch._foreach_sub(data, prior_mean)
+            step = list(torch._foreach_addcmul(momentum, prior, away, value=correction))
+        else:
+            step = list(torch._foreach_add(momentum, data, alpha=prior * correction))
+            if prior and prior_mean:
+                torch._foreach_sub_(step, prior * correction * prior_mean)
+        if math.isinf(self.clip_radius):
+            move_(data, step, below, rate / correction)
+            return
+        torch._foreach_div_(step, below)
+        torch._foreach_clamp_min_(step, -self.clip_radius * correction)
+        torch._foreach_clamp_max_(step, self.clip_radius * correction)
+        torch._foreach_add_(data, step, alpha=-rate / correction)

@@ -1,0 +1,312 @@
+"""K-FAC: natural gradient with Kronecker factors; the base that noisy K-FAC shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.curvature.closures import ClosureWatcher
+from aftermap.curvature.factors import Block
+from aftermap.curvature.kron import KronBlock
+from aftermap.curvature.layout import Layout
+from aftermap.distributed import unwrapped
+from aftermap.errors import InputError, UnsupportedError
+from aftermap.optim.collected import Collected, Factor
+from aftermap.optim.core import Group
+from aftermap.optim.diagonal import add_momentum_
+from aftermap.optim.kron import DAMPING_FORMS, Basis, decompose, deviation, eigenvalues, precondition
+from aftermap.optim.readers import GradientReader
+from aftermap.optim.settings import Settings, check_count, check_word, make_groups, make_settings
+from aftermap.optim.vogn import DiagonalOptimizer, check_model
+
+__all__ = ["KFAC", "KronOptimizer"]
+
+_BASIS = ("basis_inputs", "basis_outputs", "values_inputs", "values_outputs")
+
+
+class KronOptimizer(DiagonalOptimizer):
+    """Layers with a weight matrix get Kronecker factors, everything else a diagonal; use KFAC or NoisyKFAC."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: list[Group],
+        defaults: dict[str, Any],
+        settings: Settings,
+        generator: torch.Generator | None,
+        *,
+        factor_every: int,
+        inverse_every: int,
+        damping_form: str,
+    ):
+        self.factor_every = check_count("factor_every", factor_every)
+        self.inverse_every = check_count("inverse_every", inverse_every)
+        self.damping_form = check_word("damping_form", damping_form, DAMPING_FORMS)
+        self._layouts: dict[str, Layout] = {}  # factored layers, by the name of their first parameter
+        self._gradients: GradientReader | None = None
+        super().__init__(model, groups, defaults, settings, generator)
+
+    def set_prior(self, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]) -> None:
+        """Not for a Kronecker structure: a precision per weight has no place in the eigenbasis.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "a prior precision for each weight does not fit a Kronecker posterior; use VOGN or IVON for continual learning"
+        )
+
+    def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureWatcher:
+        return ClosureWatcher(model, names, factors=True)
+
+    def _read(self) -> ClosureWatcher | GradientReader:
+        reader = super()._read()
+        if self.steps % self.factor_every == 0 or not isinstance(reader, ClosureWatcher):
+            return reader
+        return GradientReader(self._inner, self._trained())
+
+    # Which layers are factored, and their state.
+
+    def _anchor(self, layout: Layout) -> Tensor:
+        """The parameter whose state holds a layer's factors."""
+        return self._by_name()[layout.names[0]]
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return {self._known[id(p)]: p for g in self.param_groups for p in g["params"]}
+
+    def _basis(self, layout: Layout) -> Basis | None:
+        state = self.state[self._anchor(layout)]
+        return Basis(*(state[k] for k in _BASIS)) if _BASIS[0] in state else None
+
+    def _layouts_in(self, params: list[Tensor]) -> list[Layout]:
+        """Factored layers all of whose parameters are in the list."""
+        names = {self._known[id(p)] for p in params}
+        return [x for x in self._layouts.values() if names.issuperset(x.names) and self._basis(x) is not None]
+
+    def _needs_noise(self, group: Group, parameter: Tensor) -> bool:
+        if group["deterministic"] or not parameter.requires_grad:
+            return False
+        name = self._known[id(parameter)]
+        for layout in self._layouts.values():
+            if name in layout.names:
+                by_name = self._by_name()
+                # With a part frozen, the layer's factors no longer fit; the next refresh makes new ones.
+                return self._basis(layout) is not None and all(by_name[n].requires_grad for n in layout.names)
+        return super()._needs_noise(group, parameter)
+
+    def _below(self, group: Group, layout: Layout, basis: Basis) -> Tensor:
+        prior, _ = self._prior(group, [])
+        return eigenvalues(basis, prior + group["damping"], self.damping_form)
+
+    # Drawing and moving.
+
+    def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
+        by_name = {self._known[id(p)]: (p, z) for p, z in zip(params, noise, strict=True)}
+        drawn: dict[str, Tensor] = {}
+        for layout in self._layouts_in(params):
+            basis = self._basis(layout)
+            if basis is None:
+                continue
+            block = layout.join({n: by_name[n][1] for n in layout.names})
+            away = deviation(basis, block, self._below(group, layout, basis), self.noise_scale())
+            drawn.update({n: by_name[n][0].data + v for n, v in layout.split(away).items()})
+        rest = [n for n in by_name if n not in drawn]
+        if rest:
+            values = super()._draw_group(group, [by_name[n][0] for n in rest], [by_name[n][1] for n in rest])
+            drawn.update(zip(rest, values, strict=True))
+        return [drawn[n] for n in by_name]
+
+    def _factor_shapes(self) -> dict[int, Factor]:
+        watcher = self._reader[1] if self._reader is not None else None
+        if self.steps % self.factor_every or not isinstance(watcher, ClosureWatcher) or watcher.plan is None:
+            return {}
+        found: dict[int, Factor] = {}
+        for number, site in enumerate(watcher.sites.sites):
+            if watcher.factored(watcher.plan, number):
+                like, x = next(iter(site.named.values()))[1], site.layout
+                inputs, outputs = like.new_zeros(x.groups, x.in_, x.in_), like.new_zeros(x.groups, x.out, x.out)
+                found[number] = (inputs, outputs, 1)
+        return found
+
+    def _update(self, total: Collected) -> None:
+        self._add_factors(total)
+        covered = {n for x in self._layouts.values() for n in x.names}
+        scale = total.grad_scale / total.size
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.requires_grad and self._known[id(p)] in total.grads]
+            for layout in self._layouts_in(params):
+                self._move(group, layout, total.grads, scale)
+            for p in params:
+                name = self._known[id(p)]
+                if name not in covered and name not in total.curvature and "curvature" in self.state[p]:
+                    # Between refreshes the diagonal part keeps its curvature: the estimate is what is known.
+                    total.curvature[name] = self.state[p]["curvature"] * (total.size / total.curvature_scale)
+        total.grads = {n: g for n, g in total.grads.items() if n not in covered}
+        super()._update(total)
+
+    def _add_factors(self, total: Collected) -> None:
+        if not total.factors or self._reader is None or not isinstance(self._reader[1], ClosureWatcher):
+            return
+        sites = self._reader[1].sites.sites
+        for number, (inputs, outputs, rows) in total.factors.items():
+            layout = sites[number].layout
+            owners = {id(g) for g in self.param_groups for p in g["params"] if self._known[id(p)] in layout.names}
+            if len(owners) > 1:
+                raise InputError(
+                    f"the parameters of {layout.name} are in different groups; a Kronecker block needs them in one"
+                )
+            self._replace(layout)
+            state = self.state[self._anchor(layout)]
+            new = {"factor_inputs": inputs / (total.size * rows), "factor_outputs": outputs / total.size}
+            group = next(g for g in self.param_groups if id(g) in owners)
+            for key, value in new.items():
+                if key in state:
+                    state[key].lerp_(value, group["new_curvature_weight"])
+                else:
+                    state[key] = value
+        if self.steps % self.inverse_every == 0 or any(self._basis(x) is None for x in self._layouts.values()):
+            states = [self.state[self._anchor(x)] for x in self._layouts.values()]
+            made = decompose([(s["factor_inputs"], s["factor_outputs"]) for s in states])
+            for state, basis in zip(states, made, strict=True):
+                values = (basis.inputs, basis.outputs, basis.input_values, basis.output_values)
+                state.update(zip(_BASIS, values, strict=True))
+
+    def _replace(self, layout: Layout) -> None:
+        """Makes ``layout`` the one of its layer; an older one with other parameters loses its factors."""
+        for key, old in list(self._layouts.items()):
+            if old != layout and set(old.names) & set(layout.names):
+                state = self.state[self._anchor(old)]
+                for name in ("factor_inputs", "factor_outputs", *_BASIS):
+                    state.pop(name, None)
+                del self._layouts[key]
+        self._layouts[layout.names[0]] = layout
+
+    def _move(self, group: Group, layout: Layout, grads: Mapping[str, Tensor], scale: float) -> None:
+        """One layer: momentum, then the natural gradient (B ⊗ A + (c + γ) I)⁻¹ m."""
+        basis = self._basis(layout)
+        if basis is None:
+            return
+        by_name = self._by_name()
+        params = [by_name[n] for n in layout.names]
+        momentum = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+        prior, prior_mean = self._prior(group, [])
+        data = [p.data for p in params]
+        normalised, beta = self.settings.momentum_form == "normalised", group["momentum"]
+        given = [grads[n] for n in layout.names]
+        add_momentum_(momentum, given, scale, data, prior, prior_mean, beta, normalised=normalised)
+        block = layout.join(dict(zip(layout.names, momentum, strict=True)))
+        step = layout.split(precondition(basis, block, self._below(group, layout, basis)))
+        rate = group["lr"] / (1 - beta ** (self.steps + 1)) if normalised else group["lr"]
+        for parameter, name in zip(data, layout.names, strict=True):
+            parameter.sub_(step[name], alpha=rate)
+
+    def _blocks(self) -> list[Block]:
+        n, found, covered = self.settings.n_effective, list[Block](), set[str]()
+        groups = {self._known[id(p)]: g for g in self.param_groups for p in g["params"]}
+        for layout in self._layouts.values():
+            state = self.state[self._anchor(layout)]
+            covered.update(layout.names)
+            if not groups[layout.names[0]]["deterministic"] and "factor_inputs" in state:
+                rows = torch.ones(layout.groups, dtype=torch.float64, device=state["factor_inputs"].device)
+                found.append(KronBlock(layout, state["factor_inputs"], state["factor_outputs"] * n, rows))
+        return found + [b for b in super()._blocks() if not covered.intersection(b.shapes)]
+
+    # State.
+
+    def _extra(self) -> dict[str, Any]:
+        return {**super()._extra(), "factored": [x.to_config() for x in self._layouts.values()]}
+
+    def _load_extra(self, extra: Mapping[str, Any]) -> None:
+        super()._load_extra(extra)
+        layouts = [Layout.from_config(c) for c in extra["factored"]]
+        self._layouts = {x.names[0]: x for x in layouts}
+
+
+class KFAC(KronOptimizer):
+    r"""Natural gradient with Kronecker-factored curvature; no weights are drawn.
+
+    .. math::
+        A \leftarrow (1-\beta_2)A + \beta_2\,\tfrac1{MT}\textstyle\sum a a^\top, \quad
+        B \leftarrow (1-\beta_2)B + \beta_2\,\tfrac1M\sum g g^\top, \quad
+        \mu \leftarrow \mu - \alpha\,(B \otimes A + (\delta/N + \gamma) I)^{-1} m
+
+    with g the gradients of the observed loss at the layer's outputs (empirical Fisher, expand). Parameters outside weight
+    matrices get a diagonal.
+
+    Args:
+        model: the network.
+        lr: α.
+        n_data: N.
+        params: parameter groups, or None; the parameters of one layer belong in one group.
+        momentum: β₁.
+        momentum_form: "heavy_ball" or "normalised".
+        new_curvature_weight: β₂, the weight of the *new* factors.
+        prior_precision: δ.
+        prior_mean: μ₀.
+        damping: γ.
+        damping_form: "exact" (in the eigenbasis) or "factored" (Martens & Grosse 2015, section 6.3).
+        factor_every: steps between refreshes of the factors.
+        inverse_every: steps between eigendecompositions (shared out over processes).
+        batch_norm: "deterministic" or "variational".
+        reduction: "mean" or "sum".
+        max_grad_norm: shortens the mean gradient.
+
+    >>> net = nn.Linear(3, 2)
+    >>> opt = KFAC(net, lr=0.1, n_data=4)
+    >>> float(opt.step(lambda: net(torch.ones(4, 3)).square().mean())) > 0
+    True
+
+    References:
+        Martens & Grosse 2015; Grosse & Martens 2016; Osawa et al. 2019.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-3,
+        *,
+        n_data: float | None = None,
+        params: Iterable[Any] | None = None,
+        momentum: float = 0.9,
+        momentum_form: str = "heavy_ball",
+        new_curvature_weight: float = 0.05,
+        prior_precision: float = 1.0,
+        prior_mean: float = 0.0,
+        damping: float = 1e-2,
+        damping_form: str = "exact",
+        factor_every: int = 1,
+        inverse_every: int = 10,
+        batch_norm: str = "deterministic",
+        reduction: str = "mean",
+        max_grad_norm: float | None = None,
+    ):
+        check_model(model, "KFAC")
+        settings = make_settings(
+            n_data=n_data,
+            sampling=False,
+            reduction=reduction,
+            momentum_form=momentum_form,
+            max_grad_norm=max_grad_norm,
+        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "new_curvature_weight": new_curvature_weight,
+            "prior_precision": prior_precision,
+            "prior_mean": prior_mean,
+            "damping": damping,
+            "deterministic": False,
+        }
+        super().__init__(
+            model,
+            make_groups(unwrapped(model), params, batch_norm),
+            defaults,
+            settings,
+            None,
+            factor_every=factor_every,
+            inverse_every=inverse_every,
+            damping_form=damping_form,
+        )

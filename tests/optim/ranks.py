@@ -1,0 +1,115 @@
+"""What the processes of the distributed tests run; started by torchrun-like spawning from the tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from aftermap.optim import IVON, KFAC, VOGN, NoisyKFAC
+from tests.optim.problems import classifier, make_regression
+
+__all__ = ["PRESETS", "flat", "reparametrised_mean", "steps", "work"]
+
+
+def seed() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+PRESETS: dict[str, Any] = {
+    "vogn": lambda net, **o: VOGN(net, lr=0.02, n_data=11, generator=seed(), **o),
+    "vogn, two samples": lambda net, **o: VOGN(net, lr=0.02, n_data=11, mc_samples=2, generator=seed(), **o),
+    "ivon": lambda net, **o: IVON(net, lr=0.2, n_data=11, new_curvature_weight=0.1, generator=seed(), **o),
+    "kfac": lambda net, **o: KFAC(net, lr=0.02, n_data=11),
+    "noisy kfac": lambda net, **o: NoisyKFAC(net, lr=0.02, n_data=11, generator=seed(), **o),
+}
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def steps(opt: Any, net: nn.Module, x: Tensor, y: Tensor, count: int, *, own: bool = False) -> list[float]:
+    losses = []
+    for _ in range(count):
+
+        def closure() -> Tensor:
+            loss = F.cross_entropy(net(x), y)
+            if own:
+                loss.backward()
+            return loss
+
+        losses.append(float(opt.step(closure)))
+    return losses
+
+
+def reparametrised_mean(draws: int, **options: Any) -> Tensor:
+    """The mean of IVON's estimate of the Hessian's diagonal over many draws, at a mean that stays where it is."""
+    problem = make_regression(orthogonal=False)
+    net = problem.model()
+    opt = IVON(
+        net,
+        lr=0.0,
+        n_data=problem.n_data,
+        new_curvature_weight=1e-9,
+        initial_curvature=4.0,
+        generator=seed(),
+        **options,
+    )
+    with torch.no_grad():
+        net.weight.copy_(problem.mean())  # far from the optimum the estimate is just as unbiased, but noisier
+    total = torch.zeros_like(net.weight)
+    root = ((4.0 + 1.0 / problem.n_data) * problem.n_data) ** 0.5  # 1/σ
+    for _ in range(draws):
+        part, _ = opt._run(lambda: problem.loss(net), 0, None)
+        part.all_reduced(opt._trained(), {})
+        total += part.curvature["weight"] * part.curvature_scale / part.size * root / draws
+        opt.steps += 1
+    return total.detach()
+
+
+def work(rank: int, world: int, port: int, folder: str) -> None:
+    """Runs every case of two processes and saves what rank ``rank`` ends with."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, make in PRESETS.items():
+        for wrapped in ("plain", "ddp", "ddp, own backward"):
+            net, x, y = classifier(seed=rank)  # other weights on each process: the first one's are taken
+            _, x, y = classifier()
+            x, y = (x[:4], y[:4]) if rank == 0 else (x[4:], y[4:])
+            model = net if wrapped == "plain" else DistributedDataParallel(net)
+            opt = make(model)
+            losses = steps(opt, model, x, y, 3, own=wrapped.endswith("backward"))
+            found[f"{name} | {wrapped}"] = {"weights": flat(net), "losses": losses}
+    for name in ("vogn", "ivon", "noisy kfac"):  # the same data, different noise
+        net, x, y = classifier()
+        opt = PRESETS[name](net, sample_groups=2)
+        losses = steps(opt, net, x, y, 3)
+        found[f"{name} | samples"] = {"weights": flat(net), "losses": losses, "seed": opt._noise.seed}
+    net, x, y = classifier()  # a layer that only process 1 uses
+    extra = nn.Linear(4, 3, dtype=torch.float64)
+    with torch.no_grad():
+        extra.weight.fill_(0.1)
+        extra.bias.fill_(0.2)
+    both = nn.ModuleList([net, extra])
+    opt = IVON(both, lr=0.2, n_data=11, generator=seed())
+    for _ in range(2):
+        opt.step(lambda: F.cross_entropy(net(x), y) + (extra(net(x)).square().mean() if rank else 0.0))
+    found["unused"] = {"weights": flat(both), "losses": []}
+    found["reparametrised"] = {"weights": reparametrised_mean(1500, sample_groups=2), "losses": []}
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

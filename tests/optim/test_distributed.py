@@ -1,0 +1,118 @@
+"""Two gloo processes: split data equal one process, different noise equals the average, DDP is never averaged twice."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from aftermap.optim.noise import NoiseSource
+from tests.optim.elastic import STEPS
+from tests.optim.problems import classifier, make_regression
+from tests.optim.ranks import PRESETS, flat, reparametrised_mean, steps
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder, port = tmp_path_factory.mktemp("ranks"), free_port()
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.optim.ranks"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(r), "2", str(port), str(folder)],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for r in range(2)
+    ]
+    outputs = [p.communicate(timeout=120)[0].decode() for p in processes]
+    assert all(p.returncode == 0 for p in processes), "\n".join(outputs)[-3000:]
+    return [torch.load(folder / f"rank{r}.pt", weights_only=True) for r in range(2)]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_same_noise_and_split_data_equal_one_process(ranks: list[dict[str, Any]], name: str) -> None:
+    net, x, y = classifier()
+    losses = steps(PRESETS[name](net), net, x, y, 3)
+    for wrapped in ("plain", "ddp", "ddp, own backward"):
+        for found in ranks:
+            case = found[f"{name} | {wrapped}"]
+            assert_close(case["weights"], flat(net))
+            assert_close(torch.tensor(case["losses"]), torch.tensor(losses))
+
+
+@pytest.mark.parametrize("name", ["vogn", "ivon", "noisy kfac"])
+def test_different_noise_is_averaged(ranks: list[dict[str, Any]], name: str) -> None:
+    net, x, y = classifier()
+    opt = PRESETS[name](net)
+    sources = [NoiseSource(opt._noise.seed, group) for group in range(2)]
+    for _ in range(3):
+        for source in sources:
+            opt._noise = source
+            with opt.sampled_params():
+                opt._draws = 0
+                F.cross_entropy(net(x), y).backward()
+            opt._draws = 0
+        opt.step()
+    for found in ranks:
+        assert_close(found[f"{name} | samples"]["weights"], flat(net))
+
+
+def test_processes_agree_bit_by_bit(ranks: list[dict[str, Any]]) -> None:
+    for key, case in ranks[0].items():
+        assert torch.equal(case["weights"], ranks[1][key]["weights"]), key
+
+
+def test_a_layer_that_one_process_does_not_use(ranks: list[dict[str, Any]]) -> None:
+    weights = ranks[0]["unused"]["weights"]
+    assert bool(torch.isfinite(weights).all())
+    assert not torch.equal(weights[-15:-3], torch.full((12,), 0.1, dtype=torch.float64))
+
+
+def test_the_reparametrised_estimate_is_unbiased_on_one_and_two_processes(ranks: list[dict[str, Any]]) -> None:
+    problem = make_regression(orthogonal=False)
+    hessian = problem.x.square().sum(0) / problem.noise**2 / problem.n_data
+    expected = hessian.expand(3, 4)
+    assert_close(reparametrised_mean(6000), expected, rtol=0, atol=0.08 * float(hessian.max()))
+    for found in ranks:
+        assert_close(found["reparametrised"]["weights"], expected, rtol=0, atol=0.12 * float(hessian.max()))
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_and_ends_where_an_uninterrupted_run_ends(tmp_path: Path) -> None:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "--monitor-interval=0.2",
+    ]
+    port = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
+    script = ["-m", "tests.optim.elastic", str(tmp_path), "noisy kfac"]
+    done = subprocess.run([*launch, *port, *script], cwd=ROOT, env=env, capture_output=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert {(tmp_path / f"resumed{r}").read_text() for r in range(2)} == {"5"}
+    net, x, y = classifier()
+    steps(PRESETS["noisy kfac"](net), net, x, y, STEPS)
+    for rank in range(2):
+        assert_close(torch.load(tmp_path / f"final{rank}.pt", weights_only=True), flat(net))

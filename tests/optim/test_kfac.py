@@ -1,0 +1,154 @@
+"""Kronecker structure: the covariance of draws, the natural gradient, refreshes and damping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from aftermap.errors import InputError, UnsupportedError
+from aftermap.linalg import kron
+from aftermap.optim import KFAC, NoisyKFAC
+from aftermap.optim.kron import decompose, deviation, eigenvalues, precondition
+from tests.optim.problems import classifier
+
+
+def factors(groups: int = 2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    roots = [torch.randn(groups, d, d + 2, generator=generator, dtype=torch.float64) for d in (3, 4)]
+    a, b = (r @ r.transpose(-1, -2) for r in roots)
+    return a, b
+
+
+def test_draws_have_the_exact_covariance() -> None:
+    a, b = factors()
+    (basis,) = decompose([(a, b)])
+    below = eigenvalues(basis, 0.7, "exact")
+    noise = torch.randn(200_000, 2, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = deviation(basis, noise, below, 0.5).flatten(2)
+    for g in range(2):
+        expected = 0.25 * torch.linalg.inv(kron(b[g], a[g]) + 0.7 * torch.eye(12, dtype=torch.float64))
+        scale = float(expected.diagonal().max())
+        assert_close(torch.cov(drawn[:, g].T), expected, rtol=0, atol=0.02 * scale)
+        assert_close(drawn[:, g].mean(0), torch.zeros(12, dtype=torch.float64), rtol=0, atol=0.01 * scale**0.5)
+
+
+def test_factored_damping_is_a_matrix_normal() -> None:
+    a, b = factors(1)
+    (basis,) = decompose([(a, b)])
+    below = eigenvalues(basis, 0.7, "factored")
+    eye_a, eye_b = torch.eye(3, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
+    pi = (a[0].trace() / 3 / (b[0].trace() / 4)).sqrt()
+    precision = kron(b[0] + 0.7**0.5 / pi * eye_b, a[0] + 0.7**0.5 * pi * eye_a)
+    noise = torch.randn(200_000, 1, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.linalg.inv(precision)
+    scale = float(expected.diagonal().max())
+    found = torch.cov(deviation(basis, noise, below, 1.0).flatten(1).T)
+    assert_close(found, expected, rtol=0, atol=0.02 * scale)
+    scaled = decompose([(a * 9, b / 9)])[0]
+    assert_close(eigenvalues(scaled, 0.7, "factored"), below)
+
+
+def test_precondition_is_the_inverse() -> None:
+    a, b = factors(1)
+    (basis,) = decompose([(a, b)])
+    block = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    found = precondition(basis, block, eigenvalues(basis, 0.3, "exact"))
+    expected = torch.linalg.solve(kron(b[0], a[0]) + 0.3 * torch.eye(12, dtype=torch.float64), block.flatten())
+    assert_close(found.flatten(), expected)
+
+
+def test_draws_of_the_optimiser_have_the_covariance_of_its_factors() -> None:
+    net, x, y = classifier()
+    opt = NoisyKFAC(
+        net,
+        lr=0.01,
+        n_data=11,
+        temperature=0.5,
+        damping=0.05,
+        prior_precision=2.0,
+        generator=torch.Generator().manual_seed(0),
+    )
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    state = opt.state[net[2].weight]
+    a, b = state["factor_inputs"][0], state["factor_outputs"][0]
+    full = kron(b, a) + (0.5 * 2.0 / 11 + 0.05) * torch.eye(28, dtype=torch.float64)
+    expected = 0.5 / 11 * torch.linalg.inv(full)
+    draws = []
+    for _ in range(6000):
+        with opt.sampled_params(train=False):
+            draws.append(torch.cat([net[2].weight, net[2].bias[:, None]], 1).detach().flatten())
+    found = torch.cov(torch.stack(draws).T)
+    assert_close(found, expected, rtol=0, atol=0.08 * float(expected.diagonal().max()))
+
+
+def test_factors_of_the_first_step() -> None:
+    net, x, y = classifier()
+    opt = KFAC(net, lr=0.01, n_data=11)
+    hidden = torch.tanh(net[0](x)).detach()
+    out = net(x).softmax(1).detach()
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    rows = torch.cat([hidden, torch.ones(11, 1, dtype=torch.float64)], 1)
+    grads = out - F.one_hot(y, 4)
+    state = opt.state[net[2].weight]
+    assert_close(state["factor_inputs"][0], rows.T @ rows / 11)
+    assert_close(state["factor_outputs"][0], grads.T @ grads / 11)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_step_is_the_natural_gradient(reduction: str) -> None:
+    net, x, y = classifier()
+    opt = KFAC(net, lr=0.1, n_data=11, prior_precision=3.0, damping=0.2, reduction=reduction)
+    before = torch.cat([net[2].weight, net[2].bias[:, None]], 1).detach().clone()
+    grads = torch.autograd.grad(F.cross_entropy(net(x), y), [net[2].weight, net[2].bias])
+    gradient = torch.cat([grads[0], grads[1][:, None]], 1) + 3.0 / 11 * before
+    opt.step(lambda: F.cross_entropy(net(x), y, reduction=reduction))
+    state = opt.state[net[2].weight]
+    full = kron(state["factor_outputs"][0], state["factor_inputs"][0])
+    full = full + (3.0 / 11 + 0.2) * torch.eye(28, dtype=torch.float64)
+    expected = before - 0.1 * torch.linalg.solve(full, gradient.flatten()).reshape(4, 7)
+    assert_close(torch.cat([net[2].weight, net[2].bias[:, None]], 1).detach(), expected)
+
+
+def test_factors_and_inverses_are_refreshed_when_asked() -> None:
+    net, x, y = classifier()
+    opt = KFAC(net, lr=0.05, n_data=11, factor_every=2, inverse_every=4)
+    seen = []
+    for _ in range(6):
+        opt.step(lambda: F.cross_entropy(net(x), y))
+        state = opt.state[net[0].weight]
+        seen.append((state["factor_inputs"].clone(), state["factor_outputs"].clone(), state["values_outputs"].clone()))
+    changed = [not torch.equal(seen[i][1], seen[i + 1][1]) for i in range(5)]
+    assert changed == [False, True, False, True, False]
+    decomposed = [not torch.equal(seen[i][2], seen[i + 1][2]) for i in range(5)]
+    assert decomposed == [False, False, False, True, False]
+
+
+def test_norm_layers_get_a_diagonal() -> None:
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.GroupNorm(3, 3), nn.Flatten(), nn.Linear(36, 4)).to(torch.float64)
+    x = torch.randn(7, 2, 5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(7) % 4
+    opt = NoisyKFAC(net, lr=0.01, n_data=7, generator=torch.Generator().manual_seed(0))
+    for _ in range(3):
+        opt.step(lambda: F.cross_entropy(net(x), y))
+    assert "curvature" in opt.state[net[1].weight]
+    assert "factor_inputs" not in opt.state[net[1].weight]
+    assert opt.state[net[0].weight]["factor_inputs"].shape == (1, 9, 9)
+
+
+def test_a_layer_in_two_groups_is_refused() -> None:
+    net, x, y = classifier()
+    weights = [p for p in net.parameters() if p.dim() == 2]
+    biases = [p for p in net.parameters() if p.dim() == 1]
+    opt = KFAC(net, lr=0.1, n_data=11, params=[{"params": weights}, {"params": biases, "prior_precision": 0.1}])
+    with pytest.raises(InputError, match="in different groups"):
+        opt.step(lambda: F.cross_entropy(net(x), y))
+
+
+def test_a_prior_per_weight_is_refused() -> None:
+    net, _, _ = classifier()
+    opt = KFAC(net, n_data=11)
+    with pytest.raises(UnsupportedError, match="does not fit a Kronecker posterior"):
+        opt.set_prior({}, {})

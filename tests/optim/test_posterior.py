@@ -1,0 +1,165 @@
+"""opt.posterior(): precision, draws, predictions, saving, and the next task's prior."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.testing import assert_close
+
+from aftermap.errors import InputError, NotFittedError
+from aftermap.linalg import kron
+from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC
+from aftermap.posteriors.io import load_posterior
+from tests.optim.problems import classifier, make_regression
+
+
+def trained(preset: Any, **options: Any) -> tuple[Any, nn.Sequential, torch.Tensor]:
+    net, x, y = classifier()
+    opt = preset(net, lr=0.02, n_data=11, **options)
+    for _ in range(4):
+        opt.step(lambda: F.cross_entropy(net(x), y))
+    return opt, net, x
+
+
+@pytest.mark.parametrize("form", ["consistent", "poster"])
+def test_diagonal_precision_is_that_of_the_draws(form: str) -> None:
+    opt, net, _ = trained(VOGN, temperature=0.4, prior_precision=3.0, damping=0.02, form=form)
+    c, top = 0.4 * 3.0 / 11, (0.4 if form == "consistent" else 1.0) / 11
+    found = opt.posterior().posterior.marginal_variance()
+    for name, p in net.named_parameters():
+        assert_close(found[name], top / (opt.state[p]["curvature"] + c + 0.02))
+    assert_close(opt.posterior().posterior.mean["0.weight"], net[0].weight.detach())
+
+
+@pytest.mark.parametrize("form", ["exact", "factored"])
+def test_kronecker_precision_is_that_of_the_draws(form: str) -> None:
+    opt, net, _ = trained(NoisyKFAC, temperature=0.4, prior_precision=3.0, damping=0.02, damping_form=form)
+    state = opt.state[net[2].weight]
+    a, b, c = state["factor_inputs"][0], state["factor_outputs"][0], 0.4 * 3.0 / 11 + 0.02
+    eyes = torch.eye(7, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
+    pi = (a.trace() / 7 / (b.trace() / 4)).sqrt()
+    if form == "exact":
+        full = kron(b, a) + c * torch.eye(28, dtype=torch.float64)
+    else:
+        full = kron(b + c**0.5 / pi * eyes[1], a + c**0.5 * pi * eyes[0])
+    place = torch.cat(
+        [torch.arange(24).reshape(4, 6), torch.arange(24, 28)[:, None]], 1
+    ).flatten()  # weights, then biases
+    ordered = torch.empty_like(full)
+    ordered[place[:, None], place] = full * 11 / 0.4
+    assert_close(opt.posterior().posterior.to_dense()[-28:, -28:], ordered)
+
+
+@pytest.mark.parametrize("preset", [VOGN, OGN, IVON, KFAC, NoisyKFAC])
+def test_predicts_with_the_likelihood_of_cross_entropy(preset: Any) -> None:
+    opt, net, x = trained(preset)
+    post = opt.posterior()
+    net.train()
+    found = post.predict(x, samples=50, generator=torch.Generator().manual_seed(0))
+    assert found.mean.shape == (11, 4)
+    assert_close(found.mean.sum(1), torch.ones(11, dtype=torch.float64))
+    assert bool((found.epistemic > 0).all())
+    assert net.training
+    linearised = post.predict(x, kind="linearised")
+    assert_close(linearised.mean, found.mean, rtol=0, atol=0.25)
+    total = torch.stack(list(post.variance_by_layer(x).values())).sum(0)
+    assert bool((total > 0).all())
+    assert type(opt).__name__ in repr(post)
+
+
+def test_draws_match_those_of_the_optimiser() -> None:
+    opt, net, _ = trained(VOGN)
+    drawn = opt.posterior().sample(3000, torch.Generator().manual_seed(0))["2.weight"]
+    mine = []
+    for _ in range(3000):
+        with opt.sampled_params(train=False):
+            mine.append(net[2].weight.detach().clone())
+    assert_close(drawn.var(0), torch.stack(mine).var(0), rtol=0.2, atol=0)
+    assert_close(drawn.mean(0), torch.stack(mine).mean(0), rtol=0, atol=0.05)
+
+
+def test_saving(tmp_path: Path) -> None:
+    opt, _, _ = trained(NoisyKFAC)
+    post = opt.posterior()
+    post.save(tmp_path / "posterior")
+    loaded = load_posterior(tmp_path / "posterior")
+    assert loaded.config["method"] == "NoisyKFAC"
+    assert loaded.config["likelihood"]["name"] == "categorical"
+    assert_close(loaded.posterior.to_dense(), post.posterior.to_dense(), rtol=0, atol=0)
+
+
+def test_the_posterior_as_the_next_prior_is_exact_for_linear_regression() -> None:
+    problem = make_regression(orthogonal=True)
+    first, second = torch.arange(25), torch.arange(25, 60)
+    net = problem.model()
+    noise = {"likelihood": "regression", "curvature": "ggn"}
+    scale = problem.noise**2
+
+    def task(index: torch.Tensor, prior: Any) -> VOGN:
+        x, y = problem.x[index], problem.y[index]
+        x = torch.linalg.qr(x)[0] * 4.0  # orthogonal within each task, so that the diagonal is exact
+        opt = VOGN(
+            net,
+            lr=0.2,
+            n_data=len(index),
+            prior_precision=problem.prior,
+            damping=0.0,
+            momentum=0.0,
+            temperature=1.0,
+            **noise,
+        )
+        if prior is not None:
+            opt.set_prior(*prior)
+        for step in range(900):
+            opt.param_groups[0]["lr"] = 0.2 / (1 + step / 20)
+            opt.step(lambda: (net(x) - y / scale**0.5).square().sum(1).mean() / 2)
+        return opt
+
+    one = task(first, None)
+    two = task(second, one.posterior().as_prior())
+    found = two.posterior().posterior.marginal_variance()["weight"]
+    assert_close(found, torch.full((3, 4), 1 / (problem.prior + 16.0 + 16.0), dtype=torch.float64))
+    xs = [torch.linalg.qr(problem.x[i])[0] * 4.0 for i in (first, second)]
+    rhs = sum(x.T @ (problem.y[i] / scale**0.5) for x, i in zip(xs, (first, second), strict=True))
+    exact = (rhs / (problem.prior + 32.0)).T
+    assert_close(net.weight.detach(), exact, rtol=0, atol=0.5 * (problem.prior + 32.0) ** -0.5)
+
+
+def test_deterministic_weights_are_not_in_the_posterior() -> None:
+    net, x, y = classifier()
+    groups = [{"params": list(net[0].parameters()), "deterministic": True}, {"params": list(net[2].parameters())}]
+    opt = VOGN(net, n_data=11, params=groups)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    assert opt.posterior().posterior.names == ("2.weight", "2.bias")
+
+
+def test_errors() -> None:
+    net, x, y = classifier()
+    opt = VOGN(net, n_data=11)
+    with pytest.raises(NotFittedError, match="take a step first"):
+        opt.posterior()
+    opt.step(lambda: (net(x) - 1).square().mean())
+    with pytest.raises(InputError, match="the likelihood is unknown"):
+        opt.posterior().predict(x)
+    assert opt.posterior("regression").predict(x).mean.shape == (11, 4)
+    bare = IVON(net.parameters(), n_data=11)
+    with pytest.raises(InputError, match="Pass the model"):
+        bare.posterior()
+    assert y.shape == (11,)
+
+
+def test_damping_is_left_out_of_the_next_prior_unless_asked_for() -> None:
+    opt, net, _ = trained(VOGN, damping=0.3, prior_precision=2.0)
+    post = opt.posterior()
+    bare, half = post.as_prior()[1], post.as_prior(damping=0.5)[1]
+    for name, p in net.named_parameters():
+        expected = 11 * opt.state[p]["curvature"] + 2.0
+        assert_close(bare[name], expected)
+        assert_close(half[name], expected + 0.5 * 11 * 0.3)
+    with pytest.raises(InputError, match="damping=2 must be a finite number"):
+        post.as_prior(damping=2)
