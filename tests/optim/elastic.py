@@ -20,11 +20,13 @@ STEPS = 9
 
 def train(folder: Path, preset: str) -> None:
     """Trains to ``STEPS``, saving after every step; process 1 is killed in step 5 of the first attempt."""
-    dist.init_process_group("gloo")
+    # Each attempt meets at a store of its own: addresses of processes that are gone must not be found there.
+    attempt, rank, world = (os.environ[k] for k in ("TORCHELASTIC_RESTART_COUNT", "RANK", "WORLD_SIZE"))
+    store = dist.FileStore(str(folder / f"store{attempt}"), int(world))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world))
     torch.set_num_threads(1)
-    rank = dist.get_rank()
     net, x, y = classifier()
-    x, y = (x[:4], y[:4]) if rank == 0 else (x[4:], y[4:])
+    x, y = (x[:4], y[:4]) if rank == "0" else (x[4:], y[4:])
     opt = PRESETS[preset](net)
     checkpoint = folder / "checkpoint.pt"
     if checkpoint.exists():
@@ -33,10 +35,10 @@ def train(folder: Path, preset: str) -> None:
         opt.load_state_dict(saved["opt"])
         (folder / f"resumed{rank}").write_text(str(opt.steps))
     while opt.steps < STEPS:
-        if rank == 1 and opt.steps == 5 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if rank == "1" and opt.steps == 5 and attempt == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         steps(opt, net, x, y, 1)
-        if rank == 0:
+        if rank == "0":
             part = folder / "checkpoint.tmp"
             torch.save({"net": net.state_dict(), "opt": opt.state_dict()}, part)
             part.replace(checkpoint)

@@ -81,7 +81,7 @@ def tune_on_validation(
     if kind not in KINDS:
         raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
     _check_grid(precisions=precisions, scales=scales)
-    cs = list(scales) if scales is not None else [10 ** (k / 4) for k in range(-4, 17)]
+    cs = list(scales) if scales is not None else [10 ** (k / 4) for k in range(-8, 17)]
     if precisions is not None:
         ratios = list(precisions)
         result = _stage(predictor, held, base_scale, ratios, cs, kind, link, samples)
