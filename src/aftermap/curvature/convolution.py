@@ -188,7 +188,7 @@ class ConvRows(MatrixRows):
         return (
             all(s == 1 for s in self.stride)
             and min(channels, out) >= _SHIFT_CHANNELS
-            and self.shared >= 4 * channels
+            and 2 * self.shared >= channels
             and not self.flipped
         )
 

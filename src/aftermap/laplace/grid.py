@@ -81,7 +81,7 @@ def tune_on_validation(
     if kind not in KINDS:
         raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
     _check_grid(precisions=precisions, scales=scales)
-    cs = list(scales) if scales is not None else [10 ** (k / 4) for k in range(-8, 17)]
+    cs = list(scales) if scales is not None else [10 ** (k / 2) for k in range(-4, 9)]
     if precisions is not None:
         ratios = list(precisions)
         result = _stage(predictor, held, base_scale, ratios, cs, kind, link, samples)
@@ -92,7 +92,8 @@ def tune_on_validation(
     first = _stage(predictor, some, base_scale, coarse, cs, kind, link, samples)
     centre = math.log10(first.precision / first.data_scale)
     fine = [10 ** (centre + d) for d in (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)]
-    result = _stage(predictor, held, base_scale, fine, cs, kind, link, samples)
+    near = cs if scales is not None else [first.data_scale * 10 ** (k / 4) for k in range(-4, 5)]
+    result = _stage(predictor, held, base_scale, fine, near, kind, link, samples)
     # The fine stage may look a little beyond the coarse one.
     _warn_at_edge(result, cs, (coarse[0] * 10**0.25, coarse[-1] / 10**0.25))
     return result
