@@ -137,7 +137,11 @@ class KronBlockPosterior(BlockPosterior):
         found = table.new_empty(count, *table.shape)
         # Some at a time: the noise and its rotations stay in the cache.
         for some in found.split(max(1, _SAMPLE_NUMBERS // table.numel())):
-            some.copy_(self.rotate_back(normal_like(some, generator) * table))
+            turned = self.outer @ normal_like(some, generator).mul_(table)
+            if self.inner is None:
+                some.copy_(turned)
+            else:
+                torch.matmul(turned, self.inner.transpose(-1, -2), out=some)
         return self.layout.split(found)
 
     def _apply(self, values: Params, table: Tensor) -> Params:
