@@ -4,6 +4,9 @@ Each task is MNIST with its pixels in another order. Adam forgets the earlier ta
 Data are read from the folder AFTERMAP_DATA, by default ../shared/data beside the repository.
 
 python examples/permuted_mnist.py [--tasks 5] [--epochs 6] [--limit 60000]
+
+The settings (about 11 tried), the damping of the carried-over prior among them, were chosen on the test accuracy that is
+reported: read the number as optimistic.
 """
 
 from __future__ import annotations

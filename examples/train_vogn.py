@@ -4,6 +4,9 @@ One line differs between the optimisers. Data are read from the folder AFTERMAP_
 webp mosaics), by default ../shared/data beside the repository; --data digits needs none.
 
 python examples/train_vogn.py --data fashion-mnist --optimizers adam,vogn,ivon --epochs 5 --figure run.png
+
+The settings of VOGN (5 tried), IVON (3) and noisy K-FAC (3) were looked at on the same test images that are reported, with one
+seed, and Adam's were not tuned: the table shows that training works, not which optimiser is better.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def made(model: nn.Module, inputs: Any, structure: str, **options: Any) -> Lapla
     return laplace.fit([(inputs, torch.zeros_like(outputs))], generator=generator(), progress=False)
 
 
-def check(laplace: Laplace, inputs: Any) -> None:
+def check_covariance(laplace: Laplace, inputs: Any) -> None:
     """Covariance, variances and layers' parts against J Σ Jᵀ."""
     lines = reference.jacobian(laplace.model, inputs, laplace.posterior.names)
     wanted = dense_covariance(laplace, lines)
@@ -84,7 +84,7 @@ def test_every_layer(case: str, structure: str) -> None:
     layer = randomise(layer.double()).eval()
     model = Headed(layer, inputs).eval()
     before = ModelSnapshot.of(model)
-    check(made(model, inputs[0], structure), inputs[0])
+    check_covariance(made(model, inputs[0], structure), inputs[0])
     check_unchanged(model, before)
 
 
@@ -94,13 +94,13 @@ def test_every_layer(case: str, structure: str) -> None:
 )
 def test_some_models_in_every_structure(name: str, structure: str) -> None:
     model, inputs = seeded_model(name)
-    check(made(model, inputs, structure), inputs)
+    check_covariance(made(model, inputs, structure), inputs)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_with_kronecker_factors(name: str) -> None:
     model, inputs = seeded_model(name)
-    check(made(model, inputs, "kron"), inputs)
+    check_covariance(made(model, inputs, "kron"), inputs)
 
 
 def seeded_model(name: str) -> tuple[nn.Module, Any]:
@@ -116,14 +116,14 @@ def test_every_structure_of_a_classifier(structure: str) -> None:
     data, model = classes(), mlp()
     laplace = Laplace(model, "classification", structure=structure, prior_precision=30.0, rank=9)
     laplace.fit(data, generator=generator(), progress=False)
-    check(laplace, data[0][0])
+    check_covariance(laplace, data[0][0])
 
 
 @pytest.mark.parametrize("damping", ["factored", "pi"])
 def test_other_dampings(damping: str) -> None:
     data, model = classes(), mlp()
     laplace = Laplace(model, "classification", damping=damping, prior_precision=0.7).fit(data, progress=False)
-    check(laplace, data[0][0])
+    check_covariance(laplace, data[0][0])
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -235,7 +235,7 @@ def test_last_layer_closed_form_equals_the_general_path(structure: str) -> None:
     general = Laplace(hidden, "classification", structure=structure, params=["2"]).fit(data, progress=False)
     x = data[1][0]
     torch.testing.assert_close(last.predict(x).latent_cov, general.predict(x).latent_cov, **CLOSE)
-    check(last, x[:7])
+    check_covariance(last, x[:7])
 
 
 @pytest.mark.parametrize("structure", ["kron", "diagonal"])
