@@ -18,7 +18,7 @@ __all__ = ["TARGETS", "best_peer", "measure", "scaling", "table"]
 # A fit looks at its first batch once more to find out how the network calls its layers: a cost per fit, not per batch.
 # A fit over this many batches, divided by their number: a fit's fixed costs (its look at the first batch) are spread as in a
 # small data set. Real ones have hundreds of batches.
-BATCHES = {"mlp": 16, "lenet": 16, "resnet20": 6, "wrn16_2": 6, "transformer": 6}
+BATCHES = dict.fromkeys(MODELS, 16)
 
 # What is to be reached, in u: (model, quantity) or, for every model, quantity alone.
 TARGETS: dict[tuple[str, str], float] = {

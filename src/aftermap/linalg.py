@@ -79,9 +79,14 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def mirror_upper_(matrix: Tensor) -> Tensor:
-    """Copies the upper triangle of [..., D, D] to the lower one, in place."""
-    lower = matrix.triu(1).transpose(-1, -2)
-    return matrix.triu_().add_(lower)
+    """Copies the upper triangle of [..., D, D] to the lower one, in place and without a copy of the whole."""
+    size, step = matrix.shape[-1], 256
+    for start in range(0, size, step):
+        stop = min(start + step, size)
+        corner = matrix[..., start:stop, start:stop]
+        corner.copy_(corner.triu() + corner.triu(1).transpose(-1, -2))
+        matrix[..., stop:, start:stop] = matrix[..., start:stop, stop:].transpose(-1, -2)
+    return matrix
 
 
 def symmetrise(matrix: Tensor) -> Tensor:

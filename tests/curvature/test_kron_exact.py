@@ -232,6 +232,13 @@ def test_factors_that_do_not_fit_are_not_added() -> None:
     torch.testing.assert_close((ekfac + ekfac).to_dense(), 2 * ekfac.to_dense())
 
 
+def test_sums_of_rows_and_sums_of_totals_are_not_added() -> None:
+    model, x, y = shared()
+    expand, reduce = (fit(model, [(x, y)], CATEGORICAL, "kron", approach=a) for a in ("expand", "reduce"))
+    with pytest.raises(InputError, match="fit both with the same approach"):
+        expand + reduce
+
+
 @pytest.mark.parametrize("structure", ["kron", "ekfac", "diagonal", "full"])
 def test_accumulation_dtype(structure: str) -> None:
     model, x, y = shared()

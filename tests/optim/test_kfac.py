@@ -152,3 +152,19 @@ def test_a_prior_per_weight_is_refused() -> None:
     opt = KFAC(net, n_data=11)
     with pytest.raises(UnsupportedError, match="does not fit a Kronecker posterior"):
         opt.set_prior({}, {})
+
+
+def test_a_scaled_loss_gives_the_same_step() -> None:
+    x, y = torch.randn(6, 3), torch.randint(2, (6,))
+    ends = []
+    for scale in (1.0, 256.0):
+        torch.manual_seed(0)
+        net = nn.Linear(3, 2)
+        opt = KFAC(net, lr=0.1, n_data=6)
+        with opt.sampled_params(loss_scale=scale):
+            (scale * nn.functional.cross_entropy(net(x), y)).backward()
+        for p in net.parameters():
+            p.grad = p.grad / scale  # as a GradScaler does before the step
+        opt.step()
+        ends.append(net.weight.detach().clone())
+    torch.testing.assert_close(ends[0], ends[1])

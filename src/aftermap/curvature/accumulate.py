@@ -15,7 +15,13 @@ __all__ = ["Accumulator", "ExampleAccumulator", "ExampleSum"]
 
 
 class Accumulator(ABC):
-    """Sums blocks over a stream of batches."""
+    """Sums blocks over a stream of batches.
+
+    Attributes:
+        needs: the sites whose gradients it looks at; None for all. It is called once these are there.
+    """
+
+    needs: tuple[int, ...] | None = None
 
     def on_batch(self, step: BatchStep) -> None:  # noqa: B027
         """Once per batch, before any vector."""
@@ -46,8 +52,8 @@ class ExampleSum(ABC):
 class ExampleAccumulator(Accumulator):
     """Hands per-example gradients, some examples at a time, to sums that share one pass over them."""
 
-    def __init__(self, sums: Sequence[ExampleSum], numbers: int):
-        self.sums = list(sums)
+    def __init__(self, sums: Sequence[ExampleSum], numbers: int, needs: tuple[int, ...] | None = None):
+        self.sums, self.needs = list(sums), needs
         self.numbers = numbers  # per example and vector
 
     def on_vectors(self, step: VectorStep) -> None:

@@ -22,7 +22,17 @@ from aftermap.curvature.attention import attention_forward, unviewed
 from aftermap.curvature.sites import Sites
 from aftermap.errors import UnsupportedError
 
-__all__ = ["Call", "RootCall", "Seen", "altered_outputs", "backpropagate", "capture", "gradients_for", "observe"]
+__all__ = [
+    "Call",
+    "RootCall",
+    "Seen",
+    "altered_outputs",
+    "arriving_gradients",
+    "backpropagate",
+    "capture",
+    "gradients_for",
+    "observe",
+]
 
 
 @dataclass(frozen=True)
@@ -279,3 +289,63 @@ def backpropagate(
             None if g is None else g[None]
             for g in torch.autograd.grad(outputs, list(edges), vector, retain_graph=keep or not last, allow_unused=True)
         ]
+
+
+def arriving_gradients(
+    outputs: Tensor,
+    edges: Sequence[GradientEdge],
+    vector: Tensor,
+    receive: Callable[[int, Tensor], None],
+    *,
+    keep: bool,
+) -> None:
+    """Back-propagates one vector and hands out the gradient at each edge as soon as it is complete.
+
+    Autograd holds the gradients that are asked of it until the pass is over. So it is asked only for the last edges, those
+    with no other edge behind them; at the others, a hook on the node looks at what passes by.
+
+    Args:
+        outputs: [b, ..., c].
+        edges: of the layer outputs.
+        vector: [b, ..., c].
+        receive: called with an edge's number and its gradient; never for an edge that the outputs do not depend on.
+        keep: the graph is needed again afterwards.
+    """
+    last = _last_edges(edges)
+
+    def looking_at(number: int) -> Callable[[Sequence[Tensor | None]], None]:
+        place = edges[number].output_nr
+
+        def look(grads: Sequence[Tensor | None]) -> None:
+            grad = grads[place]
+            if grad is not None:
+                receive(number, grad)
+
+        return look
+
+    with ExitStack() as stack:
+        for number, edge in enumerate(edges):
+            if number not in last:
+                stack.callback(edge.node.register_prehook(looking_at(number)).remove)
+        wanted = sorted(last)
+        found = torch.autograd.grad(outputs, [edges[n] for n in wanted], vector, retain_graph=keep, allow_unused=True)
+    for number, grad in zip(wanted, found, strict=True):
+        if grad is not None:
+            receive(number, grad)
+
+
+def _last_edges(edges: Sequence[GradientEdge]) -> set[int]:
+    """Numbers of the edges from whose nodes no other edge's node can be reached."""
+    nodes = {edge.node for edge in edges}
+    last = set()
+    for number, edge in enumerate(edges):
+        seen, stack = {edge.node}, [edge.node]
+        while stack:
+            following = [n for n, _ in stack.pop().next_functions if n is not None and n not in seen]
+            if any(n in nodes for n in following):
+                break
+            seen.update(following)
+            stack += following
+        else:
+            last.add(number)
+    return last

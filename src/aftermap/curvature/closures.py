@@ -342,8 +342,9 @@ class ClosureWatch:
         taken = [n for n in leaves if n not in self.sums]
         self.sums.update({n: leaves[n].detach().clone() if scale != 1.0 else leaves[n].detach() for n in taken})
         if scale != 1.0:
-            torch._foreach_div_(list(self.sums.values()), scale)
-            torch._foreach_div_(list(self.squares.values()), scale**2)
+            for values, by in ((self.sums, scale), (self.squares, scale**2)):
+                if values:  # K-FAC asks for no squares
+                    torch._foreach_div_(list(values.values()), by)
             self.factors = {s: (a, b / scale**2, t) for s, (a, b, t) in self.factors.items()}
         return Moments(self.sums, self.squares, self.size, self.factors)
 

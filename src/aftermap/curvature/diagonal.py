@@ -62,7 +62,7 @@ class SiteDiagonalAccumulator(Accumulator):
     """The diagonal of one site by its rule."""
 
     def __init__(self, site: int, layout: Layout, dtype: torch.dtype, device: torch.device):
-        self.site, self.layout = site, layout
+        self.site, self.layout, self.needs = site, layout, (site,)
         self.sums = torch.zeros(layout.groups, layout.out, layout.in_, dtype=dtype, device=device)
 
     def on_vectors(self, step: VectorStep) -> None:

@@ -146,11 +146,15 @@ class EigenBlock(Block):
         return self.layout.split(found)
 
 
+_ROTATED_NUMBERS = 1 << 19
+
+
 class EigenAccumulator(Accumulator):
     """Sums E of one site in a fixed basis."""
 
     def __init__(self, site: int, layout: Layout, eigen: KronEigen, model_dtype: torch.dtype, dtype: torch.dtype):
         self.site, self.layout, self.eigen = site, layout, eigen
+        self.needs = (site,)
         self.outer = eigen.output_vectors.to(model_dtype)
         self.inner = None if eigen.input_vectors is None else eigen.input_vectors.to(model_dtype)
         shape = (layout.groups, layout.out, layout.in_)
@@ -169,8 +173,8 @@ class EigenAccumulator(Accumulator):
             turned = DenseRows(torch.einsum("bgti,gij->bgtj", rows.dense(), self.inner), ones=False)
             turned.add_outer_squared_(self.sums, torch.einsum("vbgto,gop->vbgtp", grads, self.outer))
             return
-        # With sharing, rotate the per-example gradients: (U_Bᵀ G U_A)².
-        stride = budget(step.vectors * self.layout.size)
+        # With sharing, rotate the per-example gradients: (U_Bᵀ G U_A)², few at a time: three tensors of their size exist.
+        stride = budget(step.vectors * self.layout.size, _ROTATED_NUMBERS)
         for start in range(0, step.batch.size, stride):
             length = min(stride, step.batch.size - start)
             each = self.outer.transpose(-1, -2) @ step.outer(self.site, start, length)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aftermap.distributed import all_reduce_
+from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.errors import InputError
 
 __all__ = ["Block", "Factors", "Treatment", "same_names"]
@@ -146,6 +146,8 @@ class Factors:
 
     def all_reduced(self) -> Factors:
         """The sum over all processes; one message per dtype. In one process: the same."""
+        if not is_distributed():
+            return self
         count = torch.tensor([self.n_data, self.loss], dtype=torch.float64)
         sums = [{k: t.clone() for k, t in b.tensors().items()} for b in self.blocks]
         all_reduce_([count, *(t for each in sums for t in each.values())])

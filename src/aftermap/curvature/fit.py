@@ -119,7 +119,8 @@ def fit_curvature(
     with together("looking at the first batch"):
         found = probe(model, names, stream.first())
     found = agreed(found, names)
-    shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
+    own = named_parameters(model)
+    shapes = {n: tuple(own[n].shape) for n in names}
     if strict:
         _check_strict(found, shapes)
     if structure in ("hessian", "low_rank"):
@@ -243,7 +244,8 @@ class _Plan:
             self.kron_sites.append(number)
             return KronAccumulator(number, layout, self.approach, self.dtype, self.device, site.rule.one_hot)
         if layout.size <= self.small_block:
-            return ExampleAccumulator([FullSum(layout.name, layout.shapes, self.dtype, self.device)], layout.size)
+            block = FullSum(layout.name, layout.shapes, self.dtype, self.device)
+            return ExampleAccumulator([block], layout.size, needs=(number,))
         return SiteDiagonalAccumulator(number, layout, self.dtype, self.device)
 
     def _rest(self) -> Accumulator:
@@ -253,7 +255,8 @@ class _Plan:
                 sums.append(FullSum(name, {name: shape}, self.dtype, self.device))
             else:
                 sums.append(DiagonalSum({name: shape}, self.dtype, self.device))
-        return ExampleAccumulator(sums, sum(math.prod(s) for s in self.rest.values()))
+        needs = tuple(sorted({s for n in self.rest for s in self.found.by_parameter.get(n, ())}))
+        return ExampleAccumulator(sums, sum(math.prod(s) for s in self.rest.values()), needs)
 
     def treatment(self, blocks: Iterable[Block]) -> dict[str, Treatment]:
         """How each parameter was treated."""

@@ -22,6 +22,8 @@ __all__ = ["KfraAccumulator"]
 class KfraAccumulator(Accumulator):
     """Sums the factors of all layers with a weight matrix; one recursion per batch serves them all."""
 
+    needs = ()
+
     def __init__(self, parts: Sequence[KronAccumulator], sites: Sites, likelihood: Likelihood):
         self.parts, self.likelihood = list(parts), likelihood
         self.names = [sites.sites[p.site].name for p in self.parts]

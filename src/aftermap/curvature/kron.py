@@ -23,6 +23,7 @@ from aftermap.curvature.factors import Block
 from aftermap.curvature.layout import Layout
 from aftermap.curvature.rows import MatrixRows, budget
 from aftermap.curvature.step import BatchStep, VectorStep
+from aftermap.errors import InputError
 from aftermap.linalg import add_upper_gram_, kron, mirror_upper_
 
 __all__ = ["APPROACHES", "KronAccumulator", "KronBlock", "add_grad_gram_"]
@@ -40,6 +41,7 @@ class KronBlock(Block):
         outputs: B [g, o, o].
         rows: [g], float64.
         kind: kron or kfra.
+        approach: expand or reduce: what the sums are sums of.
     """
 
     layout: Layout
@@ -47,6 +49,15 @@ class KronBlock(Block):
     outputs: Tensor
     rows: Tensor
     kind: str = "kron"
+    approach: str = "expand"
+
+    def __add__(self, other: Block) -> Block:
+        if isinstance(other, KronBlock) and other.approach != self.approach:
+            raise InputError(
+                f"Kronecker factors of {self.name} made with approach={self.approach!r} and with {other.approach!r} are sums "
+                "of different things and cannot be added; fit both with the same approach"
+            )
+        return super().__add__(other)
 
     @property
     def name(self) -> str:
@@ -121,6 +132,7 @@ class KronAccumulator(Accumulator):
         one_hot: bool,
     ):
         self.site, self.layout, self.approach = site, layout, approach
+        self.needs = (site,)
         groups, out, width = layout.groups, layout.out, layout.in_
         shape = (groups, width) if one_hot else (groups, width, width)
         self.inputs = torch.zeros(shape, dtype=dtype, device=device)
@@ -161,4 +173,4 @@ class KronAccumulator(Accumulator):
 
     def results(self) -> list[Block]:
         inputs = self.inputs if self.inputs.dim() == 2 else mirror_upper_(self.inputs)
-        return [KronBlock(self.layout, inputs, mirror_upper_(self.outputs), self.rows)]
+        return [KronBlock(self.layout, inputs, mirror_upper_(self.outputs), self.rows, approach=self.approach)]

@@ -284,8 +284,9 @@ class BatchNormRule(_ScaleRule):
         rows = super().rows(module, inputs, space, named)
         if module.training or module.running_mean is None or not isinstance(rows, ScaleRows):
             return rows
-        factor = (module.running_var + module.eps).rsqrt()
-        return replace(rows, affine=(module.running_mean, factor)) if "weight" in named else rows
+        if "weight" not in named:
+            return rows
+        return replace(rows, affine=(module.running_mean, module.running_var, module.eps))
 
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:
         if module.training or module.running_mean is None:  # only optimisers ask for this: see `find_sites`

@@ -107,6 +107,9 @@ def probe(model: nn.Module, names: Sequence[str], batch: Batch) -> Probe:
     with gradients_for(model, names):
         # The pair holds the last two of the three, backwards: any influence of an example on another shows.
         pair, calls_of_pair = _run(model, sites, _copies(batch, [2, 1]))
+        shapes_of_pair = [c.out_shape for c in calls_of_pair]
+        pair = pair.detach()
+        del calls_of_pair  # with them goes the graph of the pair
         three = _copies(batch, [0, 1, 2])
         outputs, calls = _run(model, sites, three)
         check_outputs(outputs, 3)
@@ -117,7 +120,7 @@ def probe(model: nn.Module, names: Sequence[str], batch: Batch) -> Probe:
                 f"the outputs depend on none of the selected parameters ({', '.join(list(names)[:5])}…); "
                 "is part of the forward pass under torch.no_grad()?"
             )
-        axes, unbatched = _find_axes(calls_of_pair, calls, sites)
+        axes, unbatched = _find_axes(shapes_of_pair, calls, sites)
         reasons = dict(sites.reasons)
         for number in unbatched:
             for name in sites.sites[number].layout.names:
@@ -177,17 +180,17 @@ def _check_independent(alone: Tensor, together: Tensor) -> None:
 
 
 def _find_axes(
-    pair: Sequence[Call], triple: Sequence[Call], sites: Sites
+    pair: Sequence[tuple[int, ...]], triple: Sequence[Call], sites: Sites
 ) -> tuple[dict[tuple[int, int], int], set[int]]:
-    """The batch dimension by (site, module), and sites with a call that has none."""
+    """The batch dimension by (site, module), and sites with a call that has none; of the pair only its output shapes."""
     axes: dict[tuple[int, int], int] = {}
     unbatched: set[int] = set()
     if len(pair) != len(triple):
         return axes, set(range(len(sites.sites)))
     for two, three in zip(pair, triple, strict=True):
-        if two.out_shape[0] * 3 == three.out_shape[0] * 2:
+        if two[0] * 3 == three.out_shape[0] * 2:
             axis = 0
-        elif len(two.out_shape) > 2 and (two.out_shape[1], three.out_shape[1]) == (2, 3):
+        elif len(two) > 2 and (two[1], three.out_shape[1]) == (2, 3):
             axis = 1
         else:
             unbatched.add(three.site)

@@ -187,7 +187,7 @@ class DenseRows(MatrixRows):
 
     def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
         if self.shared > 1:
-            super().add_outer_squared_(out, grads)
+            self._add_shared_moments_(None, out, grads)
             return
         # Without sharing Σ_vb g² a² is one matrix product per group: no per-example tensor exists.
         weights = grads[:, :, :, 0].square().sum(0).transpose(0, 1)  # [g, b, o]
@@ -196,12 +196,13 @@ class DenseRows(MatrixRows):
             add_product_(out[group], weights[group], rows[group])
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        if self.shared > 1:
-            return super().outer_moments(grads)
         vectors, _, groups, _, out = grads.shape
         width = self.data.shape[-1]
-        total = grads.new_empty(groups, out, self.features)
-        squares = torch.empty_like(total)
+        total = grads.new_zeros(groups, out, self.features)
+        squares = torch.zeros_like(total)
+        if self.shared > 1:
+            self._add_shared_moments_(total, squares, grads)
+            return total, squares
         for g in range(groups):
             rows, lines = self.data[:, g, 0], grads[:, :, g, 0]  # [b, i], [v, b, o]
             summed = lines[0] if vectors == 1 else lines.sum(0)
@@ -213,6 +214,23 @@ class DenseRows(MatrixRows):
                 total[g, :, width] = summed.sum(0)
                 squares[g, :, width] = squared.sum(0)
         return total, squares
+
+    def _add_shared_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor) -> None:
+        """Adds Σ_vb G and Σ_vb G²; weights and bias apart, so that a product is never copied to make room for a column."""
+        vectors, out, width = grads.shape[0], grads.shape[-1], self.data.shape[-1]
+        step = budget(vectors * self.groups * out * max(1, width), _MOMENT_NUMBERS)
+        for start in range(0, self.batch, step):
+            lines = merged_vectors(grads[:, start : start + step])  # [b, g, v·o, t]
+            parts = []
+            if width:
+                parts.append((slice(0, width), lines @ self.data[start : start + step]))
+            if self.ones:
+                parts.append((slice(width, None), lines.sum(-1, keepdim=True)))
+            for columns, each in parts:
+                each = each.unflatten(2, (vectors, out))
+                if total is not None:
+                    total[..., columns] += each.sum((0, 2))
+                squares[..., columns] += each.square_().sum((0, 2))
 
     def narrow(self, start: int, length: int) -> DenseRows:
         return DenseRows(self.data[start : start + length], self.ones, self.only_group)
@@ -226,13 +244,13 @@ class ScaleRows(Rows):
         data: [b, g, t]; None where only the shift is selected.
         ones: whether a shift belongs to the block.
         shape: (b, g, t).
-        affine: (mean, factor), each [g], where x̂ = (data − mean) · factor is left undone: only its sums are needed.
+        affine: (mean [g], variance [g], ε) where x̂ = (data − mean) / √(variance + ε) is left undone: only its sums are needed.
     """
 
     data: Tensor | None
     ones: bool
     shape: tuple[int, int, int]
-    affine: tuple[Tensor, Tensor] | None = None
+    affine: tuple[Tensor, Tensor, float] | None = None
 
     @property
     def batch(self) -> int:  # type: ignore[override]
@@ -252,19 +270,37 @@ class ScaleRows(Rows):
 
     def outer(self, grads: Tensor) -> Tensor:
         flat = grads[..., 0]  # [v, b, g, t]
+        if self.affine is not None and self.data is not None:
+            found = torch.stack([self._normalised_sums(each) for each in flat])  # [v, 2, b, g]
+            return found[:, : self.features].movedim(1, -1)[..., None, :]
         # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
         one = len(flat) == 1
-        total = flat.sum(-1) if self.ones or self.affine is not None else None
         parts = []
         if self.data is not None:
-            scaled = torch.linalg.vecdot(flat, self.data) if one else torch.einsum("vbgt,bgt->vbg", flat, self.data)
-            if self.affine is not None and total is not None:
-                mean, factor = self.affine
-                scaled = (scaled - mean * total) * factor
-            parts.append(scaled)
-        if self.ones and total is not None:
-            parts.append(total)
+            parts.append(
+                torch.linalg.vecdot(flat, self.data) if one else torch.einsum("vbgt,bgt->vbg", flat, self.data)
+            )
+        if self.ones:
+            parts.append(flat.sum(-1))
         return torch.stack(parts, -1)[..., None, :]
+
+    def _normalised_sums(self, grads: Tensor) -> Tensor:
+        """Σ_t g x̂ and Σ_t g of every example, [b, g, t] -> [2, b, g]: examples as channels of PyTorch's own kernel."""
+        mean, variance, eps = self.affine  # type: ignore[misc]
+        batch = self.shape[0]
+        scale, shift = torch.ops.aten.native_batch_norm_backward(
+            grads.reshape(1, -1, self.shape[2]),
+            self.data.reshape(1, -1, self.shape[2]),  # type: ignore[union-attr]
+            None,
+            mean.to(grads.dtype).repeat(batch),
+            variance.to(grads.dtype).repeat(batch),
+            None,
+            None,
+            False,
+            eps,
+            [False, True, True],
+        )[1:]
+        return torch.stack([scale, shift]).view(2, *self.shape[:2])
 
     def narrow(self, start: int, length: int) -> ScaleRows:
         data = None if self.data is None else self.data[start : start + length]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aftermap.batches import Batch, Unpack, call_model, check_device, iterate
 from aftermap.curvature.accumulate import Accumulator
 from aftermap.curvature.capture import capture, gradients_for
+from aftermap.curvature.delivery import deliver
 from aftermap.curvature.probe import Probe, check_outputs
 from aftermap.curvature.step import BatchStep
 from aftermap.curvature.vectors import make_vectors, resolve_kind
@@ -153,11 +154,16 @@ class Stream:
             call.reused = vectors.count > 2
         done = 0
         for part in vectors.chunks(self._chunk(step)):
-            done += len(part)
-            for moved in step.backpropagate(part, batched=batched, keep=done < vectors.count):
-                for each in accumulators:
-                    each.on_vectors(moved)
-                del moved
+            if batched and len(part) > 1:
+                done += len(part)
+                for moved in step.backpropagate(part, batched=True, keep=done < vectors.count):
+                    for each in accumulators:
+                        each.on_vectors(moved)
+                    del moved
+                continue
+            for vector in part.split(1):
+                done += 1
+                deliver(step, vector, accumulators, keep=done < vectors.count)
 
     def _chunk(self, step: BatchStep) -> int:
         if self.chunk is not None:

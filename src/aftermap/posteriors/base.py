@@ -204,7 +204,8 @@ class GaussianPosterior(Posterior):
         deviations: Params = {}
         for block in self.blocks:
             deviations.update(block.sample(count, generator))
-        return {n: self.mean[n] + deviations[n].to(self.mean[n].dtype) for n in self.names}
+        # A block's draws are its own to change: no second copy of the samples.
+        return {n: deviations[n].to(self.mean[n].dtype).add_(self.mean[n].detach()) for n in self.names}
 
     def log_prob(self, params: Params) -> Tensor:
         missing = [n for n in self.names if n not in params]

@@ -57,6 +57,11 @@ class EigenTable:
             raise InputError("an eigenvalue table needs E, or both μ and λ")
         return self.outputs[:, :, None] * self.inputs[:, None, :]
 
+    def to(self, dtype: torch.dtype) -> EigenTable:
+        """The same in another precision."""
+        table, outputs, inputs = (None if t is None else t.to(dtype) for t in (self.table, self.outputs, self.inputs))
+        return EigenTable(table, outputs, inputs, self.n_data)
+
     def precision(self, scale: Tensor, prior: Tensor, damping: str) -> Tensor:
         """Eigenvalues of the posterior precision [g, o, i]."""
         if damping == "exact":
@@ -133,16 +138,26 @@ class KronBlockPosterior(BlockPosterior):
         return turned if self.inner is None else turned @ self.inner.to(values.dtype).transpose(-1, -2)
 
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
-        table = self.precision.detach().rsqrt().to(self.outer.dtype)
-        found = table.new_empty(count, *table.shape)
+        dtype = self.outer.dtype
+        # Sums of positive numbers lose nothing in the samples' own precision, and the table is as large as the network.
+        precision = self.eigen.to(dtype).precision(self.scale.to(dtype), self.prior.to(dtype), self.damping)
+        table = precision.detach().rsqrt_()
+        pieces = self.layout.pieces
+        found = [table.new_empty(count, *table.shape[:2], p.stop - p.start) for p in pieces]
         # Some at a time: the noise and its rotations stay in the cache.
-        for some in found.split(max(1, _SAMPLE_NUMBERS // table.numel())):
-            turned = self.outer @ normal_like(some, generator).mul_(table)
-            if self.inner is None:
-                some.copy_(turned)
-            else:
-                torch.matmul(turned, self.inner.transpose(-1, -2), out=some)
-        return self.layout.split(found)
+        step = max(1, _SAMPLE_NUMBERS // table.numel())
+        for start in range(0, count, step):
+            some = slice(start, min(start + step, count))
+            noise = normal_like(table.new_empty(1).expand(some.stop - start, *table.shape), generator)
+            turned = self.outer @ noise.mul_(table)
+            for piece, out in zip(pieces, found, strict=True):
+                # Each parameter is written into a tensor of its own: nothing is copied afterwards.
+                if self.inner is None:
+                    out[some] = turned[..., piece.start : piece.stop]
+                else:
+                    columns = self.inner[..., piece.start : piece.stop, :].transpose(-1, -2)
+                    torch.matmul(turned, columns, out=out[some])
+        return {piece.name: piece.to_parameter(columns) for piece, columns in zip(pieces, found, strict=True)}
 
     def _apply(self, values: Params, table: Tensor) -> Params:
         block = self.layout.join(values)

@@ -1,0 +1,116 @@
+"""Per-example gradients of convolutions: every way of computing them gives the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from aftermap.curvature import fit_curvature, reference
+from aftermap.curvature.convolution import ConvRows
+from aftermap.curvature.layers import find_rule
+from aftermap.likelihoods import Categorical
+
+LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "plain": (nn.Conv2d(8, 16, 3, padding=1), (7, 6)),
+    "strided": (nn.Conv2d(8, 24, 3, stride=2, padding=1), (9, 8)),
+    "strided unevenly": (nn.Conv2d(8, 16, (3, 2), stride=(3, 2)), (11, 7)),
+    "dilated": (nn.Conv2d(8, 16, 3, dilation=2, padding=2), (7, 6)),
+    "grouped": (nn.Conv2d(16, 24, 3, groups=2, padding=1), (5, 6)),
+    "circular": (nn.Conv2d(8, 16, 3, padding=1, padding_mode="circular"), (5, 6)),
+    "same, one more at the end": (nn.Conv2d(8, 16, (2, 4), padding="same"), (5, 6)),
+    "without a bias": (nn.Conv2d(16, 17, 3, bias=False), (5, 6)),
+    "lines": (nn.Conv1d(8, 16, 3, padding=1), (7,)),
+    "volumes": (nn.Conv3d(8, 16, 2, padding=1), (3, 4, 5)),
+    "transposed": (nn.ConvTranspose2d(8, 16, 3, stride=2, padding=1), (3, 4)),
+}
+# PyTorch tells that it copies such an input.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+WAYS = ("grouped", "shifted", "windows")
+
+
+def rows_and_grads(name: str, dtype: torch.dtype) -> tuple[ConvRows, Tensor]:
+    layer, space = LAYERS[name]
+    layer = layer.to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    channels: Any = layer.in_channels
+    x = torch.randn(5, channels, *space, generator=generator, dtype=dtype)
+    rule = find_rule(layer)
+    assert rule is not None
+    out = layer(x)
+    named = {n: n for n, _ in layer.named_parameters()}
+    rows = rule.rows(layer, x, tuple(out.shape[1:]), named)
+    assert isinstance(rows, ConvRows)
+    grads = rule.grads(layer, torch.randn(2, *out.shape, generator=generator, dtype=dtype))
+    return rows, grads
+
+
+def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = ConvRows._shiftable
+    monkeypatch.setattr(ConvRows, "_groupable", lambda self, out, grads: way == "grouped")
+    # A shift needs a stride of one; where it is not, windows are what is left.
+    allowed = lambda self, out: way == "shifted" and all(s == 1 for s in self.stride) and not self.flipped  # noqa: E731
+    monkeypatch.setattr(ConvRows, "_shiftable", allowed)
+    assert own is not ConvRows._shiftable
+
+
+def brute_force(rows: ConvRows, grads: Tensor) -> Tensor:
+    return torch.einsum("vbgto,bgti->vbgoi", grads, rows.dense())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_way_equals_the_product_with_all_windows(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, grads = rows_and_grads(name, torch.float64)
+    expected = brute_force(rows, grads)
+    take(way, monkeypatch)
+    torch.testing.assert_close(rows.outer(grads), expected)
+    total, squares = rows.outer_moments(grads)
+    torch.testing.assert_close(total, expected.sum((0, 1)))
+    torch.testing.assert_close(squares, expected.square().sum((0, 1)))
+    added = torch.ones_like(squares)
+    rows.add_outer_squared_(added, grads)
+    torch.testing.assert_close(added, 1 + expected.square().sum((0, 1)))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_way_that_is_chosen_in_single_precision_is_right_too(name: str) -> None:
+    rows, grads = rows_and_grads(name, torch.float32)
+    exact, exact_grads = rows_and_grads(name, torch.float64)
+    expected = brute_force(exact, exact_grads)
+    found = rows.outer_moments(grads)
+    single = brute_force(rows, grads)
+    torch.testing.assert_close(found[0], single.sum((0, 1)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], single.square().sum((0, 1)), rtol=1e-4, atol=1e-4)
+    assert expected.shape == single.shape
+
+
+def test_few_examples_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, grads = rows_and_grads("plain", torch.float64)
+    expected = rows.outer_moments(grads)
+    take("grouped", monkeypatch)
+    monkeypatch.setattr("aftermap.curvature.convolution._GROUPED_NUMBERS", 2 * 16 * 72)
+    torch.testing.assert_close(rows.outer_moments(grads), expected)
+
+
+def test_squared_gradients_of_a_network_in_single_precision() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 24, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(24 * 9, 4),
+    ).eval()
+    net[1].running_mean.normal_()
+    net[1].running_var.uniform_(0.5, 2.0)
+    x, y = torch.randn(7, 3, 6, 6), torch.randint(4, (7,))
+    found = fit_curvature(net, [(x, y)], "classification", structure="diagonal", curvature="empirical").diagonal()
+    exact = net.double()
+    truth = reference.sum_squared_gradients(exact, x.double(), Categorical(), y)
+    for name, expected in truth.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5 * float(expected.max()))
