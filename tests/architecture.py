@@ -26,6 +26,7 @@ MAX_LINES = 400
 # A unit imports only from layers to its left. Units of one brace (one tuple) never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("late",),
     ("progress",),
     ("distributed",),
     ("linalg",),
@@ -40,12 +41,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("predictive",),
     ("laplace", "hessian_free", "optim", "baselines"),
     ("evaluation",),
+    ("applications",),
     ("analysis",),
     ("integrations", "cli"),
     ("testing",),
 )
 RANK = {unit: rank for rank, layer in enumerate(LAYERS) for unit in layer}
-ONLY_FROM = {"data": {"errors", "progress"}}
+ONLY_FROM = {"data": {"errors", "late", "progress"}}
 # The last units may use the package as its users do; for the others that is an edge to everything.
 MAY_IMPORT_PACKAGE = {"integrations", "cli", "testing"}
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}

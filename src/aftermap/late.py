@@ -1,0 +1,53 @@
+"""Names that are looked up when they are used: optional packages, and methods that lead to units further right.
+
+Units import only to their left. Two conveniences need the other direction: `la.where(loader)` starts the
+analysis, and `results.report(path)` writes the report. They go through `late_bound`, which imports at the moment
+of the call, so that importing a unit never imports what stands to its right. A test lists the places that do so.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from aftermap.errors import UnsupportedError
+
+__all__ = ["late_bound", "optional"]
+
+
+def late_bound(module: str, name: str) -> Any:
+    """The attribute `name` of `module`, imported now.
+
+    >>> late_bound("aftermap.errors", "InputError").__name__
+    'InputError'
+    """
+    return getattr(import_module(module), name)
+
+
+def optional(module: str, extra: str, purpose: str) -> ModuleType:
+    """An optional package, imported now.
+
+    Args:
+        module: what is imported, for instance "matplotlib.figure".
+        extra: the extra of aftermap that installs it.
+        purpose: what needs it, the subject of the error's sentence.
+
+    Raises:
+        UnsupportedError: it is not installed; the message says how to install it.
+
+    >>> optional("json", "plot", "figures").__name__
+    'json'
+    >>> optional("no_such_package", "plot", "figures")
+    Traceback (most recent call last):
+    aftermap.errors.UnsupportedError: figures need no_such_package, which is not installed: pip install 'aftermap[plot]'
+    """
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or module.split(".")[0] != error.name.split(".")[0]:
+            raise
+        package = module.split(".")[0]
+        raise UnsupportedError(
+            f"{purpose} need {package}, which is not installed: pip install 'aftermap[{extra}]'"
+        ) from error
