@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ __all__ = [
     "broadcast_",
     "is_distributed",
     "make_mesh",
+    "process_group",
     "rank",
     "same_everywhere",
     "shared_out",
@@ -29,6 +31,33 @@ __all__ = [
 ]
 
 _NOTE_BYTES = 512  # of an error's message are told to the other processes
+
+
+@contextmanager
+def process_group(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Inside, the processes that torchrun started work together; without torchrun nothing happens.
+
+    An initialised group is used as it is. NCCL for graphics cards, gloo otherwise; the group that was made here is left at the end.
+
+    Args:
+        device: where tensors will be.
+
+    >>> with process_group():  # not started by torchrun
+    ...     world_size()
+    1
+    """
+    started = all(os.environ.get(k, "").strip() for k in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    if not started or not dist.is_available() or dist.is_initialized() or int(os.environ["WORLD_SIZE"]) < 2:
+        yield
+        return
+    on_cards = torch.device(device).type == "cuda"
+    if on_cards:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("nccl" if on_cards else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def is_distributed() -> bool:

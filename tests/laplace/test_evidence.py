@@ -205,7 +205,7 @@ def test_diagonal_over_penalises() -> None:
 def test_methods_are_named() -> None:
     laplace = classifier("kron")
     with pytest.raises(
-        InputError, match="method='adam' is not known; allowed are 'evidence', 'lbfgs' and 'validation'"
+        InputError, match="method='adam' is not known; allowed are 'evidence', 'lbfgs', 'dimension' and 'validation'"
     ):
         laplace.tune(method="adam")
     with pytest.raises(InputError, match="method='adam' is not known; allowed are 'mackay' and 'lbfgs'"):
@@ -234,3 +234,16 @@ def test_pixel_regression_counts_every_output() -> None:
 class _Last(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.permute(0, 2, 3, 1)
+
+
+@pytest.mark.parametrize("start", [1e-3, 0.05, 30.0])
+def test_the_noise_is_found_from_any_start(start: float) -> None:
+    """Far below the residuals, Kronecker factors count more determined parameters than there are data."""
+    seeded = torch.Generator().manual_seed(4)
+    x = torch.randn(12, 3, generator=seeded, dtype=torch.float64)
+    y = torch.randn(12, 2, generator=seeded, dtype=torch.float64)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 20), nn.Tanh(), nn.Linear(20, 2)).double()
+    found = Laplace(net, Gaussian(noise=start)).fit([(x, y)], progress=False).tune()
+    expected = Laplace(net, Gaussian(noise=2.0)).fit([(x, y)], progress=False).tune()
+    torch.testing.assert_close(found.log_evidence(), expected.log_evidence(), rtol=1e-5, atol=1e-4)

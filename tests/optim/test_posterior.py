@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from aftermap.errors import InputError, NotFittedError
+from aftermap.errors import DataError, InputError, NotFittedError
+from aftermap.laplace import load, load_laplace, read_extras
 from aftermap.linalg import kron
-from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC
+from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, TrainedPosterior
 from aftermap.posteriors.io import load_posterior
 from tests.optim.problems import classifier, make_regression
 
@@ -161,5 +162,37 @@ def test_damping_is_left_out_of_the_next_prior_unless_asked_for() -> None:
         expected = 11 * opt.state[p]["curvature"] + 2.0
         assert_close(bare[name], expected)
         assert_close(half[name], expected + 0.5 * 11 * 0.3)
-    with pytest.raises(InputError, match="damping=2 must be a finite number"):
+    with pytest.raises(InputError, match="damping=2 is the share that is kept"):
         post.as_prior(damping=2)
+
+
+def test_a_saved_posterior_comes_back_as_what_it_was(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    net, x, y = nn.Linear(3, 4), torch.randn(6, 3), torch.randint(4, (6,))
+    opt = VOGN(net, n_data=6)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    trained = opt.posterior()
+    trained.save(tmp_path / "run", extras={"threshold": 0.25})
+    loaded = load(tmp_path / "run", net)
+    assert isinstance(loaded, TrainedPosterior)
+    assert (loaded.method, loaded.damping) == (trained.method, trained.damping)
+    for seed in (0, 1):
+        draws = [t.predict(x, generator=torch.Generator().manual_seed(seed)).mean for t in (trained, loaded)]
+        torch.testing.assert_close(draws[0], draws[1], rtol=0, atol=0)
+    torch.testing.assert_close(loaded.as_prior(), trained.as_prior(), rtol=0, atol=0)
+    assert read_extras(tmp_path / "run") == {"threshold": 0.25}
+    with pytest.raises(DataError, match="VOGN built"):
+        load_laplace(tmp_path / "run", net)
+
+
+def test_predictions_with_a_gradient_in_the_inputs() -> None:
+    torch.manual_seed(3)
+    net, x, y = nn.Linear(3, 4), torch.randn(6, 3), torch.randint(4, (6,))
+    opt = VOGN(net, n_data=6)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    inputs = x.clone().requires_grad_()
+    opt.posterior().predict(
+        inputs, differentiable=True, generator=torch.Generator().manual_seed(0)
+    ).total.sum().backward()
+    assert inputs.grad is not None
+    assert float(inputs.grad.abs().sum()) > 0

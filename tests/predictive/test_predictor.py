@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,3 +165,10 @@ def test_float32_is_as_good_as_float64() -> None:
     assert found is not None
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact.predict(data[0][0]).latent_cov, rtol=1e-3, atol=1e-5)
+
+
+def test_a_copy_of_a_used_predictor_predicts_the_same(laplace: Laplace) -> None:
+    x = normal(4, 3)
+    before = laplace.predict(x, link="probit")
+    copied = deepcopy(laplace)
+    torch.testing.assert_close(copied.predict(x, link="probit").mean, before.mean)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from aftermap.batches import Unpack, check_device, iterate
-from aftermap.errors import InputError, StatisticalWarning
+from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
 from aftermap.laplace.check import CheckReport, check_predictive
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
+from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.params import Selection
+from aftermap.posteriors import GaussianPosterior
 from aftermap.progress import announce
 
 __all__ = ["FitReport", "fit"]
@@ -54,6 +56,7 @@ def fit(
     time_limit: float | None = None,
     unpack: Unpack | None = None,
     verbose: bool | None = None,
+    on_cost: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Laplace:
     """Makes a trained network Bayesian.
@@ -74,6 +77,7 @@ def fit(
         time_limit: seconds that the fit may take; None: any.
         unpack: for batches of an unusual form.
         verbose: say what is done; None: on a terminal.
+        on_cost: is handed the line with the costs before the work starts; None: it is shown like a progress bar.
         options: for `Laplace`.
 
     Returns:
@@ -86,7 +90,10 @@ def fit(
     parsed = parse_likelihood(likelihood)
     costs = estimate_costs(model, train_loader, parsed, params=params, unpack=unpack)
     chosen = _choose(costs, structure, memory_limit, time_limit)
-    announce(describe_costs(chosen, costs), enabled=verbose)
+    if on_cost is None:
+        announce(describe_costs(chosen, costs), enabled=verbose)
+    else:
+        on_cost(describe_costs(chosen, costs))
     report = FitReport(costs, chosen)
     which: Selection = params if chosen.params == "all" else "last_layer"
 
@@ -99,6 +106,9 @@ def fit(
     laplace = attempt(chosen.structure, which)
     laplace.report = report
     if not _collapsed(laplace, train_loader, val_loader, report, f"{chosen.structure}, {chosen.params}", unpack):
+        return laplace
+    if val_loader is None and _matched(laplace, report, train_loader, unpack):
+        _tell(report)
         return laplace
     if val_loader is None and which == "all":
         report.notes.append("the predictive of all layers collapsed; fell back to the last layer")
@@ -116,6 +126,25 @@ def fit(
             break
     _tell(report)
     return laplace
+
+
+def _matched(laplace: Laplace, report: FitReport, train_loader: Iterable[Any], unpack: Unpack | None) -> bool:
+    """Whether the effective dimension of the full curvature, where it was not matched yet, makes a good predictive of a collapsed one."""
+    posterior = laplace.posterior
+    blocks = len(posterior.blocks) if isinstance(posterior, GaussianPosterior) else 0
+    if blocks < 2 or laplace.data is None or isinstance(laplace.tuning, DimensionResult):
+        return False
+    try:
+        found = laplace.tune(method="dimension").tuning
+    except (DataError, NumericalError) as error:
+        report.notes.append(f"the effective dimension could not be matched: {error}")
+        return False
+    if not isinstance(found, DimensionResult):
+        return False
+    report.notes.append(
+        f"made the posterior {found.factor:.3g} times narrower, to the effective dimension of all layers"
+    )
+    return not _collapsed(laplace, train_loader, None, report, "effective dimension", unpack)
 
 
 def _tell(report: FitReport) -> None:

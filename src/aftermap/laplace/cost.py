@@ -70,7 +70,7 @@ def _time(seconds: float) -> str:
 
 
 def _memory(size: float) -> str:
-    return f"{size / 2**20:,.0f} MB" if size < 2**30 else f"{size / 2**30:,.1f} GB"
+    return f"{max(1.0, size / 2**20):,.0f} MB" if size < 2**30 else f"{size / 2**30:,.1f} GB"
 
 
 def describe_costs(chosen: Cost, costs: Sequence[Cost]) -> str:

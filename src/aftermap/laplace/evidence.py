@@ -25,6 +25,7 @@ __all__ = ["EvidenceResult", "log_evidence", "maximise_evidence"]
 _PRECISION_RANGE = (1e-8, 1e12)
 _LOG_RANGE = (math.log(_PRECISION_RANGE[0]), math.log(_PRECISION_RANGE[1]))
 _LONGEST = math.log(100.0)  # of a step in a logarithm
+_LEAST_FREEDOM = 0.1  # share of the data that counts as left for the noise, at least
 _NOISE = "the noise"
 
 
@@ -38,7 +39,15 @@ def log_evidence(
         factors: its curvature, with the loss.
         observation: the likelihood with its noise.
         power: s₀, what the log-likelihood is multiplied by.
+
+    Raises:
+        InputError: the factors hold no value of the likelihood.
     """
+    if not math.isfinite(factors.loss) or (observation.tunable and not factors.n_outputs):
+        raise InputError(
+            f"the evidence needs the log-likelihood of the training data, and this curvature holds none (loss {factors.loss}, "
+            f"{factors.n_outputs} outputs): fit it on data with targets, Laplace(model, likelihood).fit(train_loader)"
+        )
     fit = power * observation.log_likelihood(factors)
     return fit - posterior.prior.energy(posterior.mean) - 0.5 * posterior.log_det_ratio()
 
@@ -152,8 +161,10 @@ def _mackay(
             if gammas[key] > 1e-12 and distances[key] > 0:
                 found[key] = min(max(math.log(gammas[key] / distances[key]), _LOG_RANGE[0]), _LOG_RANGE[1])
         total = sum(gammas.values()) / power
-        if tune_noise and count > total and squares > 0:
-            found[_NOISE] = 0.5 * math.log(squares / (count - total))
+        if tune_noise and squares > 0:
+            # A noise far below the residuals lets an approximation count more determined parameters than there are data:
+            # then the evidence rises with the noise, and the step must not wait for γ < N.
+            found[_NOISE] = 0.5 * math.log(squares / max(count - total, _LEAST_FREEDOM * count))
         return found
 
     current, value = applied(at)

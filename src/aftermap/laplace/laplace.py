@@ -13,9 +13,10 @@ from aftermap.batches import Batch, Unpack, check_device, iterate
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.last_layer import find_last_layer
 from aftermap.errors import InputError, NotFittedError
-from aftermap.laplace.evidence import EvidenceResult, log_evidence, maximise_evidence
+from aftermap.laplace.dimension import DimensionResult
+from aftermap.laplace.evidence import EvidenceResult, log_evidence
 from aftermap.laplace.forming import curvature_structure, form_posterior
-from aftermap.laplace.grid import GridResult, tune_on_validation
+from aftermap.laplace.grid import GridResult
 from aftermap.laplace.noise import Observation
 from aftermap.laplace.subnetwork import (
     Subnetwork,
@@ -24,6 +25,7 @@ from aftermap.laplace.subnetwork import (
     subnetwork_structure,
     with_fixed_means,
 )
+from aftermap.laplace.tune import reusable, tune_laplace
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors.prior import PriorSpec
@@ -91,14 +93,15 @@ class Laplace:
         self.prior_mean, self.damping, self.approach = prior_mean, damping, approach
         self.rank, self.strict = rank, strict
         self.data_scale, self.temperature = float(data_scale), float(temperature)
-        self.tuning: EvidenceResult | GridResult | None = None
+        self.tuning: EvidenceResult | GridResult | DimensionResult | None = None
         self.report: Any = None
         self._prior_precision = prior_precision
         self._factors: Factors | None = None
         self._posterior: Any = None
         self._predictor: PosteriorPredictor | None = None
+        self.data: Iterable[Any] | None = None  # of the fit, where it can be passed over again
         self._watch: WeightsWatch | None = None
-        self._unpack: Unpack | None = None
+        self.unpack: Unpack | None = None
 
     # What was fitted
 
@@ -174,7 +177,7 @@ class Laplace:
             self.
         """
         if update:
-            self._check_weights()
+            self.check_weights()
         with model_errors_explained(self.model, lambda: self._first(data, unpack).inputs):
             factors = self._curvature(
                 data, update, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
@@ -198,7 +201,8 @@ class Laplace:
             unpack=unpack,
         )
         # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
-        self._factors, self._posterior, self._unpack, self._predictor = factors, posterior, unpack, None
+        self.data = reusable(data, self.data, update=update)
+        self._factors, self._posterior, self.unpack, self._predictor = factors, posterior, unpack, None
         self._watch = WeightsWatch.of(self.model)
         return self
 
@@ -234,7 +238,8 @@ class Laplace:
         self.observation, self._factors, self._posterior = observation, factors, posterior
         self._predictor, self._watch = None, WeightsWatch.of(self.model)
 
-    def _check_weights(self) -> None:
+    def check_weights(self) -> None:
+        """Raises if the model has been changed since the fit."""
         if self._watch is None:
             raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
         self._watch.check(self.model)
@@ -258,14 +263,18 @@ class Laplace:
         noise: bool = True,
         precisions: Sequence[float] | None = None,
         scales: Sequence[float] | None = None,
+        generator: torch.Generator | None = None,
     ) -> Laplace:
         """Finds the prior precision (and noise, and data scale) that fit best.
 
         Args:
-            val_loader: held-out data; needed for method="validation".
-            method: "evidence" (MacKay's fixed point on the training data; the default without ``val_loader``), "lbfgs" (the same
-                by gradients; for factored damping), or "validation" (a grid over data scale and precision on the predictive
-                log-likelihood; the default with ``val_loader``).
+            val_loader: held-out data, for method="validation"; for method="dimension" the training data, if not those of the fit.
+            method: "evidence" (MacKay's fixed point on the training data), "lbfgs" (the same by gradients; for factored damping),
+                "dimension" (the evidence, then the width of the whole posterior by the effective dimension of the full
+                Gauss-Newton matrix; no labels, some passes over some data), or "validation" (a grid over data scale and precision on
+                the predictive log-likelihood). None: validation with ``val_loader``; without, dimension for networks with
+                normalisation layers and posteriors with several blocks, where the evidence misleads, else evidence. The dimension is that
+                of the data of the fit: fit on all that the network was trained on, or on a part with ``data_scale``.
             kind: the predictive that validation scores: linearised or sampling.
             link: its link.
             samples: its samples.
@@ -273,59 +282,27 @@ class Laplace:
             noise: tune the noise of a regression too.
             precisions: validation: ratios precision / data scale to try.
             scales: validation: data scales to try.
+            generator: dimension: for its draws; None: always the same.
 
         Returns:
             self; details are in ``tuning``.
         """
-        chosen = method or ("evidence" if val_loader is None else "validation")
-        if chosen not in ("evidence", "mackay", "lbfgs", "validation"):
-            raise InputError(f"method={method!r} is not known; allowed are 'evidence', 'lbfgs' and 'validation'")
-        if chosen == "validation":
-            if val_loader is None:
-                raise InputError("method='validation' needs validation data: tune(val_loader, method='validation')")
-            self._check_weights()
-            return self._tune_on(val_loader, kind, link, samples, noise, precisions, scales)
-        how = "lbfgs" if chosen == "lbfgs" or self.damping != "exact" else "mackay"
-        found = maximise_evidence(
-            self.posterior, self.factors, self.observation, self.power, method=how, per_layer=per_layer, noise=noise
+        tune_laplace(
+            self,
+            val_loader,
+            method=method,
+            kind=kind,
+            link=link,
+            samples=samples,
+            per_layer=per_layer,
+            noise=noise,
+            precisions=precisions,
+            scales=scales,
+            generator=generator,
         )
-        self._set(found.precision, level=found.level)
-        self.tuning = found
         return self
 
-    def _tune_on(
-        self,
-        val_loader: Iterable[Any],
-        kind: str,
-        link: str,
-        samples: int,
-        noise: bool,
-        precisions: Sequence[float] | None,
-        scales: Sequence[float] | None,
-    ) -> Laplace:
-        before = self.observation, self._posterior
-        if noise and self.observation.tunable:
-            # The noise follows from the training residuals; the grid then decides on the rest.
-            how = "mackay" if self.damping == "exact" else "lbfgs"
-            found_noise = maximise_evidence(
-                self.posterior, self.factors, self.observation, self.power, method=how, per_layer=False
-            )
-            self._set(None, level=found_noise.level)
-        device, dtype = check_device(self.model)
-        batches = iterate(val_loader, device=device, dtype=dtype, unpack=self._unpack)
-        base = float(self.observation.curvature_scale()) / self.temperature
-        options: dict[str, Any] = {"kind": kind, "link": link, "samples": samples}
-        try:
-            found = tune_on_validation(self.predictor, batches, base, precisions=precisions, scales=scales, **options)
-        except Exception:
-            self.observation, self._posterior = before
-            raise
-        self.data_scale = found.data_scale
-        self._set(found.precision)
-        self.tuning = found
-        return self
-
-    def _set(self, precision: PriorSpec | None, *, level: float | None = None) -> None:
+    def move(self, precision: PriorSpec | None, *, level: float | None = None) -> None:
         """Another prior or noise: no data pass, no decomposition."""
         if level is not None:
             value = torch.tensor(level, dtype=torch.float64)
@@ -334,7 +311,7 @@ class Laplace:
 
     def with_prior(self, precision: PriorSpec) -> Laplace:
         """Sets the prior precision of a fitted posterior; returns self."""
-        self._set(precision)
+        self.move(precision)
         return self
 
     # Prediction
@@ -344,7 +321,7 @@ class Laplace:
         """What predicts: the model, its posterior and the likelihood with its noise."""
         posterior = self.posterior
         if self._predictor is None or self._predictor.posterior is not posterior:
-            self._check_weights()
+            self.check_weights()
             self._predictor = PosteriorPredictor(self.model, posterior, self.likelihood, self._predictor)
         return self._predictor
 
@@ -370,6 +347,12 @@ class Laplace:
         """Each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
         return self.predictor.variance_by_layer(x)
 
+    where = PosteriorPredictor.where
+
+    def variance_of(self, functional: Any) -> Tensor:
+        """The variance of a scalar functional of the network, or the covariance of several; see `PosteriorPredictor`."""
+        return self.predictor.variance_of(functional)
+
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
         """Weights from the posterior: name -> [count, *shape]."""
         return self.posterior.sample(count, generator)
@@ -380,11 +363,11 @@ class Laplace:
 
     # Saving
 
-    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
-        """Writes the posterior to a folder (json and safetensors, never pickle); the network itself is not in it."""
+    def save(self, folder: str | Path, *, overwrite: bool = False, **more: Any) -> Path:
+        """Writes the posterior to a folder (json and safetensors, never pickle); for ``more`` see `save_laplace`."""
         from aftermap.laplace.saving import save_laplace
 
-        return save_laplace(self, folder, overwrite=overwrite)
+        return save_laplace(self, folder, overwrite=overwrite, **more)
 
     def __repr__(self) -> str:
         state = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,30 @@ from aftermap.laplace.noise import Observation
 from aftermap.likelihoods import likelihood_from_config
 from aftermap.params import named_parameters, weights_hash
 from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.io import LoadedPosterior, load_posterior, save_posterior
+from aftermap.posteriors.io import LoadedPosterior, load_posterior, read_saved_config, save_posterior
+from aftermap.predictive import TrainedPosterior
 
-__all__ = ["load", "save_laplace"]
+__all__ = ["load", "load_laplace", "read_extras", "save_laplace"]
 
 
-def save_laplace(laplace: Laplace, folder: str | Path, *, overwrite: bool = False) -> Path:
+def save_laplace(
+    laplace: Laplace,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    extras: Mapping[str, Any] | None = None,
+    reference: Mapping[str, Tensor] | None = None,
+    with_model: bool = False,
+) -> Path:
     """Writes a fitted Laplace approximation: json and safetensors in a folder, whole or not at all.
 
     Args:
         laplace: fitted.
         folder: where.
         overwrite: replace what is there; on a failure it stays.
+        extras: the caller's own, of plain JSON values, such as thresholds; `read_extras` reads it back.
+        reference: tensors by name to compare new inputs with, such as quantiles of scores.
+        with_model: keep the network's weights and buffers in the folder, too.
     """
     if not isinstance(laplace.posterior, GaussianPosterior):
         raise UnsupportedError(
@@ -45,18 +58,41 @@ def save_laplace(laplace: Laplace, folder: str | Path, *, overwrite: bool = Fals
         "approach": laplace.approach,
         "rank": laplace.rank,
         "strict": laplace.strict,
+        "extras": dict(extras or {}),
     }
-    state = _state(laplace.model)
-    return save_posterior(folder, laplace.posterior, laplace.factors, config, weights=state, overwrite=overwrite)
+    return save_posterior(
+        folder,
+        laplace.posterior,
+        laplace.factors,
+        config,
+        reference,
+        weights=_state(laplace.model),
+        model_state=laplace.model.state_dict() if with_model else None,
+        overwrite=overwrite,
+    )
 
 
-def load(folder: str | Path, model: nn.Module, *, device: torch.device | str | None = None) -> Laplace:
-    """Reads a saved approximation for a model with the same architecture and weights.
+def read_extras(folder: str | Path) -> dict[str, Any]:
+    """The ``extras`` that were saved with a posterior; empty if there were none. The posterior itself is not read.
+
+    Raises:
+        DataError: no saved posterior is there.
+    """
+    return dict(read_saved_config(folder).get("extras", {}))
+
+
+def load(
+    folder: str | Path, model: nn.Module, *, device: torch.device | str | None = None
+) -> Laplace | TrainedPosterior:
+    """Reads a saved posterior for a model with the same architecture and weights.
 
     Args:
-        folder: written by `Laplace.save`.
+        folder: written by `Laplace.save`, or by `save` of an optimiser's posterior.
         model: the network, with the weights of the fit; it is not changed.
         device: where the posterior goes; None: the model's.
+
+    Returns:
+        A `Laplace`, or the `TrainedPosterior` of the optimiser that built it.
 
     Raises:
         InputError: the model has other parameters, shapes, dtypes or weights; every mismatch is named.
@@ -67,11 +103,15 @@ def load(folder: str | Path, model: nn.Module, *, device: torch.device | str | N
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
     loaded = load_posterior(folder, device=device)
     config = loaded.config
-    if config.get("method") != "laplace":
-        raise DataError(
-            f"{folder} holds a posterior of method {config.get('method')!r}, not of a Laplace approximation"
-        )
+    method = config.get("method")
+    if not isinstance(method, str):
+        raise DataError(f"{folder} does not say which method made its posterior; aftermap writes this as 'method'")
     _check_model(model, loaded, folder)
+    if method != "laplace":
+        told = config.get("likelihood")
+        likelihood = None if told is None else likelihood_from_config(told)
+        damping = config.get("damping", {})
+        return TrainedPosterior(model, loaded.posterior, loaded.factors, likelihood, method, damping)
     laplace = Laplace(
         model,
         likelihood_from_config(config["likelihood"]),
@@ -90,6 +130,20 @@ def load(folder: str | Path, model: nn.Module, *, device: torch.device | str | N
     base = laplace.observation.base
     laplace.restore(Observation(base, level, laplace.observation.tunable), loaded.factors, loaded.posterior)
     return laplace
+
+
+def load_laplace(folder: str | Path, model: nn.Module, *, device: torch.device | str | None = None) -> Laplace:
+    """As `load`, where nothing but a Laplace approximation will do.
+
+    Raises:
+        DataError: another method made the posterior; also as `load`.
+    """
+    loaded = load(folder, model, device=device)
+    if not isinstance(loaded, Laplace):
+        raise DataError(
+            f"{folder} holds a posterior that {loaded.method} built, not a Laplace approximation; aftermap.load reads both"
+        )
+    return loaded
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:

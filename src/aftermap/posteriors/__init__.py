@@ -3,6 +3,7 @@
 from aftermap.posteriors.base import GaussianPosterior, Posterior
 from aftermap.posteriors.blocks import BlockPosterior
 from aftermap.posteriors.dual import dual_covariance
+from aftermap.posteriors.dual_posterior import DualPosterior
 from aftermap.posteriors.io import LoadedPosterior, load_posterior, save_posterior
 from aftermap.posteriors.linear_system import SolveReport
 from aftermap.posteriors.matrix_free import MatrixFreePosterior
@@ -11,6 +12,7 @@ from aftermap.posteriors.prior import Prior, precision_from_weight_decay
 
 __all__ = [
     "BlockPosterior",
+    "DualPosterior",
     "GaussianPosterior",
     "LoadedPosterior",
     "MatrixFreePosterior",

@@ -28,12 +28,21 @@ from aftermap.posteriors.base import GaussianPosterior
 from aftermap.posteriors.folder import replaced_folder
 from aftermap.posteriors.state import StateReader, StateWriter, described
 
-__all__ = ["FORMAT", "SCHEMA", "LoadedPosterior", "load_posterior", "save_posterior"]
+__all__ = [
+    "FORMAT",
+    "SCHEMA",
+    "LoadedPosterior",
+    "load_posterior",
+    "read_model_state",
+    "read_saved_config",
+    "save_posterior",
+]
 
 FORMAT = "aftermap posterior"
 SCHEMA = 1
 _CONFIG, _POSTERIOR, _REFERENCE = "config.json", "posterior.safetensors", "reference.safetensors"
-_FILES = (_CONFIG, _POSTERIOR, _REFERENCE, "report.html")
+_MODEL = "model.safetensors"
+_FILES = (_CONFIG, _POSTERIOR, _REFERENCE, _MODEL, "report.html")
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ def save_posterior(
     reference: Mapping[str, Tensor] | None = None,
     *,
     weights: Params | None = None,
+    model_state: Mapping[str, Tensor] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Writes a posterior, its factors and a configuration into a folder.
@@ -77,6 +87,7 @@ def save_posterior(
         reference: tensors by name, for example quantiles of scores.
         weights: what is hashed as the MAP weights: all weights of the model where only some are in the posterior.
             None: the posterior's mean.
+        model_state: the network's state dict, to be kept beside the posterior; None: it is not in the folder.
         overwrite: replace a posterior that is already there. It is swapped in one step; on any failure it stays.
 
     Returns:
@@ -119,6 +130,9 @@ def save_posterior(
         if reference is not None:
             copies = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in reference.items()}
             told["files"][_REFERENCE] = _write(place / _REFERENCE, copies)
+        if model_state is not None:  # copies: tied weights would share memory, which safetensors refuses
+            state = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model_state.items()}
+            told["files"][_MODEL] = _write(place / _MODEL, state)
         text = json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False)
         (place / _CONFIG).write_text(text + "\n", encoding="utf-8")
     return Path(folder)
@@ -193,6 +207,40 @@ def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | 
     return LoadedPosterior(
         posterior, factors, config["laplace"], reference, config["weights_hash"], dict(config["versions"])
     )
+
+
+def read_saved_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the caller had given to :func:`save_posterior` as its configuration, without reading the posterior.
+
+    Raises:
+        DataError: no such folder, or no saved posterior in it.
+    """
+    place = Path(folder).expanduser()
+    if not place.is_dir():
+        raise DataError(f"there is no posterior at {place}: {'it is a file' if place.exists() else 'no such folder'}")
+    config: dict[str, Any] = _read_config(place / _CONFIG)["laplace"]
+    return config
+
+
+def read_model_state(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
+    """The network's state dict that was saved beside a posterior, checked; None if there is none.
+
+    Raises:
+        DataError: the file is missing or damaged.
+    """
+    place = Path(folder).expanduser()
+    expected = _read_config(place / _CONFIG)["files"].get(_MODEL)
+    if expected is None:
+        return None
+    file = place / _MODEL
+    if not file.is_file():
+        raise DataError(f"{file} is missing; {_CONFIG} says that it was saved")
+    if _digest(file) != expected.get("sha256"):
+        raise DataError(
+            f"{file} is not the file that was saved with {_CONFIG}: its checksum differs. It is damaged or from another fit"
+        )
+    found: dict[str, Tensor] = load_file(file)
+    return found
 
 
 def _read_config(file: Path) -> dict[str, Any]:

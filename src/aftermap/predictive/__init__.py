@@ -1,5 +1,6 @@
 """Predictions: the linearised and the sampling predictive, links, and the one Prediction type."""
 
+from aftermap.predictive.functionals import Functional
 from aftermap.predictive.linearised import (
     LatentGaussian,
     differentiable_latent,
@@ -12,13 +13,16 @@ from aftermap.predictive.local import locally_sampled_outputs
 from aftermap.predictive.prediction import Prediction
 from aftermap.predictive.predictor import PosteriorPredictor
 from aftermap.predictive.sampling import draw_weights, sampled_outputs
+from aftermap.predictive.trained import TrainedPosterior
 from aftermap.predictive.weights import WeightsWatch
 
 __all__ = [
     "LINKS",
+    "Functional",
     "LatentGaussian",
     "PosteriorPredictor",
     "Prediction",
+    "TrainedPosterior",
     "WeightsWatch",
     "differentiable_latent",
     "draw_weights",

@@ -13,8 +13,15 @@ from aftermap.batches import Batch, call_model, check_device, check_inputs, tens
 from aftermap.curvature.jacobian import check_chosen
 from aftermap.curvature.probe import Probe, check_modes, check_outputs, probe
 from aftermap.errors import AftermapError, DataError, InputError
+from aftermap.late import late_bound
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.params import Params
+from aftermap.predictive.functionals import (
+    Functional,
+    functional_covariance,
+    functional_gradients,
+    parse_functionals,
+)
 from aftermap.predictive.linearised import (
     LatentGaussian,
     differentiable_latent,
@@ -79,6 +86,10 @@ class PosteriorPredictor:
         self.model, self.posterior, self.likelihood = model, posterior, likelihood
         self._probe: Probe | None = None if previous is None else previous._probe
         self._watch: WeightsWatch = WeightsWatch.of(model) if previous is None else previous._watch
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What was found out goes by the identity of modules, which a copy does not share: it looks anew.
+        return {**self.__dict__, "_probe": None}
 
     def probe(self, batch: Batch) -> Probe:
         """How the model treats a batch; looked at once."""
@@ -187,6 +198,37 @@ class PosteriorPredictor:
             return joint_covariance(self.model, self.posterior, batch, self.probe(batch))
 
     @torch.inference_mode(False)
+    def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
+        """The variance gᵀΣg of a scalar functional ψ of the network, g = dψ/dθ at the trained weights.
+
+        The same call answers for every posterior, whatever it knows of Σ: in blocks, by products with the data, by samples.
+
+        Args:
+            functional: a function of the network f: ``lambda f: f(x)[0, 1] - f(x)[0, 0]``; or several, for their covariance.
+
+        Returns:
+            A number, 0-d; for a sequence of Q functionals their covariance [Q, Q]; float64.
+
+        Raises:
+            InputError: a functional that is not scalar or does not depend on the posterior's parameters.
+
+        >>> net = nn.Linear(1, 1, bias=False)
+        >>> from aftermap.posteriors import GaussianPosterior
+        >>> from aftermap.curvature import fit_curvature
+        >>> factors = fit_curvature(net, [(torch.ones(3, 1), torch.zeros(3, 1))], "regression")
+        >>> posterior = GaussianPosterior.from_factors(factors, dict(net.named_parameters()))
+        >>> predictor = PosteriorPredictor(net, posterior, Gaussian(1.0))
+        >>> predictor.variance_of(lambda f: 2 * f(torch.ones(1, 1))[0, 0])
+        tensor(1., dtype=torch.float64)
+        """
+        self._watch.check(self.model)
+        check_modes(self.model)
+        functionals, single = parse_functionals(functional)
+        _, gradients = functional_gradients(self.model, self.posterior.names, functionals)
+        covariance = functional_covariance(self.posterior, gradients)
+        return covariance[0, 0] if single else covariance
+
+    @torch.inference_mode(False)
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Samples of the linearised network's outputs with the true correlation between inputs: [count, N, ..., C]."""
         batch = self.inputs(x)
@@ -200,6 +242,10 @@ class PosteriorPredictor:
         with model_errors_explained(self.model, lambda: batch.inputs):
             found = latent_gaussians(self.model, self.posterior, batch, self.probe(batch), diagonal=True, by_layer=True)
         return found[0].by_layer
+
+    def where(self: Any, loader: Any, **options: Any) -> Any:
+        """Where the uncertainty sits: by weight, filter, layer, class, input and pixel; see `aftermap.analysis.where`."""
+        return late_bound("aftermap.analysis.where", "where")(self, loader, **options)
 
 
 def _of_outputs(likelihood: Likelihood, outputs: Sequence[int]) -> Likelihood:

@@ -1,0 +1,253 @@
+r"""One fine-tuning for many inputs: row sums of the covariance as a score, and variances by random signs.
+
+Pushing Σ_j s_j ψ_j(θ) for reference inputs x_j moves the output at any x by λ Σ_j s_j C(x, x_j) (McInerney and Kallus). That is
+a **row sum** of the covariance, not a variance: it can be several times larger, or negative. With s_j = 1 it is a score that
+needs a scale, found on validation data. With random signs s_j = ±1 it is unbiased for the variance at x_j itself,
+
+.. math:: E\Big[s_j \sum_k s_k C_{jk}\Big] = C_{jj}, \qquad \mathrm{sd} = \sqrt{\textstyle\sum_{k\ne j} C_{jk}^2 / R},
+
+slowly so. Index legend: j, k reference inputs; r probes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.batches import Batch, check_inputs, iterate, unpack_inputs
+from aftermap.curvature.functional import evaluating
+from aftermap.curvature.probe import check_modes
+from aftermap.distributed import shared_out
+from aftermap.errors import DataError, InputError, NotFittedError, ShapeError
+from aftermap.hessian_free.objective import Objective
+from aftermap.hessian_free.runners import Runner
+from aftermap.hessian_free.settings import Settings
+from aftermap.hessian_free.steps import StepReport, pack, perturb, unpack_reports
+from aftermap.likelihoods import Categorical, Likelihood
+from aftermap.params import named_parameters
+from aftermap.predictive import Prediction, WeightsWatch, gaussian_prediction
+from aftermap.predictive.functionals import FunctionalSet, Network, OutputSet
+
+__all__ = ["AmortisedScore", "Probes", "amortise", "probe_variances"]
+
+# Scales that calibration tries, relative to the noise or to 1: seven decades, then a finer search around the best.
+_DECADES = torch.logspace(-4, 3, 29, dtype=torch.float64)
+
+
+class _Sum(FunctionalSet):
+    """Σ_j a_j ψ_j as one functional."""
+
+    def __init__(self, outputs: OutputSet, weights: Tensor):
+        self.outputs, self.weights, self.count = outputs, weights, 1
+
+    def __call__(self, network: Network) -> Tensor:
+        return (self.outputs(network) * self.weights).sum().reshape(1)
+
+    def part(self, start: int, stop: int) -> FunctionalSet:
+        return self
+
+
+@dataclass(frozen=True)
+class AmortisedScore:
+    """A score for every input from one pair of pushed networks: two forward passes each.
+
+    Attributes:
+        objective: the network and where its weights are.
+        centre, plus, minus: weights [P].
+        width: 2λ (or λ, one-sided).
+        likelihood: with its noise.
+        report: of the fine-tuning.
+        scale: variance = scale · |score|; None before `calibrate`.
+        reference: how many inputs were pushed.
+
+    The score is Σ_j s_j C(x, x_j), summed over the reference inputs: of every output for regression and the like [N, ..., C]; of
+    the contrast between the network's own top class and the mean logit for classification [N, ...], as a sum of all logits
+    says nothing (the softmax does not see it).
+    """
+
+    objective: Objective
+    centre: Tensor
+    plus: Tensor
+    minus: Tensor
+    width: float
+    likelihood: Likelihood
+    report: StepReport
+    reference: int
+    scale: float | None = None
+    _watch: WeightsWatch | None = field(default=None, repr=False)
+
+    def _moved(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Outputs at the centre, and their derivative in λ, both [N, ..., C]."""
+        objective = self.objective
+        if self._watch is not None:
+            self._watch.check(objective.model)
+        check_modes(objective.model)
+        batch = unpack_inputs(x).to(objective.device)
+        check_inputs(batch.inputs, next(iter(objective.like.values())).dtype)
+        if batch.size == 0:
+            raise DataError("the inputs hold no example; there is nothing to predict")
+        with torch.no_grad(), evaluating(objective.model):
+            centre, plus, minus = (objective.network(t)(batch.inputs) for t in (self.centre, self.plus, self.minus))
+        return centre, (plus - minus) / self.width
+
+    def score(self, x: Any) -> Tensor:
+        """The signed row sum: [N, ..., C], or [N, ...] for classification."""
+        outputs, moved = self._moved(x)
+        return self._scored(outputs, moved)
+
+    def _scored(self, outputs: Tensor, moved: Tensor) -> Tensor:
+        if not isinstance(self.likelihood, Categorical):
+            return moved
+        return (moved * _contrast(outputs)).sum(-1)
+
+    def calibrate(self, data: Iterable[Any], *, unpack: Any = None) -> AmortisedScore:
+        """Finds the scale that makes |score| a variance: the best predictive log-likelihood on validation data.
+
+        Args:
+            data: labelled batches, held out.
+            unpack: turns a batch of another form into (inputs, targets).
+
+        Returns:
+            The same score with its scale.
+        """
+        objective = self.objective
+        dtype = next(iter(objective.like.values())).dtype
+        parts = [
+            (*self._moved(b.inputs), b.targets)
+            for b in iterate(data, device=objective.device, dtype=dtype, unpack=unpack)
+        ]
+        outputs, moved = (torch.cat([p[k] for p in parts]) for k in (0, 1))
+        targets = torch.cat([p[2] for p in parts])
+        size = self._variance(outputs, moved, 1.0)
+        middle = float(size.double().mean().clamp_min(1e-300))
+
+        def quality(scale: float) -> float:
+            variance = self._variance(outputs, moved, scale)
+            found = gaussian_prediction(self.likelihood, outputs, latent_var=variance, link=self._link())
+            return float(found.log_prob(targets).double().mean())
+
+        grid = (_DECADES / middle).tolist()
+        best = max(grid, key=quality)
+        for spread in (1.3, 1.1, 1.03):
+            best = max((best / spread, best, best * spread), key=quality)
+        return replace(self, scale=best)
+
+    def _link(self) -> str:
+        return "probit" if isinstance(self.likelihood, Categorical) else "auto"
+
+    def _variance(self, outputs: Tensor, moved: Tensor, scale: float) -> Tensor:
+        size = scale * self._scored(outputs, moved).abs()
+        return size[..., None].expand(outputs.shape) if isinstance(self.likelihood, Categorical) else size
+
+    def predict(self, x: Any, *, generator: torch.Generator | None = None) -> Prediction:
+        """Predicts with the calibrated score as the variance of each output.
+
+        Raises:
+            NotFittedError: the score has no scale yet.
+        """
+        if self.scale is None:
+            raise NotFittedError(
+                "the amortised score is a row sum of the covariance and has no scale yet: call calibrate(val_loader) first, and "
+                "predict with what it returns"
+            )
+        outputs, moved = self._moved(x)
+        dtype = next(iter(named_parameters(self.objective.model).values())).dtype
+        variance = self._variance(outputs, moved, self.scale)
+        return gaussian_prediction(
+            self.likelihood, outputs.to(dtype), latent_var=variance.to(dtype), link=self._link(), generator=generator
+        )
+
+
+def _contrast(outputs: Tensor) -> Tensor:
+    """e_k − 1/C with k the top class."""
+    top = torch.nn.functional.one_hot(outputs.argmax(-1), outputs.shape[-1]).to(outputs)
+    return top - 1 / outputs.shape[-1]
+
+
+def amortise(
+    objective: Objective,
+    runner: Runner,
+    origin: Tensor,
+    centre: Tensor,
+    settings: Settings,
+    likelihood: Likelihood,
+    batch: Batch,
+    outputs: Tensor,
+    signs: Tensor | None,
+) -> AmortisedScore:
+    """Pushes all outputs of a batch at once; see `HessianFree.amortise`."""
+    each = torch.ones(batch.size, dtype=objective.dtype) if signs is None else torch.as_tensor(signs)
+    if each.shape != (batch.size,) or not bool(each.isfinite().all()) or not bool(each.any()):
+        raise ShapeError(
+            f"signs must be {batch.size} finite numbers, one per reference input and not all zero; got shape {tuple(each.shape)}"
+        )
+    weights = _contrast(outputs) if isinstance(likelihood, Categorical) else torch.ones_like(outputs)
+    weights = weights * each.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
+    functional = _Sum(OutputSet(batch, outputs[0].numel()), weights.reshape(-1))
+    found = perturb(objective, runner, functional, origin, settings)
+    return AmortisedScore(
+        objective,
+        centre,
+        found.plus[0],
+        found.minus[0],
+        float(found.width[0]),
+        likelihood,
+        found.reports[0],
+        batch.size,
+        _watch=WeightsWatch.of(objective.model),
+    )
+
+
+@dataclass(frozen=True)
+class Probes:
+    """Variances from random-sign pushes.
+
+    Attributes:
+        variance: [N, ..., C], unbiased, so it may be negative.
+        standard_error: [N, ..., C], from the spread over probes.
+        reports: of each push.
+    """
+
+    variance: Tensor
+    standard_error: Tensor
+    reports: tuple[StepReport, ...]
+
+
+def probe_variances(
+    objective: Objective,
+    runner: Runner,
+    origin: Tensor,
+    settings: Settings,
+    batch: Batch,
+    outputs: Tensor,
+    probes: int,
+    generator: torch.Generator | None,
+) -> Probes:
+    """Random-sign (Hutchinson) variances of all outputs of a batch; see `HessianFree.probe_variances`."""
+    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 2:
+        raise InputError(f"probes must be a whole number of at least 2, got {probes!r}")
+    functionals = OutputSet(batch, outputs[0].numel())
+    device = torch.device("cpu") if generator is None else generator.device
+    signs = torch.randint(2, (probes, functionals.count), generator=generator, device=device).cpu().double() * 2 - 1
+    most = settings.members(objective.size)
+    starts = list(range(0, probes, most))
+
+    def work(job: int) -> list[Tensor]:
+        some = signs[starts[job] : starts[job] + most]
+        found = perturb(objective, runner, functionals, origin, settings, combine=some, allow_zero=True)
+        moved = objective.values(found.plus, functionals) - objective.values(found.minus, functionals)
+        return [(moved / found.width[:, None]).double().cpu() * some, pack(found.reports)]
+
+    sizes = [min(most, probes - start) for start in starts]
+    shapes = [[(n, functionals.count), (n, len(StepReport.__dataclass_fields__))] for n in sizes]
+    done = shared_out([float(n) for n in sizes], shapes, work, torch.empty(0, dtype=torch.float64))
+    each = torch.cat([rows for rows, _ in done])
+    reports = tuple(r for _, numbers in done for r in unpack_reports(numbers))
+    shape = outputs.shape
+    error = each.std(0) / math.sqrt(probes)
+    return Probes(each.mean(0).reshape(shape), error.reshape(shape), reports)

@@ -1,0 +1,367 @@
+"""Hessian-free Laplace: variances from how far a fine-tuned network gives way when it is pushed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Batch, Unpack, check_device, check_inputs, iterate, unpack_batch, unpack_inputs
+from aftermap.curvature.functional import evaluating
+from aftermap.curvature.last_layer import find_last_layer
+from aftermap.curvature.probe import check_modes, check_outputs
+from aftermap.distributed import broadcast_, shared_out
+from aftermap.errors import (
+    DataError,
+    InputError,
+    NotFittedError,
+    ShapeError,
+)
+from aftermap.hessian_free.amortised import AmortisedScore, Probes, amortise, probe_variances
+from aftermap.hessian_free.checks import check_common, check_minimum
+from aftermap.hessian_free.objective import Objective
+from aftermap.hessian_free.report import MapReport, VarianceReport
+from aftermap.hessian_free.runners import BatchRunner, FullDataRunner, Runner
+from aftermap.hessian_free.settings import Settings, choose_method
+from aftermap.hessian_free.steps import StepReport, pack, perturb, unpack_reports
+from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.linalg import symmetrise
+from aftermap.params import Params, Selection, named_parameters, select
+from aftermap.posteriors.prior import Prior, PriorSpec
+from aftermap.predictive import Prediction, WeightsWatch, gaussian_prediction
+from aftermap.predictive.functionals import Functional, FunctionalSet, OutputSet, parse_functionals
+from aftermap.predictive.predictor import model_errors_explained
+
+__all__ = ["HessianFree"]
+
+_NUMBERS = len(StepReport.__dataclass_fields__)
+
+
+class HessianFree:
+    r"""The Laplace posterior with the exact Hessian, without a Hessian.
+
+    With L the negative log posterior and θ_λ = argmin L(θ) − λψ(θ), the implicit function theorem gives
+
+    .. math::
+        \frac{d\,\psi(\theta_\lambda)}{d\lambda}\Big|_0 = g^\top H^{-1} g = \mathrm{Var}_{LA}[\psi],
+        \qquad \frac{d\,\psi_j(\theta_{\lambda})}{d\lambda_i}\Big|_0 = g_i^\top H^{-1} g_j,
+
+    so two fine-tunings of a copy, pushed by ±λ, give a row of the covariance: all cross-layer terms included, no curvature
+    formed or inverted. It needs what training needs, and a minimum: the distance to it is measured in `fit`.
+
+    Args:
+        model: a trained network with outputs [N, ..., C], in eval mode. It is never changed.
+        likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
+        params: which weights are uncertain: "all", "last_layer", names, a regular expression or a function.
+        prior_precision: one number, one per layer, or a mapping; see `posteriors.Prior`. The one that the weights were
+            trained with.
+        prior_mean: a number or tensors by name.
+        temperature: divides the log-likelihood.
+        method: "lbfgs" or "newton_cg" (all data, small networks), "sgd" or "adam" (batches, large ones), or "auto".
+        settings: everything else, see `Settings`: step, deviation, symmetric, tolerance, steps, lr, queries, strict, ...
+
+    In a group of processes the functionals are shared out; every process must hold **all** data.
+
+    References:
+        McInerney and Kallus 2024, Hessian-free Laplace in Bayesian deep learning.
+
+    >>> net = nn.Linear(1, 1, bias=False).double()
+    >>> x = torch.ones(3, 1, dtype=torch.float64)
+    >>> hf = HessianFree(net, "regression").fit([(x, x)], polish=True)
+    >>> hf.variance_of(lambda f: f(x)[0, 0])
+    tensor(0.2500, dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str | Likelihood,
+        *,
+        params: Selection = "all",
+        prior_precision: PriorSpec = 1.0,
+        prior_mean: float | Params = 0.0,
+        temperature: float = 1.0,
+        method: str = "auto",
+        **settings: Any,
+    ):
+        if not isinstance(model, nn.Module):
+            raise InputError(f"HessianFree needs a torch.nn.Module as its model, got {type(model).__name__}")
+        if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
+            raise InputError(f"temperature={temperature!r} must be a positive and finite number")
+        unknown = [k for k in settings if k not in Settings.__dataclass_fields__]
+        if unknown:
+            known = [k for k in Settings.__dataclass_fields__ if k != "method"]
+            raise InputError(f"HessianFree has no setting {', '.join(unknown)}; allowed are {', '.join(known)}")
+        self.model, self.likelihood = model, parse_likelihood(likelihood)
+        self.params, self.temperature = params, float(temperature)
+        self.settings = Settings(method=method, **settings)
+        self.map_report: MapReport | None = None
+        self.report: VarianceReport | None = None
+        self._prior_precision, self._prior_mean = prior_precision, prior_mean
+        self._objective: Objective | None = None
+        self._runner: Runner | None = None
+        self._origin: Tensor | None = None
+        self._centre: Tensor | None = None
+        self._watch: WeightsWatch | None = None
+
+    # Fitting
+
+    @torch.inference_mode(False)
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        unpack: Unpack | None = None,
+        polish: bool = False,
+        force: bool = False,
+    ) -> HessianFree:
+        """Reads the data and measures how far the trained weights are from the minimum, by fine-tuning a copy with λ = 0.
+
+        Args:
+            data: batches. Methods on all data read them once and keep them; sgd and adam go through them again and again.
+            unpack: turns a batch of another form into (inputs, targets).
+            polish: take the fine-tuned copy as the centre of the posterior, however far it is; the model stays as it is.
+            force: go on although the weights are farther from the minimum than ``max_decrement``.
+
+        Returns:
+            self; see ``map_report``.
+
+        Raises:
+            NumericalError: the optimiser does not settle.
+            InputError: the weights are not a minimum of this objective, and neither ``polish`` nor ``force`` is given.
+        """
+        check_modes(self.model)
+        _, dtype = check_device(self.model)
+        names = select(self.model, self._selection(data, unpack))
+        own = named_parameters(self.model)
+        shapes = {n: tuple(own[n].shape) for n in names}
+        layers: dict[str, list[str]] = {}
+        for name in names:
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+        prior = Prior.make(self._prior_precision, self._prior_mean, layers, shapes)
+        settings = replace(
+            self.settings, method=choose_method(self.settings.method, sum(own[n].numel() for n in names))
+        )
+        work = settings.dtype or (torch.float64 if settings.on_all_data else dtype)
+        objective = Objective(self.model, names, self.likelihood, prior, 1 / self.temperature, work)
+        with model_errors_explained(self.model, lambda: unpack_batch(next(iter(data)), unpack).inputs):
+            objective.read(data, unpack, keep=settings.on_all_data)
+        runner: FullDataRunner | BatchRunner
+        if settings.on_all_data:
+            runner = FullDataRunner(objective, settings)
+        else:
+            runner = BatchRunner(objective, data, settings, unpack)
+        # Far below any push: what is left of the gradient moves nothing by more than 1e-5 standard deviations.
+        goal = 100 * settings.relative_tolerance(work) * float(objective.precision.min().sqrt())
+        ends, before = runner.control(objective.centre, goal)
+        check_common(objective.n_data, float(before.loss[0]))
+        control = ends.control.clone()
+        broadcast_([control])
+        decrement = float((2 * (before.loss[0] - ends.control_loss)).clamp_min(0.0).sqrt())
+        report = MapReport(
+            objective.n_data,
+            float(before.loss[0]),
+            float(before.gradient.norm()),
+            decrement,
+            float(ends.gradient.norm()),
+            int(ends.steps[0]),
+            bool(ends.converged[0]),
+            polish,
+            settings.method,
+        )
+        check_minimum(report, float(ends.control_loss - before.loss[0]), settings, polish, force)
+        # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
+        self._objective, self._runner, self.map_report, self.report = objective, runner, report, None
+        self._centre = control if polish else objective.centre
+        self._origin = control if settings.on_all_data or polish else objective.centre
+        if isinstance(runner, BatchRunner):
+            runner.origin = self._origin
+        self._settings = settings
+        self._watch = WeightsWatch.of(self.model)
+        return self
+
+    def _selection(self, data: Iterable[Any], unpack: Unpack | None) -> Selection:
+        if self.params != "last_layer":
+            return self.params
+        device, dtype = check_device(self.model)
+        return find_last_layer(self.model, next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack))))
+
+    def _fitted(self) -> tuple[Objective, Runner, Tensor]:
+        if self._objective is None or self._runner is None or self._origin is None or self._watch is None:
+            raise NotFittedError("this Hessian-free posterior has not been fitted yet: call fit(train_loader) first")
+        self._watch.check(self.model)
+        check_modes(self.model)
+        return self._objective, self._runner, self._origin
+
+    # Variances
+
+    @torch.inference_mode(False)
+    def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
+        """The variance of a scalar functional ψ of the network under the Laplace posterior with the exact Hessian.
+
+        Args:
+            functional: a function of the network f: ``lambda f: f(x)[0, 1] - f(x)[0, 0]``; or several, for their covariance.
+
+        Returns:
+            A number, 0-d; for a sequence of Q functionals their covariance [Q, Q]; float64. See ``report`` for how it went.
+
+        Raises:
+            InputError: a functional that is not scalar or does not depend on the parameters.
+            NumericalError: a functional runs away: the weights are no minimum.
+        """
+        functionals, single = parse_functionals(functional)
+        found = self._covariances([functionals], allow_zero=False)[0]
+        return found[0, 0] if single else found
+
+    def _covariances(self, sets: Sequence[FunctionalSet], *, allow_zero: bool) -> list[Tensor]:
+        """Covariances [Q, Q] of each set; the rows are shared out over processes."""
+        objective, runner, origin = self._fitted()
+        settings = self._settings
+        most = settings.members(objective.size)
+        jobs = [(s, a, min(a + most, s.count)) for s in sets for a in range(0, s.count, most)]
+
+        def work(job: int) -> list[Tensor]:
+            functionals, start, stop = jobs[job]
+            part = functionals.part(start, stop)
+            found = perturb(objective, runner, part, origin, settings, allow_zero=allow_zero)
+            difference = objective.values(found.plus, functionals) - objective.values(found.minus, functionals)
+            rows = (difference / found.width[:, None]).double()
+            lost = torch.tensor([r.status == "runaway" for r in found.reports])
+            rows[lost] = float("nan")
+            return [rows.cpu(), pack(found.reports)]
+
+        like = torch.empty(0, dtype=torch.float64)
+        shapes = [[(stop - start, s.count), (stop - start, _NUMBERS)] for s, start, stop in jobs]
+        done = shared_out([float(stop - start) for _, start, stop in jobs], shapes, work, like)
+        found, reports, place = [], [], 0
+        asymmetry, projected = 0.0, 0.0
+        for functionals in sets:
+            count = -(-functionals.count // most)
+            rows = torch.cat([rows for rows, _ in done[place : place + count]])
+            reports += [r for _, numbers in done[place : place + count] for r in unpack_reports(numbers)]
+            place += count
+            scale = rows.diagonal().abs().sqrt().clamp_min(1e-300)
+            gaps = ((rows - rows.T) / scale / scale[:, None]).nan_to_num(0.0).abs()
+            covariance, clipped = _positive(symmetrise(rows))
+            asymmetry, projected = max(asymmetry, float(gaps.max())), max(projected, clipped)
+            found.append(covariance)
+        self.report = VarianceReport(tuple(reports), asymmetry, projected)
+        return found
+
+    # Predictions
+
+    def _inputs(self, x: Any) -> Batch:
+        objective, _, _ = self._fitted()
+        batch = unpack_inputs(x).to(objective.device)
+        check_inputs(batch.inputs, next(iter(objective.like.values())).dtype)
+        if batch.size == 0:
+            raise DataError("the inputs hold no example; there is nothing to predict")
+        return batch
+
+    def _outputs(self, batch: Batch) -> Tensor:
+        """The network's own answer at the posterior's centre, in the dtype of the work."""
+        objective, _, _ = self._fitted()
+        assert self._centre is not None
+        with torch.no_grad(), evaluating(self.model), model_errors_explained(self.model, lambda: batch.inputs):
+            outputs = objective.network(self._centre)(batch.inputs)
+        check_outputs(outputs, batch.size)
+        return outputs
+
+    @torch.inference_mode(False)
+    def predict(
+        self,
+        x: Any,
+        *,
+        link: str = "auto",
+        samples: int = 100,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Predicts with uncertainty: two fine-tunings for every output of every input.
+
+        Args:
+            x: inputs as the model takes them.
+            link: from latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
+            samples: of the link (mc).
+            generator: for the samples.
+
+        Returns:
+            The prediction, with the full covariance over the outputs of each input at each position.
+        """
+        batch = self._inputs(x)
+        outputs = self._outputs(batch)
+        width, classes = outputs[0].numel(), outputs.shape[-1]
+        most = max(1, self._settings.members(self._fitted()[0].size) // width)
+        sets = [OutputSet(part, width) for part in batch.pieces(most)]
+        blocks = []
+        for covariance in self._covariances(sets, allow_zero=True):
+            split = covariance.reshape(-1, classes, len(covariance) // classes, classes)
+            blocks.append(torch.diagonal(split, dim1=0, dim2=2).movedim(-1, 0))  # [positions, C, C]
+        cov = torch.cat(blocks).reshape(*outputs.shape, classes).to(outputs.device)
+        dtype = next(iter(named_parameters(self.model).values())).dtype
+        return gaussian_prediction(
+            self.likelihood, outputs.to(dtype), cov.to(dtype), link=link, samples=samples, generator=generator
+        )
+
+    @torch.inference_mode(False)
+    def joint(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together."""
+        batch = self._inputs(x)
+        outputs = self._outputs(batch)
+        if outputs.dim() != 2:
+            raise ShapeError(f"a joint covariance is over outputs [N, C]; this model returns {tuple(outputs.shape)}")
+        covariance = self._covariances([OutputSet(batch, outputs.shape[1])], allow_zero=True)[0]
+        dtype = next(iter(named_parameters(self.model).values())).dtype
+        return outputs.to(dtype), covariance.reshape(*outputs.shape, *outputs.shape).to(outputs.device, dtype)
+
+    # One fine-tuning for many inputs
+
+    @torch.inference_mode(False)
+    def amortise(self, x: Any, *, signs: Tensor | None = None) -> AmortisedScore:
+        """One pair of fine-tunings, pushed at all of ``x`` at once, that gives a score for **any** input.
+
+        The score is a row sum of the covariance, Σ_j s_j C(x, x_j): not a variance. See `AmortisedScore`.
+
+        Args:
+            x: the reference inputs.
+            signs: s_j, one number per reference input [N]; None: ones.
+        """
+        objective, runner, origin = self._fitted()
+        assert self._centre is not None
+        batch = self._inputs(x)
+        return amortise(
+            objective, runner, origin, self._centre, self._settings, self.likelihood, batch, self._outputs(batch), signs
+        )
+
+    @torch.inference_mode(False)
+    def probe_variances(self, x: Any, probes: int = 32, generator: torch.Generator | None = None) -> Probes:
+        """Unbiased variances of all outputs of ``x`` from pushes with random signs: E[s_j Σ_k s_k C_jk] = C_jj.
+
+        Args:
+            x: inputs.
+            probes: R, pairs of fine-tunings, however many inputs there are.
+            generator: for the signs.
+        """
+        objective, runner, origin = self._fitted()
+        batch = self._inputs(x)
+        outputs = self._outputs(batch)
+        return probe_variances(objective, runner, origin, self._settings, batch, outputs, probes, generator)
+
+    def __repr__(self) -> str:
+        state = "not fitted" if self.map_report is None else f"{self.map_report.n_data:g} data"
+        return (
+            f"HessianFree({type(self.model).__name__}, {self.likelihood!r}, method={self.settings.method!r}, {state})"
+        )
+
+
+def _positive(matrix: Tensor) -> tuple[Tensor, float]:
+    """The nearest positive semi-definite matrix, and what was cut off relative to the trace."""
+    if not bool(matrix.isfinite().all()):
+        return matrix, 0.0
+    values, vectors = torch.linalg.eigh(matrix)
+    cut = float(-values.clamp_max(0.0).sum() / values.abs().sum().clamp_min(1e-300))
+    if float(values[0]) >= 0:
+        return matrix, 0.0
+    return symmetrise((vectors * values.clamp_min(0.0)) @ vectors.T), cut

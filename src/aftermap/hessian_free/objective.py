@@ -1,0 +1,286 @@
+"""The training objective, pushed: φ(θ) = L(θ) − Σ_q w_q ψ_q(θ), for many weight vectors and pushes at once.
+
+L = Σ_n −log p(y_n | f_n) / T + ½ (θ − μ₀)ᵀP₀(θ − μ₀) is a sum over data. All evaluations are pure functions of the weights:
+the user's model is never written to.
+
+Index legend: m members (weight vectors), p parameters, q functionals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, grad_and_value, vmap
+
+from aftermap.batches import Batch, Unpack, call_model, iterate
+from aftermap.curvature.functional import evaluating
+from aftermap.errors import DataError
+from aftermap.likelihoods import Likelihood
+from aftermap.params import Params, flatten, named_parameters, unflatten
+from aftermap.posteriors.prior import Prior
+from aftermap.predictive.functionals import FunctionalSet, Network
+
+__all__ = ["Evaluation", "Objective", "Push"]
+
+# Examples that go through the network at once, if they came in smaller batches.
+_MERGED = 512
+
+Scalar = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Push:
+    """What is added to the objective of each member: −Σ_q w_q ψ_q.
+
+    Attributes:
+        functionals: ψ, Q of them.
+        weights: w [m, Q]; λ and its sign are in them.
+    """
+
+    functionals: FunctionalSet
+    weights: Tensor
+
+    def of(self, index: Tensor) -> Push:
+        """The push of some members."""
+        return Push(self.functionals, self.weights[index])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Values at some members.
+
+    Attributes:
+        loss: L [m], without the push.
+        shift: Σ_q w_q ψ_q [m].
+        gradient: of φ = loss − shift [m, P].
+    """
+
+    loss: Tensor
+    shift: Tensor
+    gradient: Tensor
+
+    @property
+    def value(self) -> Tensor:
+        """φ [m]."""
+        return self.loss - self.shift
+
+
+class Objective:
+    """L and its pushed versions.
+
+    Args:
+        model: in eval mode; never written to.
+        names: the parameters that move.
+        likelihood: with its noise.
+        prior: over these parameters.
+        power: what the log-likelihood is multiplied by, 1/T.
+        dtype: of the work; weights, buffers and inputs are copied to it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Sequence[str],
+        likelihood: Likelihood,
+        prior: Prior,
+        power: float,
+        dtype: torch.dtype,
+    ):
+        self.model, self.names, self.likelihood, self.power, self.dtype = model, tuple(names), likelihood, power, dtype
+        own = named_parameters(model)
+        self.like: Params = {n: own[n].detach() for n in names}
+        self.centre = flatten(self.like).to(dtype)
+        self.device = self.centre.device
+        self.precision = prior.vector(self.names, self.device).detach().to(dtype)
+        means = [prior.mean[n].detach().to(self.device).expand(self.like[n].shape).reshape(-1) for n in names]
+        self.prior_mean = torch.cat(means).to(dtype)
+        rest = {n: p.detach() for n, p in own.items() if n not in self.like} | dict(model.named_buffers())
+        self.fixed = {n: t.to(dtype) if t.is_floating_point() else t for n, t in rest.items()}
+        self.batches: list[Batch] = []
+        self.n_data, self.n_batches = 0.0, 0
+        self._vectorised = True
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return len(self.centre)
+
+    def network(self, theta: Tensor) -> Network:
+        """The network under weights [P]."""
+        return Network(self.model, unflatten(theta, self.like), self.fixed)
+
+    def read(self, data: Iterable[Any], unpack: Unpack | None, *, keep: bool) -> None:
+        """Goes through the data once: counts and checks them, and keeps them if asked to.
+
+        Raises:
+            DataError: no targets, or data that do not fit the likelihood.
+        """
+        dtype = next((v.dtype for v in self.like.values()), None)
+        self.batches, self.n_data, self.n_batches = [], 0.0, 0
+        with evaluating(self.model), torch.no_grad():
+            for batch in iterate(data, device=self.device, dtype=dtype, unpack=unpack):
+                if not isinstance(batch.targets, Tensor):
+                    raise DataError("a batch has no tensor of targets; the objective needs (x, y) batches")
+                batch = self.cast(batch)
+                outputs = self._outputs(unflatten(self.centre, self.like), batch.inputs)
+                self.likelihood.check(outputs, batch.targets)
+                self.n_data += batch.size if batch.weight is None else float(batch.weight.sum())
+                self.n_batches += 1
+                if keep:
+                    self.batches.append(batch)
+        self.batches = _merged(self.batches)
+
+    def cast(self, batch: Batch) -> Batch:
+        """The batch in the dtype of the work."""
+
+        def to(tree: Any) -> Any:
+            if isinstance(tree, Tensor):
+                return tree.to(self.dtype) if tree.is_floating_point() else tree
+            if isinstance(tree, dict):
+                return {k: to(v) for k, v in tree.items()}
+            return tuple(to(v) for v in tree) if isinstance(tree, tuple) else tree
+
+        weight = None if batch.weight is None else batch.weight.to(self.dtype)
+        return Batch(to(batch.inputs), to(batch.targets), weight, batch.size)
+
+    # The terms of one member.
+
+    def _outputs(self, params: Params, inputs: Any) -> Tensor:
+        tensors = {**self.fixed, **params}
+        return call_model(lambda *a, **k: functional_call(self.model, tensors, a, k), inputs)
+
+    def _data_loss(self, theta: Tensor, batch: Batch) -> Tensor:
+        values = self.likelihood.nll(self._outputs(unflatten(theta, self.like), batch.inputs), batch.targets)
+        total = values.sum() if batch.weight is None else (values * batch.weight).sum()
+        return self.power * total
+
+    def _data_part(self, batch: Batch) -> Scalar:
+        return lambda theta: self._data_loss(theta, batch)
+
+    def _pushed_part(self, batch: Batch, functionals: FunctionalSet, scale: float) -> Callable[..., Any]:
+        def pushed(theta: Tensor, weights: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+            loss, shift = self._data_loss(theta, batch), self._shift(theta, functionals, weights)
+            return scale * loss - shift, (loss, shift)
+
+        return pushed
+
+    def _energy(self, theta: Tensor) -> Tensor:
+        return 0.5 * (self.precision * (theta - self.prior_mean).square()).sum(-1)
+
+    def _shift(self, theta: Tensor, functionals: FunctionalSet, weights: Tensor) -> Tensor:
+        return (weights * functionals(self.network(theta))).sum()
+
+    # All members at once.
+
+    def _mapped(self, single: Callable[..., Any], *rows: Tensor) -> Any:
+        """``single`` for every row: vectorised, or one by one where an operation has no batching rule."""
+        if self._vectorised:
+            try:
+                return vmap(single)(*rows)
+            except torch.OutOfMemoryError:
+                raise
+            except (NotImplementedError, RuntimeError, ValueError):
+                # The model's or the functional's own errors come back below, where nothing is vectorised.
+                found = _looped(single, *rows)
+                self._vectorised = False
+                return found
+        return _looped(single, *rows)
+
+    def evaluate(
+        self, theta: Tensor, push: Push | None = None, *, batch: Batch | None = None, scale: float = 1.0
+    ) -> Evaluation:
+        """Values and gradients at members [m, P].
+
+        Args:
+            theta: [m, P].
+            push: of each member; None: the objective itself.
+            batch: only this one, weighted by ``scale`` to stand for all data; None: the kept data.
+            scale: the number of batches.
+        """
+        loss, gradient = self._energy(theta), self.precision * (theta - self.prior_mean)
+        shift = torch.zeros_like(loss)
+        parts = self.batches if batch is None else [batch]
+        if push is not None and parts:
+            # One pass through the vectorised network for a batch and the push together: it is what takes the time.
+            both = grad(self._pushed_part(parts[0], push.functionals, scale), has_aux=True)
+            slope, (value, shift) = self._mapped(both, theta, push.weights)
+            loss, gradient, shift = loss + scale * value.detach(), gradient + slope.detach(), shift.detach()
+            parts = parts[1:]
+        elif push is not None:
+            alone = grad_and_value(lambda t, w: self._shift(t, push.functionals, w))
+            slope, shift = self._mapped(alone, theta, push.weights)
+            gradient, shift = gradient - slope.detach(), shift.detach()
+        for part in parts:
+            slope, value = self._mapped(grad_and_value(self._data_part(part)), theta)
+            loss, gradient = loss + scale * value.detach(), gradient + scale * slope.detach()
+        return Evaluation(loss, shift, gradient)
+
+    def hessian_products(self, theta: Tensor, vectors: Tensor, push: Push | None = None) -> Tensor:
+        """∇²φ v for each member: [m, P]."""
+
+        def along(function: Scalar) -> Callable[[Tensor, Tensor], Tensor]:
+            return lambda t, v: grad(lambda s: (grad(function)(s) * v).sum())(t)
+
+        product = self.precision * vectors
+        for part in self.batches:
+            product = product + self._mapped(along(self._data_part(part)), theta, vectors).detach()
+        if push is not None:
+            functionals = push.functionals
+
+            def pushed(t: Tensor, v: Tensor, w: Tensor) -> Tensor:
+                return along(lambda s: self._shift(s, functionals, w))(t, v)
+
+            product = product - self._mapped(pushed, theta, vectors, push.weights).detach()
+        return product
+
+    def values(self, theta: Tensor, functionals: FunctionalSet) -> Tensor:
+        """ψ [m, Q] at members [m, P]."""
+        with torch.no_grad(), evaluating(self.model):
+            return self._mapped(lambda t: functionals(self.network(t)), theta)
+
+    def losses(self, theta: Tensor, data: Iterable[Batch]) -> Tensor:
+        """L [m] over given batches, without gradients."""
+        total = self._energy(theta)
+        with torch.no_grad(), evaluating(self.model):
+            for batch in data:
+                total = total + self._mapped(self._data_part(batch), theta)
+        return total
+
+
+def _merged(batches: list[Batch]) -> list[Batch]:
+    """Small batches of plain tensors as larger ones: fewer, not larger, steps take the time."""
+    found: list[Batch] = []
+    for batch in batches:
+        last = found[-1] if found else None
+        if last is None or last.size + batch.size > _MERGED or not _alike(last, batch):
+            found.append(batch)
+            continue
+        weight = None if last.weight is None or batch.weight is None else torch.cat([last.weight, batch.weight])
+        inputs, targets = (torch.cat([getattr(last, k), getattr(batch, k)]) for k in ("inputs", "targets"))
+        found[-1] = Batch(inputs, targets, weight, last.size + batch.size)
+    return found
+
+
+def _alike(one: Batch, other: Batch) -> bool:
+    plain = all(isinstance(b.inputs, Tensor) and isinstance(b.targets, Tensor) for b in (one, other))
+    return (
+        plain
+        and one.inputs.shape[1:] == other.inputs.shape[1:]
+        and one.targets.shape[1:] == other.targets.shape[1:]
+        and (one.weight is None) == (other.weight is None)
+    )
+
+
+def _looped(single: Callable[..., Any], *rows: Tensor) -> Any:
+    found = [single(*each) for each in zip(*rows, strict=True)]
+    return _stacked(found)
+
+
+def _stacked(found: list[Any]) -> Any:
+    if isinstance(found[0], tuple):
+        return tuple(_stacked(list(part)) for part in zip(*found, strict=True))
+    return torch.stack(found)

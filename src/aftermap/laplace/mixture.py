@@ -1,0 +1,381 @@
+r"""Bayesian model averaging: several Laplace approximations predict as one.
+
+Index legend: K components, S samples, N examples, ... positions, C outputs, D targets.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
+from aftermap.laplace.laplace import Laplace
+from aftermap.laplace.saving import load_laplace, save_laplace
+from aftermap.likelihoods import Likelihood
+from aftermap.posteriors.folder import replaced_folder
+from aftermap.predictive import Prediction
+from aftermap.predictive.quadrature import poisson_lognormal_rates
+
+__all__ = ["WEIGHTS", "Mixture", "load_mixture", "mix"]
+
+WEIGHTS = ("evidence", "uniform")
+_CONFIG = "mixture.json"
+_SCHEMA = 1
+
+
+@final
+class Mixture:
+    r"""The mixture Σ_k w_k p_k(y | x, D) of fitted Laplace approximations.
+
+    ``weights="evidence"`` is Bayesian model averaging under equal prior probabilities of the components,
+
+    .. math::
+        w_k = \frac{\exp \log q_k(D)}{\sum_j \exp \log q_j(D)},
+
+    for approximations of **different models** of the same data (architectures, priors, likelihoods' noise).
+    ``weights="uniform"`` is the ensemble of Laplace approximations, for networks that were trained from different starts: there
+    the evidence would choose one of several equally good modes by small errors of the approximation.
+
+    Networks may have any architectures as long as their outputs agree. The weights are taken when the mixture is made.
+
+    Args:
+        components: fitted Laplace approximations of one kind of task; they are never changed.
+        weights: "evidence", "uniform", or K numbers that are not negative; scaled to sum to one.
+
+    Raises:
+        InputError: no components, what is no Laplace approximation, kinds that differ, bad weights, or evidences of different
+            data.
+        NotFittedError: a component without a posterior.
+        NumericalError: an evidence that is not finite.
+
+    References:
+        MacKay 1992, Bayesian interpolation, section 2; Hoeting et al. 1999, Bayesian model averaging: a tutorial, eq. (1)-(3);
+        Eschenhagen et al. 2021, Mixtures of Laplace approximations for improved post-hoc uncertainty in deep learning.
+
+    >>> x = torch.linspace(-1, 1, 20)[:, None]
+    >>> parts = [Laplace(nn.Linear(1, 1), "regression").fit([(x, x)]) for _ in range(3)]
+    >>> Mixture(parts, weights="uniform").predict(x).epistemic.shape
+    torch.Size([20, 1])
+    """
+
+    def __init__(self, components: Sequence[Laplace], weights: str | Sequence[float] | Tensor = "evidence"):
+        self.components = _check_components(components)
+        self.log_evidences: Tensor | None = None
+        if isinstance(weights, str):
+            if weights not in WEIGHTS:
+                allowed = ", ".join(map(repr, WEIGHTS))
+                raise InputError(
+                    f"weights={weights!r} is not known; allowed are {allowed}, or one number per component"
+                )
+            if weights == "evidence":
+                self.log_evidences = _log_evidences(self.components)
+                self.weights = self.log_evidences.softmax(0)  # log-sum-exp in float64
+            else:
+                self.weights = torch.full((len(self),), 1 / len(self), dtype=torch.float64)
+        else:
+            self.weights = _check_weights(weights, len(self))
+
+    def __len__(self) -> int:
+        return len(self.components)
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The networks."""
+        return [part.model for part in self.components]
+
+    @property
+    def model(self) -> nn.Module:
+        """The first network: where the inputs go, and in which dtype."""
+        return self.components[0].model
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The components' likelihood, where it is the same in all of them.
+
+        Raises:
+            UnsupportedError: components of different noise have none in common.
+        """
+        first = self.components[0].likelihood
+        if any(part.likelihood.config() != first.config() for part in self.components):
+            raise UnsupportedError(
+                "the components of this mixture have different likelihoods (their noise was tuned); ask them one by one"
+            )
+        return first
+
+    @property
+    def effective_number(self) -> float:
+        """exp H[w]: K for equal weights, 1 if one component has them all."""
+        return float(torch.special.entr(self.weights).sum().exp())
+
+    def log_evidence(self) -> Tensor:
+        """log (1/K) Σ_k exp log q_k(D): of the data under the whole mixture, with equal prior probabilities (0-d, float64)."""
+        found = _log_evidences(self.components) if self.log_evidences is None else self.log_evidences
+        return torch.logsumexp(found, 0) - torch.tensor(float(len(self)), dtype=torch.float64).log()
+
+    def _used(self) -> list[tuple[Laplace, float]]:
+        """Components that count: one of weight zero is not run."""
+        return [(part, float(w)) for part, w in zip(self.components, self.weights, strict=True) if w > 0]
+
+    def predict(self, x: Any, **options: Any) -> Prediction:
+        """Predicts with uncertainty; see `mix` for how the components' predictions become one.
+
+        Args:
+            x: inputs as the models take them.
+            options: of `Laplace.predict`, for every component; a generator is used by one after the other.
+        """
+        if options.get("weights") is not None:
+            raise InputError("weights= are samples of one network's weights; a mixture has several networks")
+        used = self._used()
+        return mix([part.predict(x, **options) for part, _ in used], [w for _, w in used])
+
+    def joint(self, x: Any) -> tuple[Tensor, Tensor]:
+        """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together: law of total covariance."""
+        used = self._used()
+        found = [part.joint(x) for part, _ in used]
+        _check_shapes([mean for mean, _ in found], "outputs")
+        share = torch.tensor([w for _, w in used], dtype=torch.float64, device=found[0][0].device)
+        means = torch.stack([mean for mean, _ in found]).double()
+        mean = torch.einsum("k,knc->nc", share, means)
+        cov = sum(w * cov.double() for w, (_, cov) in zip(share, found, strict=True))
+        cov = cov + torch.einsum("k,knc,kmd->ncmd", share, means - mean, means - mean)
+        return mean.to(found[0][0].dtype), cov.to(found[0][0].dtype)
+
+    def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Joint samples [count, N, ..., C] of the linearised networks' outputs; each is of a component drawn by its weight."""
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise InputError(f"the number of function samples must be a whole number of at least 1, got {count!r}")
+        device = torch.device("cpu") if generator is None else generator.device
+        drawn = torch.multinomial(self.weights.to(device), count, replacement=True, generator=generator).cpu()
+        found: list[Tensor | None] = [None] * count
+        for k in drawn.unique().tolist():
+            places = (drawn == k).nonzero().squeeze(1).tolist()
+            for place, sample in zip(
+                places, self.components[k].function_samples(x, len(places), generator), strict=True
+            ):
+                found[place] = sample
+        samples = [sample for sample in found if sample is not None]
+        _check_shapes(samples, "outputs")
+        return torch.stack(samples)
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> Path:
+        """Writes a folder of folders, one per component; the networks themselves are not in it.
+
+        Args:
+            folder: where.
+            overwrite: replace what is there; on a failure it stays.
+        """
+        place = Path(folder)
+        names = [f"component_{k}" for k in range(len(self))]
+        there = [p.name for p in place.iterdir()] if place.is_dir() else []
+        known = [_CONFIG, *names, *(n for n in there if re.fullmatch(r"component_\d+", n))]
+        evidences = None if self.log_evidences is None else self.log_evidences.tolist()
+        config = {
+            "schema": _SCHEMA,
+            "method": "laplace_mixture",
+            "components": names,
+            "weights": self.weights.tolist(),
+            "log_evidences": evidences,
+        }
+        with replaced_folder(place, overwrite=overwrite, known=known) as temporary:
+            for name, part in zip(names, self.components, strict=True):
+                save_laplace(part, temporary / name)
+            (temporary / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        return place
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{w:.3g}" for w in self.weights.tolist())
+        return f"Mixture({len(self)} components, weights=[{shown}])"
+
+
+def load_mixture(
+    folder: str | Path, models: Sequence[nn.Module], *, device: torch.device | str | None = None
+) -> Mixture:
+    """Reads a saved mixture for its networks.
+
+    Args:
+        folder: written by `Mixture.save`.
+        models: the networks in the order of the components, with the weights of the fit; they are not changed.
+        device: where the posteriors go; None: the models'.
+
+    Raises:
+        InputError: another number of networks, or one that does not fit.
+        DataError: the folder is damaged or foreign.
+    """
+    file = Path(folder) / _CONFIG
+    try:
+        config = json.loads(file.read_text())
+        names, weights = list(config["components"]), [float(w) for w in config["weights"]]
+        evidences, method, schema = config["log_evidences"], config["method"], config["schema"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder} does not hold a saved mixture: {file.name} cannot be read ({error})") from error
+    if method != "laplace_mixture" or schema != _SCHEMA or len(names) != len(weights):
+        raise DataError(f"{folder} holds method {method!r} of schema {schema!r}, not a mixture of schema {_SCHEMA}")
+    given = list(models) if isinstance(models, Sequence | nn.ModuleList) else [models]
+    if len(given) != len(names):
+        raise InputError(
+            f"{folder} holds {len(names)} components, but {len(given)} models were given; pass one for each, in order"
+        )
+    parts = [load_laplace(Path(folder) / name, model, device=device) for name, model in zip(names, given, strict=True)]
+    mixture = Mixture(parts, weights)
+    mixture.weights = torch.tensor(weights, dtype=torch.float64)  # as saved: scaling them again would move the last bit
+    if evidences is not None:
+        mixture.log_evidences = torch.tensor(evidences, dtype=torch.float64)
+    return mixture
+
+
+def mix(predictions: Sequence[Prediction], weights: Sequence[float]) -> Prediction:
+    r"""One prediction of a mixture from those of its components, exactly.
+
+    Means are averaged: probabilities, rates, regression means. With p_k the mean probabilities of component k, the entropies of
+    classes are
+
+    .. math::
+        \text{epistemic} = \sum_k w_k\, I_k[y; f] + \sum_k w_k\, \mathrm{KL}(p_k \,\|\, \bar p), \qquad
+        \text{aleatoric} = \sum_k w_k\, E_k H[y \mid f],
+
+    that is the information within and between components; their sum is H[p̄]. Variances follow from the law of total
+    variance: epistemic Σ w_k (v_k + (μ_k − μ̄)²), aleatoric Σ w_k E_k Var[y | f].
+
+    The samples of the components are kept together with their weights. A regression without samples keeps the components in
+    their place, μ_k with **total** variance, so that `log_prob` and `distribution` are the exact mixture of Gaussians; counts
+    without samples keep 128 equally probable rates of each component.
+
+    Args:
+        predictions: K of one kind, of the same inputs.
+        weights: K numbers, positive, summing to one.
+
+    Returns:
+        The prediction, with link "mixture" and without a latent Gaussian, which a mixture does not have.
+
+    Raises:
+        ShapeError: outputs of different shapes.
+
+    >>> one, two = (
+    ...     Prediction("regression", m * torch.ones(1, 1), *(torch.ones(1, 1) for _ in "ea"), torch.full((1, 1), 2.0))
+    ...     for m in (0, 2)
+    ... )
+    >>> found = mix([one, two], [0.5, 0.5])
+    >>> found.mean.item(), found.epistemic.item(), found.aleatoric.item()
+    (1.0, 2.0, 1.0)
+    """
+    parts = list(predictions)
+    kind, dtype = parts[0].kind, parts[0].mean.dtype
+    _check_shapes([part.mean for part in parts], "predictions")
+    share = torch.tensor(list(weights), dtype=torch.float64, device=parts[0].mean.device)
+
+    def averaged(values: list[Tensor]) -> Tensor:
+        return torch.einsum("k,k...->...", share, torch.stack(values).double())
+
+    means = torch.stack([part.mean for part in parts]).double()
+    mean = averaged([part.mean for part in parts])
+    within = averaged([part.epistemic for part in parts])
+    aleatoric = averaged([part.aleatoric for part in parts])
+    if kind in ("classification", "binary"):
+        tiny = torch.finfo(torch.float64).tiny
+        divergence = means * (means.clamp_min(tiny).log() - mean.clamp_min(tiny).log())
+        if kind == "binary":
+            others, other = 1 - means, 1 - mean
+            divergence = divergence + others * (others.clamp_min(tiny).log() - other.clamp_min(tiny).log())
+        else:
+            divergence = divergence.sum(-1)
+        between = torch.einsum("k,k...->...", share, divergence).clamp_min(0.0)
+    else:
+        between = torch.einsum("k,k...->...", share, (means - mean).square())
+    epistemic, aleatoric = (within + between).to(dtype), aleatoric.to(dtype)
+    samples, variances, sample_weights = _samples(parts, share)
+    return Prediction(
+        kind,
+        mean.to(dtype),
+        epistemic,
+        aleatoric,
+        epistemic + aleatoric,
+        samples=samples,
+        sample_variance=variances,
+        weights=sample_weights,
+        link="mixture",
+    )
+
+
+def _samples(parts: list[Prediction], share: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Samples [S, N, ..., D] of all components, their variances, and their weights [S]."""
+    kind, dtype = parts[0].kind, parts[0].mean.dtype
+    values, variances, weights = [], [], []
+    for part, w in zip(parts, share, strict=True):
+        found, own = part.samples, part.weights
+        spread = part.sample_variance
+        if found is None and kind == "counts" and part.latent_mean is not None and part.latent_var is not None:
+            found = poisson_lognormal_rates(part.latent_mean, part.latent_var)
+        elif found is None and kind in ("regression", "custom"):
+            found, spread, own = part.mean.unsqueeze(0), part.total.unsqueeze(0), None
+        if found is None:
+            return None, None, None
+        if spread is None and kind in ("regression", "custom"):
+            spread = part.aleatoric.expand(found.shape)
+        values.append(found.to(dtype))
+        variances.append(spread)
+        of = found.new_full((len(found),), 1 / len(found), dtype=torch.float64) if own is None else own.double()
+        weights.append(w * of)
+    kept = [v.to(dtype) for v in variances if v is not None]
+    return torch.cat(values), torch.cat(kept) if len(kept) == len(values) else None, torch.cat(weights).to(dtype)
+
+
+def _check_components(components: object) -> list[Laplace]:
+    given: list[Any] = list(components) if isinstance(components, Sequence) else [components]
+    if not given:
+        raise InputError("a mixture needs at least one Laplace approximation, got none")
+    for place, part in enumerate(given):
+        if not isinstance(part, Laplace):
+            raise InputError(
+                f"component {place} of a mixture is {type(part).__name__}, not a Laplace approximation; "
+                "for plain networks use aftermap.Ensemble"
+            )
+        _ = part.posterior  # raises before a fit
+    parts: list[Laplace] = given
+    kinds = sorted({part.likelihood.kind for part in parts})
+    if len(kinds) > 1:
+        raise InputError(f"the components of a mixture must be of one kind of task, got {', '.join(kinds)}")
+    return parts
+
+
+def _check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
+    try:
+        found = torch.as_tensor(weights).detach().to("cpu", torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(f"weights must be {count} numbers, one per component, got {weights!r}") from None
+    if found.shape != (count,) or not bool((found.isfinite() & (found >= 0)).all()) or not bool(found.sum() > 0):
+        raise InputError(
+            f"weights must be {count} finite numbers that are not negative and not all zero, one per component, "
+            f"got {found.tolist()}"
+        )
+    return found / found.sum()
+
+
+def _log_evidences(components: list[Laplace]) -> Tensor:
+    for what, values in (
+        ("numbers of data", sorted({part.n_data for part in components})),
+        ("data scales / temperatures", sorted({part.power for part in components})),
+    ):
+        if len(values) > 1:
+            shown = ", ".join(f"{v:g}" for v in values)
+            raise InputError(
+                f"evidences compare models of the same data, but the components have different {what}: {shown}. "
+                'Fit all of them to the same data, or pass weights="uniform"'
+            )
+    found = torch.stack([part.log_evidence().detach().double().cpu() for part in components])
+    if not bool(found.isfinite().all()):
+        raise NumericalError(
+            f"a log evidence is not finite: {found.tolist()}; look at the components' priors, or use weights='uniform'"
+        )
+    return found
+
+
+def _check_shapes(values: list[Tensor], what: str) -> None:
+    shapes = sorted({tuple(value.shape) for value in values})
+    if len(shapes) > 1:
+        raise ShapeError(f"the components of a mixture must have {what} of one shape, got {shapes}")

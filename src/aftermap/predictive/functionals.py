@@ -1,0 +1,228 @@
+"""Scalar functionals ψ(θ) of a network, and their variance under a posterior over its weights.
+
+A functional is a function of the network itself: it is handed something to call with inputs, and returns one number. An output,
+a difference of two, the mean over a region, a probability are written the same way for every posterior:
+
+    lambda f: f(x)[0, 2] - f(x)[0, 1]
+
+Index legend: q functionals, p parameters.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Batch, take, tensors_of
+from aftermap.curvature.functional import evaluating, functional_outputs
+from aftermap.errors import InputError
+from aftermap.linalg import symmetrise
+from aftermap.params import Params, named_parameters
+from aftermap.posteriors import MatrixFreePosterior
+from aftermap.posteriors.blocks import join_flat
+
+__all__ = [
+    "Functional",
+    "FunctionalSet",
+    "Network",
+    "OutputSet",
+    "functional_covariance",
+    "functional_gradients",
+    "parse_functionals",
+]
+
+
+class Network:
+    """A network under some weights: call it with inputs.
+
+    Args:
+        model: the module; it is not written to.
+        params: the weights in question, by name: those that the posterior is over. Also an attribute, for functionals of
+            the weights themselves.
+        fixed: other tensors of the model to put in place (parameters that are not in question, buffers).
+    """
+
+    def __init__(self, model: nn.Module, params: Params, fixed: Mapping[str, Tensor] | None = None):
+        self.params = params
+        self._model, self._fixed = model, dict(fixed or {})
+
+    def __call__(self, x: Any) -> Tensor:
+        """Outputs [N, ..., C]; floating-point inputs take the device and dtype of the weights."""
+        like = next(iter(self.params.values()))
+        return functional_outputs(self._model, {**self._fixed, **self.params}, _placed(x, like))
+
+
+def _placed(x: Any, like: Tensor) -> Any:
+    if isinstance(x, Tensor):
+        return x.to(like.device, like.dtype) if x.is_floating_point() else x.to(like.device)
+    if isinstance(x, Mapping):
+        return {k: _placed(x[k], like) for k in x}
+    if isinstance(x, tuple | list):
+        return tuple(_placed(item, like) for item in x)
+    return x
+
+
+Functional = Callable[[Network], Tensor]
+
+
+class FunctionalSet(ABC):
+    """Q functionals, evaluated together."""
+
+    count: int
+
+    @abstractmethod
+    def __call__(self, network: Network) -> Tensor:
+        """Their values [Q]."""
+
+    @abstractmethod
+    def part(self, start: int, stop: int) -> FunctionalSet:
+        """The functionals from start to stop - 1 alone."""
+
+
+class _Given(FunctionalSet):
+    """Functions that a user wrote."""
+
+    def __init__(self, functions: Sequence[Functional]):
+        self.functions, self.count = list(functions), len(functions)
+
+    def __call__(self, network: Network) -> Tensor:
+        return torch.stack([self._value(place, network) for place in range(self.count)])
+
+    def _value(self, place: int, network: Network) -> Tensor:
+        value: object = self.functions[place](network)
+        if not isinstance(value, Tensor):
+            raise InputError(
+                f"functional {place} returned a {type(value).__name__}; it must return a tensor with one number that still "
+                "depends on the network: no float(), .item() or .numpy() inside"
+            )
+        if value.numel() != 1:
+            raise InputError(
+                f"functional {place} is not scalar: it returned shape {tuple(value.shape)}. Take one entry, a mean or a sum, "
+                "or pass a list of functionals to get their covariance"
+            )
+        return value.reshape(())
+
+    def part(self, start: int, stop: int) -> FunctionalSet:
+        return _Given(self.functions[start:stop])
+
+
+class OutputSet(FunctionalSet):
+    """Every output of every input, flattened: Q = N · width.
+
+    Args:
+        batch: the inputs.
+        width: outputs of one input.
+        start, stop: which of the Q; all by default.
+    """
+
+    def __init__(self, batch: Batch, width: int, start: int = 0, stop: int | None = None):
+        self.batch, self.width, self.start = batch, width, start
+        self.count = (batch.size * width if stop is None else stop) - start
+
+    def __call__(self, network: Network) -> Tensor:
+        return network(self.batch.inputs).reshape(-1)[self.start : self.start + self.count]
+
+    def part(self, start: int, stop: int) -> FunctionalSet:
+        first, last = (self.start + start) // self.width, -(-(self.start + stop) // self.width)
+        some = take(self.batch.inputs, torch.arange(first, last), self.batch.size)
+        offset = first * self.width
+        return OutputSet(
+            Batch(some, None, None, last - first), self.width, self.start + start - offset, self.start + stop - offset
+        )
+
+
+def parse_functionals(functional: object) -> tuple[FunctionalSet, bool]:
+    """What a user gave, and whether it was a single one.
+
+    Raises:
+        InputError: neither a function nor a sequence of functions.
+
+    >>> parse_functionals(lambda f: f(torch.ones(1, 2))[0, 0])[1]
+    True
+    """
+    if callable(functional):
+        return _Given([functional]), True
+    if isinstance(functional, Sequence) and functional and all(callable(each) for each in functional):
+        return _Given(list(functional)), False
+    raise InputError(
+        f"a functional is a function of the network, such as lambda f: f(x)[0, 0], or a list of such; got {functional!r}"
+    )
+
+
+def functional_gradients(
+    model: nn.Module,
+    names: Sequence[str],
+    functionals: FunctionalSet,
+    *,
+    params: Params | None = None,
+    fixed: Mapping[str, Tensor] | None = None,
+    allow_zero: bool = False,
+) -> tuple[Tensor, Params]:
+    """Values ψ [Q] and gradients g = dψ/dθ by name [Q, *shape], at the model's weights or at others.
+
+    Args:
+        model: in eval mode; unchanged afterwards.
+        names: the parameters.
+        functionals: ψ.
+        params: where; None: the model's own weights.
+        fixed: see `Network`.
+        allow_zero: a gradient of zero is no error (outputs of inputs that nobody chose one by one).
+
+    Raises:
+        InputError: a functional that is not scalar, or that does not depend on these parameters; not finite values.
+
+    >>> from aftermap.predictive.functionals import parse_functionals
+    >>> net = nn.Linear(2, 1, bias=False)
+    >>> each, _ = parse_functionals(lambda f: f(torch.tensor([[1.0, 3.0]])).sum())
+    >>> functional_gradients(net, ["weight"], each)[1]["weight"]
+    tensor([[[1., 3.]]])
+    """
+    own = named_parameters(model)
+    where = {n: own[n].detach() for n in names} if params is None else params
+    with evaluating(model), torch.enable_grad():
+        leaves = {n: v.detach().clone().requires_grad_() for n, v in where.items()}
+        values = functionals(Network(model, leaves, fixed))
+        lines: dict[str, list[Tensor]] = {n: [] for n in leaves}
+        for place, value in enumerate(values.unbind()):
+            # A stack of values has a graph as soon as one of them has: only the gradients tell which.
+            found: list[Tensor | None] = [None] * len(leaves)
+            if value.requires_grad:
+                found = list(torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True))
+            if not allow_zero and all(g is None or not bool(g.any()) for g in found):
+                raise InputError(
+                    f"functional {place} does not depend on the parameters {_few(list(leaves))}: its gradient is zero. "
+                    "Compute it from what is passed in, f(x), not from the model itself, and without detach()"
+                )
+            for (name, leaf), g in zip(leaves.items(), found, strict=True):
+                lines[name].append(torch.zeros_like(leaf) if g is None else g)
+    gradients = {n: torch.stack(v) for n, v in lines.items()}
+    if not all(bool(t.isfinite().all()) for t in (values, *tensors_of(gradients))):
+        raise InputError("a functional or its gradient is not finite at the trained weights; it has no variance there")
+    return values.detach(), gradients
+
+
+def functional_covariance(posterior: Any, gradients: Params) -> Tensor:
+    """g Σ gᵀ [Q, Q], in float64, for any posterior with `covariance_mv`.
+
+    A matrix-free posterior with ``kind="samples"`` answers from its fixed samples (sample-then-optimise): unbiased, with
+    relative standard deviation √(2/S).
+
+    Args:
+        posterior: over the parameters of the gradients.
+        gradients: [Q, *shape] by name.
+    """
+    wide = {n: g.to(torch.float64) for n, g in gradients.items()}
+    left = join_flat(wide, posterior.names, 1)
+    if isinstance(posterior, MatrixFreePosterior) and posterior.settings.kind == "samples":
+        drawn = posterior.fixed_samples()
+        moved = left @ drawn.T / len(drawn) ** 0.5
+        return moved @ moved.T
+    return symmetrise(left @ join_flat(posterior.covariance_mv(wide), posterior.names, 1).T)
+
+
+def _few(names: Sequence[str], limit: int = 4) -> str:
+    return ", ".join(names[:limit]) + (f", … ({len(names) - limit} more)" if len(names) > limit else "")

@@ -1,0 +1,178 @@
+"""The posterior that training has built, with its network, as a predictor of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.curvature.closure_plan import evaluating
+from aftermap.curvature.diagonal import DiagonalBlock
+from aftermap.curvature.factors import Factors
+from aftermap.errors import InputError
+from aftermap.likelihoods import Likelihood
+from aftermap.params import Params, named_parameters
+from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors.io import save_posterior
+from aftermap.predictive.functionals import Functional
+from aftermap.predictive.prediction import Prediction
+from aftermap.predictive.predictor import PosteriorPredictor
+
+__all__ = ["TrainedPosterior"]
+
+
+class TrainedPosterior:
+    """A network with the Gaussian over its weights that training has built; final.
+
+    Args:
+        model: the network, at the mean.
+        posterior: the Gaussian.
+        factors: the curvature it was made from, as sums over the data.
+        likelihood: for predictions; None: unknown.
+        method: the optimiser's name.
+        damping: parameter -> what damping adds to its precision, Nγ/τ.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        posterior: GaussianPosterior,
+        factors: Factors,
+        likelihood: Likelihood | None,
+        method: str,
+        damping: Mapping[str, float],
+    ):
+        self.model, self.posterior, self.factors, self.method = model, posterior, factors, method
+        self.damping = dict(damping)
+        self._likelihood = likelihood
+        self._predictor: PosteriorPredictor | None = None
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """p(y | f).
+
+        Raises:
+            InputError: it was not given, and the loss did not tell.
+        """
+        if self._likelihood is None:
+            raise InputError(
+                "the likelihood is unknown: a loss does not always tell it. Pass it: opt.posterior('regression') or "
+                "opt.posterior(aftermap.likelihoods.Gaussian(noise=0.3))"
+            )
+        return self._likelihood
+
+    @property
+    def predictor(self) -> PosteriorPredictor:
+        """What predicts: model, posterior and likelihood."""
+        if self._predictor is None:
+            self._predictor = PosteriorPredictor(self.model, self.posterior, self.likelihood)
+        return self._predictor
+
+    def predict(
+        self,
+        x: Any,
+        *,
+        kind: str = "sampling",
+        samples: int = 10,
+        link: str = "auto",
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
+        """Predicts with uncertainty; in evaluation mode, after which the model's modes are as before.
+
+        Args:
+            x: inputs as the model takes them.
+            kind: "sampling" (default: the network under draws of the weights, as in training) or "linearised".
+            samples: draws of the weights; for "linearised" of the link.
+            link: for "linearised": auto, mc, probit, pairwise or bridge.
+            differentiable: the result has a gradient in x.
+            generator: for the draws.
+        """
+        predictor = self.predictor
+        with evaluating(self.model):
+            return predictor.predict(
+                x, kind=kind, samples=samples, link=link, differentiable=differentiable, generator=generator
+            )
+
+    def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
+        """The variance of a functional, as :meth:`PosteriorPredictor.variance_of`; in evaluation mode."""
+        predictor = self.predictor
+        with evaluating(self.model):
+            return predictor.variance_of(functional)
+
+    def variance_by_layer(self, x: Any) -> dict[str, Tensor]:
+        """Each layer's part of the variance of the outputs [N, ..., C]: where the uncertainty sits."""
+        predictor = self.predictor
+        with evaluating(self.model):
+            return dict(predictor.variance_by_layer(x))
+
+    where = PosteriorPredictor.where
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
+        """Weights: name -> [count, *shape]."""
+        return self.posterior.sample(count, generator)
+
+    def as_prior(self, *, damping: float = 0.0) -> tuple[Params, Params]:
+        """(mean, precision) of each weight, for `set_prior` of the next task's optimiser.
+
+        Precisions are one over the marginal variance, without what damping added to a diagonal posterior: it steadies the
+        optimiser, but no datum said it. Keeping a share of it keeps more of the old task at the price of learning the new one
+        less freely: the weights were never tried farther from the mean than damping allowed.
+
+        Args:
+            damping: the share that is kept, 0 to 1.
+
+        >>> from aftermap.optim import VOGN
+        >>> net = nn.Linear(3, 2)
+        >>> opt = VOGN(net, n_data=4)
+        >>> loss = opt.step(lambda: nn.functional.cross_entropy(net(torch.ones(4, 3)), torch.tensor([0, 1, 0, 1])))
+        >>> VOGN(net, n_data=4).set_prior(*opt.posterior().as_prior())
+        """
+        if not 0.0 <= damping <= 1.0:
+            raise InputError(f"damping={damping!r} is the share that is kept: from 0 to 1")
+        mean = {n: v.clone() for n, v in self.posterior.mean.items()}
+        variance = self.posterior.marginal_variance()
+        diagonal = {n for b in self.factors.blocks if isinstance(b, DiagonalBlock) for n in b.shapes}
+        precision = {n: 1 / variance[n] - ((1 - damping) * self.damping[n] if n in diagonal else 0.0) for n in mean}
+        return mean, {n: v.to(mean[n].dtype) for n, v in precision.items()}
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        overwrite: bool = False,
+        extras: Mapping[str, Any] | None = None,
+        reference: Mapping[str, Tensor] | None = None,
+        with_model: bool = False,
+    ) -> Path:
+        """Writes the posterior as json and safetensors into a folder, whole or not at all; `aftermap.load` reads it.
+
+        Args:
+            folder: where.
+            overwrite: replace what is there; on a failure it stays.
+            extras: the caller's own, of plain JSON values, such as thresholds.
+            reference: tensors by name to compare new inputs with, such as quantiles of scores.
+            with_model: keep the network's weights and buffers in the folder, too.
+        """
+        config = {
+            "method": self.method,
+            "likelihood": None if self._likelihood is None else self._likelihood.config(),
+            "damping": self.damping,
+            "extras": dict(extras or {}),
+        }
+        return save_posterior(
+            folder,
+            self.posterior,
+            self.factors,
+            config,
+            None if not reference else dict(reference),
+            weights={**named_parameters(self.model), **dict(self.model.named_buffers())},
+            model_state=self.model.state_dict() if with_model else None,
+            overwrite=overwrite,
+        )
+
+    def __repr__(self) -> str:
+        return f"TrainedPosterior({self.method}, {self.posterior.n_params:,} weights in {len(self.posterior.blocks)} blocks)"
