@@ -174,6 +174,8 @@ def test_bad_input(tmp_path):
         evaluate(Deterministic(net), [])
     with pytest.raises(DataError, match="not a single batch"):
         evaluate(Deterministic(net), data, ood={"none": []})
+    with pytest.raises(InputError, match='cannot be called "test"'):
+        evaluate(Deterministic(net), data, ood={"test": data})
     with pytest.raises(DataError, match="labels must lie in"):
         evaluate(Deterministic(net), [(data[0][0], data[0][1] + 3)])
     with pytest.raises(InputError, match="must be integers"):

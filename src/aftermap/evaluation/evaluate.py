@@ -88,6 +88,8 @@ def evaluate(
     for attack in attacks:
         if not isinstance(attack, Attack):
             raise InputError(f"attacks must be FGSM, TargetedAttack or PGD objects, got {type(attack).__name__}")
+    if "test" in (ood or {}):
+        raise InputError('an OOD set cannot be called "test": that is what the rows of the data themselves are called')
     started = time.perf_counter()
     chosen = dict(options or {})
     if accepts(predictor, "generator"):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from aftermap.errors import DataError, InputError, UnsupportedError
+from aftermap.late import late_bound
 
 __all__ = ["SCHEMA", "Comparison", "Metric", "Results", "compare", "provenance"]
 
@@ -144,6 +145,20 @@ class Results:
         except ImportError as error:
             raise UnsupportedError("to_frame needs pandas: pip install pandas. The columns are in .table") from error
         return pandas.DataFrame(dict(self.table))
+
+    def report(self, path: str | Path, *, map: Results | None = None, **options: Any) -> Path:
+        """Writes these results as one self-contained HTML file (needs ``pip install 'aftermap[plot]'``).
+
+        Args:
+            path: of the file.
+            map: the evaluation of the network alone on the same data, to compare with.
+            options: of `aftermap.analysis.report.write_report`: where, title, settings, images, classes, threshold, figures.
+
+        Returns:
+            The path.
+        """
+        write = late_bound("aftermap.analysis.report", "write_report")
+        return Path(write(path, bayesian=self, map=map, **options))
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.kind}, {self.n_data:,} examples"]

@@ -1,0 +1,319 @@
+"""Figures of where the uncertainty sits: layers, filters, weights, classes, inputs, pixels (MATH 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from aftermap.analysis.figures.columns import as_array
+from aftermap.analysis.figures.style import CATEGORIES, COLUMN, DIVERGING, INK, SEQUENTIAL, axes, finish
+from aftermap.analysis.figures.where_inputs import saliency_maps, uncertain_inputs
+from aftermap.analysis.figures.where_parts import color_bar, legend_below, percent, short_name
+from aftermap.analysis.figures.where_weights import filter_maps, weight_histograms
+from aftermap.analysis.weights import CONTRACTION_EDGES, SNR_EDGES
+from aftermap.errors import InputError, ShapeError
+from aftermap.late import optional
+
+__all__ = [
+    "FIGURES",
+    "class_matrix",
+    "draw",
+    "filter_maps",
+    "layer_calibration",
+    "layer_shares",
+    "saliency_maps",
+    "uncertain_inputs",
+    "weight_histograms",
+]
+
+
+def layer_shares(
+    names: Sequence[str],
+    shares: Any,
+    *,
+    cross: Any = None,
+    parameters: Any = None,
+    ax: Any = None,
+    title: str = "share of the predictive variance",
+) -> Any:
+    """One bar per layer, the first on top: its share of the variance of the outputs.
+
+    Args:
+        names: layers, in the order of the network.
+        shares: [L], adding up to one together with ``cross``.
+        cross: signed shares of the covariance with other layers [L]; None where layers are independent.
+        parameters: share of all uncertain weights [L], as a circle; None: none.
+        ax: where to draw; None: a new figure.
+        title: above.
+
+    Returns:
+        The Axes.
+
+    >>> layer_shares(["0", "2"], [0.25, 0.75]).get_title(loc="left")
+    'share of the predictive variance'
+    """
+    values = as_array("shares", shares)
+    others = None if cross is None else as_array("cross", cross)
+    if len(names) != len(values) or (others is not None and len(others) != len(values)):
+        raise ShapeError(f"layer_shares got {len(names)} names, but {len(values)} shares")
+    ax = axes(ax, height=max(1.4, 0.8 + 0.22 * len(values) * (1 if others is None else 1.35)))
+    place = np.arange(len(values))
+    thick = 0.7 if others is None else 0.42
+    shift = 0.0 if others is None else 0.22
+    ax.barh(
+        place - shift,
+        values,
+        thick,
+        color=CATEGORIES[0],
+        label="own" if others is not None else "variance",
+    )
+    if others is not None:
+        bars = ax.barh(place + shift, others, thick, color=CATEGORIES[1], label="with other layers")
+        for bar in bars:
+            bar.set(hatch="////", edgecolor="white", linewidth=0.0)
+        ax.axvline(0.0, color=INK, linewidth=0.6)
+    if parameters is not None:
+        own = as_array("parameters", parameters)
+        ax.plot(own, place - shift, "o", mfc="white", mec=INK, ms=4, mew=0.9, label="share of weights")
+    top = float(max(values.max(), 0.0 if parameters is None else np.max(parameters)))
+    for y, value in zip(place - shift, values, strict=True):
+        ax.annotate(
+            f"{value:.0%}" if value >= 0.095 else f"{value:.1%}",
+            (value, y),
+            xytext=(
+                7 if parameters is not None and abs(value - np.asarray(parameters)[int(y + shift)]) < 0.03 else 3,
+                0,
+            ),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color=INK,
+        )
+    low = 0.0 if others is None else min(0.0, float(others.min()) * 1.1)
+    high = max(top, 0.0 if others is None else float(others.max())) * 1.18
+    ax.set_xlim(low, high if high > 0 else 1.0)
+    ax.set_yticks(place, [short_name(n) for n in names])
+    ax.invert_yaxis()
+    ax.xaxis.set_major_formatter(percent)
+    several = others is not None or parameters is not None
+    finish(ax, title=title)
+    if several:
+        legend_below(ax, 18)
+    return ax
+
+
+def class_matrix(
+    matrix: Any,
+    labels: Sequence[str],
+    *,
+    ax: Any = None,
+    title: str = "covariance of the outputs",
+    x: str = "output",
+    y: str = "output",
+    signed: bool = True,
+) -> Any:
+    """A K×K matrix as a heat map, with numbers where there is room.
+
+    Args:
+        matrix: [K, K]; NaN is left blank.
+        labels: K names.
+        ax: where to draw; None: a new figure.
+        title: above.
+        x: what the columns are.
+        y: what the rows are.
+        signed: colours diverge at zero; else they start at zero.
+
+    Returns:
+        The Axes.
+    """
+    values = as_array("matrix", matrix, dims=2, finite=False)
+    if values.shape != (len(labels), len(labels)):
+        raise ShapeError(f"class_matrix got {len(labels)} labels for a matrix of shape {list(values.shape)}")
+    ax = axes(ax, height=COLUMN * 0.86)
+    top = float(np.nanmax(np.abs(values))) if np.isfinite(values).any() else 1.0
+    style = {"cmap": DIVERGING, "vmin": -top, "vmax": top} if signed else {"cmap": SEQUENTIAL, "vmin": 0.0, "vmax": top}
+    picture = ax.imshow(values, interpolation="nearest", **style)
+    step = max(1, len(labels) // 20)
+    ticks = range(0, len(labels), step)
+    words = [short_name(str(labels[i]), 10) for i in ticks]
+    slanted = max(map(len, words)) > 3
+    ax.set_xticks(ticks, words, rotation=45 if slanted else 0, ha="right" if slanted else "center")
+    ax.set_yticks(ticks, words)
+    finish(ax, title=title, x=x, y=y)
+    if len(labels) <= 6:
+        for i, j in np.ndindex(*values.shape):
+            if np.isfinite(values[i, j]):
+                dark = abs(values[i, j]) > 0.6 * top if signed else values[i, j] < 0.6 * top
+                ax.text(
+                    j, i, f"{values[i, j]:.2g}", ha="center", va="center", fontsize=6, color="white" if dark else INK
+                )
+    color_bar(picture, ax, pad=0.02, shrink=0.9)
+    return ax
+
+
+def layer_calibration(
+    names: Sequence[str],
+    measured: Any,
+    errors: Any,
+    linearised: Any,
+    expected: Any,
+    *,
+    ax: Any = None,
+    title: str = "rise of the training loss when one layer is drawn",
+) -> Any:
+    """Dots per layer: measured with two standard errors, linearised, and ½γ; on one spot for a calibrated map.
+
+    Args:
+        names: layers.
+        measured: nats [L].
+        errors: standard errors [L].
+        linearised: [L].
+        expected: ½γ [L]; NaN where it is not known.
+        ax: where to draw; None: a new figure.
+        title: above.
+
+    Returns:
+        The Axes.
+    """
+    values = as_array("measured", measured)
+    ax = axes(ax, height=max(1.6, 0.9 + 0.3 * len(values)))
+    place = np.arange(len(values))
+    spread = 2 * np.nan_to_num(as_array("errors", errors, finite=False))
+    ax.errorbar(
+        values, place, xerr=np.minimum(spread, 0.999 * np.abs(values)) if (values > 0).all() else spread,
+        fmt="o", color=CATEGORIES[0], ms=4, elinewidth=1.2, label="measured ± 2 s.e.",
+    )  # fmt: skip
+    ax.plot(
+        as_array("linearised", linearised, finite=False),
+        place,
+        "s",
+        mfc="none",
+        mec=CATEGORIES[1],
+        ms=6,
+        label="linearised",
+    )
+    ax.plot(as_array("expected", expected, finite=False), place, "|", color=INK, ms=13, mew=1.6, label="½γ")
+    if (values > 0).all():
+        ax.set_xscale("log")
+        ticker = optional("matplotlib.ticker", "plot", "figures")
+        ax.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.xaxis.set_minor_formatter(ticker.NullFormatter())
+    ax.set_ylim(len(values) - 0.5, -0.5)
+    ax.set_yticks(place, [short_name(n) for n in names])
+    finish(ax, title=title, x="nats, summed over the data")
+    legend_below(ax, 32)
+    return ax
+
+
+# From a result of `where` to a Figure.
+
+
+def _layers(found: Any, **options: Any) -> Any:
+    total = sum(k.n_parameters for k in found.layers)
+    return layer_shares(
+        found.layer_names,
+        [k.predictive_share for k in found.layers],
+        cross=[k.cross_share for k in found.layers] if found.crosses else None,
+        parameters=[k.n_parameters / total for k in found.layers],
+        **options,
+    ).figure
+
+
+def _filters(found: Any, layer: str | None = None, **options: Any) -> Any:
+    """By default the first convolution; without one, the first dense layer."""
+    if layer is None:
+        kinds = {k.name: k.layer.kind for k in found.layers}
+        layer = next((n for n, kind in kinds.items() if kind.startswith("Conv")), found.layer_names[0])
+    maps = [m for m in found.weights(layer) if m.value.dim() >= 2]
+    if not maps:
+        raise InputError(f"layer {layer!r} has no weight of two or more dimensions, so there is no filter to draw")
+    units = next((u for u in found[layer].weights.units if maps[0].name in u.parameters), None)
+    contraction = None if units is None or maps[0].transposed else units.contraction
+    options.setdefault("title", f"layer {layer}")
+    return filter_maps(maps[0].value, maps[0].deviation, contraction=contraction, **options)
+
+
+def _weights(found: Any, **options: Any) -> Any:
+    contraction = {k.name: k.weights.contraction_counts for k in found.layers}
+    snr = {k.name: k.weights.snr_counts for k in found.layers}
+    return weight_histograms(contraction, snr, CONTRACTION_EDGES, SNR_EDGES, **options)
+
+
+def _classes(found: Any, **options: Any) -> Any:
+    if found.classes.covariance is None:
+        raise InputError(f"covariances of {len(found.classes.labels)} outputs were not taken: there are too many")
+    return class_matrix(found.classes.covariance, found.classes.labels, **options).figure
+
+
+def _pairs(found: Any, **options: Any) -> Any:
+    if found.classes.pairs is None:
+        raise InputError("there are no pairs of true and predicted classes: this needs labels, one per input")
+    options = {"title": "epistemic uncertainty (nats)", "x": "predicted", "y": "true", "signed": False, **options}
+    names = found.classes.labels
+    names = names if len(names) == len(found.classes.pairs) else ("0", "1")
+    return class_matrix(found.classes.pairs, names, **options).figure
+
+
+def _captions(found: Any) -> list[str]:
+    """True class → predicted class, or the answer ± its deviation."""
+    inputs, names = found.inputs, found.classes.labels
+    predictions = inputs.predictions
+    known = [t.reshape(-1)[0].item() if getattr(t, "numel", lambda: 0)() == 1 else None for t in inputs.targets]
+    if predictions.kind == "classification" and predictions.mean.dim() == 2:
+        answers = [names[k] for k in predictions.labels.tolist()]
+        return [a if t is None else _arrow(names[int(t)], a) for t, a in zip(known, answers, strict=True)]
+    if predictions.mean.dim() == 2 and predictions.mean.shape[1] == 1:
+        pairs = zip(predictions.mean, predictions.total, strict=True)
+        return [f"{float(m):.2g} ± {float(v) ** 0.5:.1g}" for m, v in pairs]
+    return [f"number {i}" for i in inputs.indices.tolist()]
+
+
+def _arrow(true: str, answer: str) -> str:
+    """On one line where it fits above a small picture."""
+    gap = " " if len(true) + len(answer) <= 9 else "\n"
+    return f"{short_name(true, 13)}{gap}→ {short_name(answer, 13)}"
+
+
+def _inputs(found: Any, **options: Any) -> Any:
+    options.setdefault("unit", "nats" if found.kind in ("classification", "binary") else "(variance)")
+    inputs = found.inputs
+    return uncertain_inputs(inputs.inputs, inputs.epistemic, inputs.aleatoric, _captions(found), **options)
+
+
+def _saliency(found: Any, **options: Any) -> Any:
+    if found.inputs.saliency is None:
+        raise InputError("no saliency maps were made; ask for them: where(predictor, loader, saliency=True)")
+    return saliency_maps(found.inputs.inputs, found.inputs.saliency, _captions(found), **options)
+
+
+def _calibration(found: Any, **options: Any) -> Any:
+    columns = found.table("calibration")
+    names = ("layer", "measured", "standard error", "linearised", "½γ")
+    return layer_calibration(*(columns[n] for n in names), **options).figure
+
+
+_DRAWN: dict[str, Callable[..., Any]] = {
+    "layers": _layers,
+    "filters": _filters,
+    "weights": _weights,
+    "classes": _classes,
+    "pairs": _pairs,
+    "inputs": _inputs,
+    "saliency": _saliency,
+    "calibration": _calibration,
+}
+FIGURES = tuple(_DRAWN)
+
+
+def draw(name: str, found: Any, **options: Any) -> Any:
+    """One of `FIGURES` from a result of `where`: a Figure.
+
+    Args:
+        name: which.
+        found: the result.
+        options: of the drawing function.
+    """
+    return _DRAWN[name](found, **options)

@@ -1,0 +1,147 @@
+"""Is the map calibrated? Drawing one layer from its posterior must raise the training loss by ½γ_ℓ nats (MATH W8).
+
+With the loss L = Σ −log p(y_n | f_n) and one layer's weights drawn from N(θ*_ℓ, C),
+
+    E[L(θ_ℓ) − L(θ*)] ≈ ½ Σ_n tr(Λ_n J_ℓ C J_ℓᵀ) = ½ tr(H_ℓℓ C) = ½γ_ℓ / power,      C = (s·H_ℓℓ + P₀)⁻¹.
+
+The first sign leaves out that the network is not linear in the layer: wide draws, and the residuals' curvature
+Σ_n r_n ∇²f_n, which is zero for the last layer, and for the others of a ReLU network as far as no draw crosses a kink.
+The second sign is the posterior's approximation of the curvature. Measured, linearised and ½γ are all given, so that a gap says
+which of the two is at fault.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aftermap.analysis.layers import Layer, contributions, sampled_layer
+from aftermap.analysis.parts import Part
+from aftermap.batches import Batch, call_model
+from aftermap.errors import DataError
+from aftermap.params import Params, swapped
+from aftermap.predictive.predictor import PosteriorPredictor
+
+__all__ = ["Perturbation", "perturbations"]
+
+_NUMBERS = 1 << 26  # drawn weights that are alive at once
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """What happens to the training loss when one layer is drawn from its posterior; in nats, summed over the data.
+
+    Attributes:
+        layer: which.
+        measured: mean increase over the draws.
+        standard_error: of it.
+        linearised: ½ Σ tr(Λ V_ℓ), what the increase would be if the network were linear in the layer.
+        expected: ½γ_ℓ / power, scaled to these data; NaN where the posterior does not know it.
+        draws: pairs of draws θ* ± δ.
+    """
+
+    layer: str
+    measured: float
+    standard_error: float
+    linearised: float
+    expected: float
+    draws: int
+
+    @property
+    def ratio(self) -> float:
+        """Measured over expected: 1 for a calibrated map."""
+        return self.measured / self.expected if self.expected else math.nan
+
+
+def perturbations(
+    predictor: PosteriorPredictor,
+    parts: Sequence[Part],
+    layers: Sequence[Layer],
+    batches: Callable[[], Iterable[Batch]],
+    draws: int,
+    power: float,
+    n_data: float | None,
+    generator: torch.Generator | None,
+) -> tuple[Perturbation, ...]:
+    """Measures every layer.
+
+    Args:
+        predictor: model, posterior and likelihood.
+        parts: the posterior, cut.
+        layers: in order.
+        batches: hands out the training data anew.
+        draws: pairs of draws per layer. A pair θ* ± δ cancels the slope that the prior leaves in the loss at θ*.
+        power: what multiplies the log-likelihood in the posterior.
+        n_data: how many data the posterior saw; None: these.
+        generator: for the draws.
+    """
+    count, linear = 0.0, torch.zeros(len(layers), dtype=torch.float64)
+    for batch in batches():
+        _need_targets(batch)
+        probe, likelihood = predictor.probe(batch), predictor.likelihood
+        found = contributions(
+            predictor.model, parts, layers, batch, probe, likelihood, diagonal=False, targets=batch.targets
+        )
+        weight = torch.ones(batch.size) if batch.weight is None else batch.weight.cpu()
+        count += float(weight.sum())
+        nats = found.nats.get("conditional", found.nats["own"])  # [L, n, T]
+        linear += nats.sum(2).cpu() @ weight.to(torch.float64)
+    made = []
+    for i, layer in enumerate(layers):
+        increases, half = _increases(predictor, parts, layer, batches, draws, generator)
+        error = float(increases.std()) / math.sqrt(draws) if draws > 1 else math.nan
+        share = 1.0 if n_data is None else count / n_data
+        expected = half / power * share
+        made.append(Perturbation(layer.name, float(increases.mean()), error, float(linear[i]), expected, draws))
+    return tuple(made)
+
+
+def _need_targets(batch: Batch) -> None:
+    if not isinstance(batch.targets, Tensor):
+        raise DataError(
+            "calibration compares training losses, but a batch has no tensor of targets; pass (x, y) batches"
+        )
+
+
+def _increases(
+    predictor: PosteriorPredictor,
+    parts: Sequence[Part],
+    layer: Layer,
+    batches: Callable[[], Iterable[Batch]],
+    draws: int,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, float]:
+    """The mean increase of each pair of draws [draws], and ½γ."""
+    size = sum(predictor.posterior.mean[n].numel() for n in layer.parameters)
+    stride = max(1, min(draws, _NUMBERS // size))
+    found, half = [], math.nan
+    for start in range(0, draws, stride):
+        some = min(stride, draws - start)
+        deviations, half = sampled_layer(layer.name, parts, some, generator)
+        found.append(_pass(predictor, deviations, batches, some))
+    return torch.cat(found), half
+
+
+@torch.no_grad()
+def _pass(
+    predictor: PosteriorPredictor, deviations: Params, batches: Callable[[], Iterable[Batch]], some: int
+) -> Tensor:
+    model, mean = predictor.model, predictor.posterior.mean
+    increase = torch.zeros(some, dtype=torch.float64)
+    for batch in batches():
+        before = _loss(predictor, batch)
+        for s in range(some):
+            for sign in (1.0, -1.0):
+                moved = {n: mean[n] + sign * d[s].to(mean[n]) for n, d in deviations.items()}
+                with swapped(model, moved):
+                    increase[s] += 0.5 * (_loss(predictor, batch) - before)
+    return increase
+
+
+def _loss(predictor: PosteriorPredictor, batch: Batch) -> float:
+    each = predictor.likelihood.nll(call_model(predictor.model, batch.inputs), batch.targets).to(torch.float64)
+    return float(each.sum() if batch.weight is None else each @ batch.weight.to(each))

@@ -1,0 +1,19 @@
+"""The report: one HTML file, and the verdict that it shares with the command line."""
+
+from aftermap.analysis.report.comparison import MARKS, Row, comparison
+from aftermap.analysis.report.definitions import Definition, definition, written
+from aftermap.analysis.report.report import render_report, write_report
+from aftermap.analysis.report.verdict import Verdict, verdict
+
+__all__ = [
+    "MARKS",
+    "Definition",
+    "Row",
+    "Verdict",
+    "comparison",
+    "definition",
+    "render_report",
+    "verdict",
+    "write_report",
+    "written",
+]

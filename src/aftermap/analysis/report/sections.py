@@ -1,0 +1,376 @@
+"""What each section of a report shows: figures with captions, small tables, cards; no HTML here but the figures' SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from aftermap.analysis import figures
+from aftermap.analysis.report.definitions import definition, written
+from aftermap.analysis.report.pictures import as_images, data_uri
+from aftermap.analysis.report.selective import OperatingPoints, column, operating_points
+from aftermap.analysis.report.svg import inline_svg, plot_box
+from aftermap.errors import InputError
+from aftermap.evaluation.results import Results
+
+__all__ = [
+    "Card",
+    "Picture",
+    "Section",
+    "attacks",
+    "calibration",
+    "detection",
+    "main_score",
+    "most_uncertain",
+    "picture",
+    "selective",
+    "used_definitions",
+]
+
+_CLASSES = ("classification", "binary")
+_COLUMN = 3.5  # inches
+_HEIGHT = 2.8  # inches: figures that stand side by side are equally high
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the page: its SVG, what stands under it, and where its plotting area lies."""
+
+    svg: str
+    caption: str
+    box: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+    limits: tuple[float, float, float, float] = (0.0, 1.0, 0.0, 1.0)
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """Sentences, pictures and a table, each of which may be empty."""
+
+    notes: Sequence[str] = ()
+    pictures: Sequence[Picture] = ()
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    points: OperatingPoints | None = None
+    loss: str = ""
+    caption: str = ""
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+def picture(drawn: Any, key: str, caption: str, description: str) -> Picture:
+    """An Axes, or a Figure of several, as a picture of the page."""
+    svg = inline_svg(drawn, key, description)
+    if not hasattr(drawn, "get_xlim"):
+        return Picture(svg, caption, wide=drawn.get_figwidth() > 1.3 * _COLUMN)
+    (left, right), (bottom, top) = drawn.get_xlim(), drawn.get_ylim()
+    return Picture(svg, caption, plot_box(drawn), (float(left), float(right), float(bottom), float(top)))
+
+
+def _by_name(bayesian: Results, map: Results | None) -> dict[str, Results]:
+    """The Bayesian predictor first: it has the first colour everywhere."""
+    if map is None:
+        return {bayesian.name: bayesian}
+    if map.name == bayesian.name:
+        return {"Bayesian": bayesian, "network alone": map}
+    return {bayesian.name: bayesian, map.name: map}
+
+
+def _curves(named: Mapping[str, Results], key: str) -> dict[str, Any]:
+    return {name: r.curves[key] for name, r in named.items() if key in r.curves}
+
+
+def calibration(bayesian: Results, map: Results | None) -> Section | None:
+    """Confidence against accuracy, or promised against observed share of targets."""
+    named = _by_name(bayesian, map)
+    if bayesian.kind in _CLASSES:
+        return _class_calibration(bayesian, named)
+    found = _curves(named, "interval_calibration")
+    pictures = []
+    if found:
+        areas = [f"{name} {r.metrics['miscalibration_area'].value:.3f}" for name, r in named.items() if name in found]
+        pictures.append(
+            picture(
+                figures.interval_calibration(found, ax=figures.axes(height=_HEIGHT)),
+                "calibration",
+                "Share of targets inside the central interval, over the share that the interval promises. On the diagonal a 90\u00a0% "
+                "interval holds 90\u00a0% of the targets; under it intervals are too narrow, above it too wide.",
+                f"Calibration of intervals; area between curve and diagonal: {', '.join(areas)}.",
+            )
+        )
+    mean, targets = column(bayesian, "prediction"), column(bayesian, "target")
+    parts = [column(bayesian, c) for c in ("epistemic", "aleatoric")]
+    if mean is not None and targets is not None and parts[0] is not None and parts[1] is not None:
+        deviation = np.sqrt(np.maximum(parts[0] + parts[1], 0))
+        missed = float((np.abs(targets - mean) > 2 * deviation).mean())
+        pictures.append(
+            picture(
+                figures.observed_against_predicted(mean, deviation, targets, ax=figures.axes(height=_HEIGHT)),
+                "observed",
+                "Observed targets over predicted means, each with a bar of two standard deviations. Crosses lie further away than "
+                "that: 4.6\u00a0% of the points if the predictive is Gaussian and calibrated.",
+                f"Observed over predicted values; {missed:.1%} lie outside two standard deviations.",
+            )
+        )
+    levels = [n for n in bayesian.metrics if n.startswith("coverage_")]
+    before_after = dict(reversed(named.items()))
+    rows = []
+    for name in levels:
+        promised = float(name.rpartition("_")[2])
+        cells = [f"{100 * promised:g}\u00a0%"]
+        for r in before_after.values():
+            inside, width = r.metrics.get(name), r.metrics.get(f"width_{promised:g}")
+            cells.append("–" if inside is None else written(inside.value, "percent"))
+            cells.append("–" if width is None else written(width.value, "number"))
+        rows.append(cells)
+    header = ["Interval", *(text for name in before_after for text in (f"Inside, {name}", f"Width, {name}"))]
+    if not pictures and not rows:
+        return None
+    return Section(pictures=pictures, header=header, rows=rows, caption="Intervals for new targets, noise included")
+
+
+def _class_calibration(bayesian: Results, named: Mapping[str, Results]) -> Section | None:
+    found = _curves(named, "reliability")
+    notes, pictures = [], []
+    for name, r in named.items():
+        off = r.metrics.get("signed_calibration_error")
+        if off is not None and math.isfinite(off.value):
+            way = "above" if off.value > 0 else "below"
+            notes.append(f"{name}: mean confidence {abs(100 * off.value):.1f}\u00a0% {way} accuracy.")
+    if found:
+        errors = [
+            f"{name} {written(r.metrics['ece'].value, 'percent')}" for name, r in named.items() if "ece" in r.metrics
+        ]
+        pictures.append(
+            picture(
+                figures.reliability(found, ax=figures.axes(height=_HEIGHT)),
+                "calibration",
+                "Share of right answers over confidence; under the diagonal answers are overconfident. Bars: 95\u00a0% intervals. "
+                "Strip above: number of answers in each bin.",
+                f"Reliability diagram; calibration error: {', '.join(errors)}.",
+            )
+        )
+    wrong = {
+        f"{side} answers": bayesian.curves[f"entropy_{side}"]
+        for side in ("right", "wrong")
+        if f"entropy_{side}" in bayesian.curves
+    }
+    if len(wrong) == 2:
+        pictures.append(
+            picture(
+                figures.inverse_ecdf(wrong, ax=figures.axes(height=_HEIGHT)),
+                "errors",
+                f"{bayesian.name}: share of right and of wrong answers whose entropy lies above a threshold. "
+                "The further apart, the better the uncertainty points at errors.",
+                "Share of right and wrong answers above each entropy.",
+            )
+        )
+    return Section(notes=notes, pictures=pictures) if pictures else None
+
+
+def selective(bayesian: Results, map: Results | None) -> Section | None:
+    """Risk against coverage, with the table behind the slider."""
+    named = _by_name(bayesian, map)
+    ours = next(iter(named))
+    points = operating_points(bayesian, {n: r for n, r in named.items() if n != ours})
+    if points is None:
+        return None
+    drawn = {ours: {"coverage": points.coverage, "risk": points.risk}}
+    drawn |= {n: {"coverage": points.coverage, "risk": risk} for n, risk in points.others.items()}
+    classes = bayesian.kind in _CLASSES
+    loss = "error rate of the answers" if classes else "mean squared error of the answers"
+    caption = (
+        f"{loss.capitalize()} when only the inputs with the lowest entropy are answered and the others are set aside. "
+        "The dot is the operating point chosen above."
+    )
+    at = points.risk[79]
+    shown = written(at, "percent" if classes else "number")
+    drawing = picture(
+        figures.risk_coverage(drawn, loss=loss, percent=classes),
+        "selective",
+        caption,
+        f"Risk over coverage; at 80 % coverage the risk is {shown}.",
+    )
+    drawing = replace(
+        drawing, svg=drawing.svg.removesuffix("</svg>") + _dot(drawing, points.coverage[79], at) + "</svg>"
+    )
+    return Section(pictures=[drawing], points=points, loss="error rate" if classes else "mean squared error")
+
+
+def _dot(drawing: Picture, coverage: float, risk: float) -> str:
+    """The operating point on the curve; the page's script moves it, without a script it stays at 80 %."""
+    left, top, width, height = drawing.box
+    low, high, bottom, ceiling = drawing.limits
+    x = left + width * (coverage - low) / (high - low)
+    y = top + height * (1 - min(max((risk - bottom) / (ceiling - bottom), 0.0), 1.0))
+    return (
+        f'<g class="operating-point"><line x1="{x:.2f}" x2="{x:.2f}" y1="{top:.2f}" y2="{top + height:.2f}"/>'
+        f'<circle cx="{x:.2f}" cy="{y:.2f}" r="4"/></g>'
+    )
+
+
+def main_score(results: Results) -> str:
+    """The score that unusual data are told apart by: entropy, or the variance where there is none."""
+    return "entropy" if all("entropy" in scores for scores in results.ood.values()) else "variance"
+
+
+def detection(bayesian: Results, map: Results | None, limit: float | None = None) -> Section | None:
+    """Other data beside the test data: histograms of the score, shares above a threshold, ROC, and every score's numbers."""
+    if not bayesian.ood:
+        return None
+    named = dict(reversed(_by_name(bayesian, map).items()))  # before, after
+    ours, score = list(named)[-1], main_score(bayesian)
+    known = {name: {d: column(r, score, d) for d in ("test", *bayesian.ood)} for name, r in named.items()}
+    known = {name: sets for name, sets in known.items() if all(v is not None for v in sets.values())}
+    pictures = _histograms(known, score, limit, ours)
+    found = {d: bayesian.curves[f"entropy/{d}"] for d in ("test", *bayesian.ood) if f"entropy/{d}" in bayesian.curves}
+    if found:
+        caption = f"{ours}: share of each set whose entropy lies above a threshold."
+        drawn = figures.inverse_ecdf(found, ax=figures.axes(height=_HEIGHT))
+        pictures.append(picture(drawn, "above", caption, caption))
+    if ours in known:
+        areas = ", ".join(f"{d} {bayesian.ood[d][score]['auroc'].value:.3f}" for d in bayesian.ood)
+        outside = {d: known[ours][d] for d in bayesian.ood}
+        pictures.append(
+            picture(
+                figures.roc(known[ours]["test"], outside, ax=figures.axes(height=_HEIGHT)),
+                "roc",
+                f"{ours}: share of each other set that is found, over the share of test inputs that raise a false alarm.",
+                f"ROC curves by {score}; AUROC: {areas}.",
+            )
+        )
+    rows = []
+    for data, scores in bayesian.ood.items():
+        for each in scores:
+            cells = [_detection_cells(r, data, each) for r in named.values()]
+            rows.append([data, each.replace("_", " "), *(c[0] for c in cells), *(c[1] for c in cells)])
+    header = ["Other set", "Score", *(f"AUROC, {n}" for n in named), *(f"FPR95, {n}" for n in named)]
+    return Section(pictures=pictures, header=header, rows=rows, caption="Every score on every other set")
+
+
+def _detection_cells(results: Results, data: str, score: str) -> tuple[str, str]:
+    numbers = results.ood.get(data, {}).get(score)
+    # The network alone has no epistemic uncertainty: an AUROC of 0.5 for a score that is zero everywhere says nothing.
+    if numbers is None or numbers["mean_inside"].value == numbers["mean_outside"].value == 0.0:
+        return "–", "–"
+    return written(numbers["auroc"].value, "share"), written(numbers["fpr95"].value, "percent")
+
+
+def _histograms(known: Mapping[str, Mapping[str, Any]], score: str, limit: float | None, ours: str) -> list[Picture]:
+    """One picture per predictor, all on one scale."""
+    if not known:
+        return []
+    every = np.concatenate([values for sets in known.values() for values in sets.values()])
+    margin = 0.02 * (every.max() - every.min())
+    drawn = {}
+    for name, sets in known.items():
+        others = {d: values for d, values in sets.items() if d != "test"}
+        drawn[name] = figures.score_histograms(
+            sets["test"],
+            others,
+            score=f"{score} (nats)" if score == "entropy" else score,
+            threshold=limit if name == ours else None,
+            ax=figures.axes(height=_HEIGHT),
+        )
+    top = max(ax.get_ylim()[1] for ax in drawn.values())
+    found = []
+    for number, (name, ax) in enumerate(drawn.items()):
+        ax.set(xlim=(every.min() - margin, every.max() + margin), ylim=(0, top))
+        caption = f"{name}: {score} of the test data and of the other sets, each as shares of its own set."
+        found.append(picture(ax, f"histogram{number}", caption, f"Histograms of the {score} for {name}."))
+    return found
+
+
+def attacks(bayesian: Results, map: Results | None) -> Section | None:
+    """Accuracy and entropy along the strength of each attack."""
+    if not bayesian.attacks:
+        return None
+    named = _by_name(bayesian, map)
+    pictures = []
+    for number, attack in enumerate(bayesian.attacks):
+        curves = {n: r.attacks[attack] for n, r in named.items() if attack in r.attacks}
+        for quantity in ("accuracy", "entropy"):
+            meaning = figures.ATTACK_QUANTITIES[quantity]
+            pictures.append(
+                picture(
+                    figures.attack_curves(curves, quantity=quantity),
+                    f"attack{number}{quantity}",
+                    f"{attack}: {meaning}, over the strength of the attack. Each predictor is attacked through its own predictive.",
+                    f"{meaning} under the attack {attack}.",
+                )
+            )
+    return Section(pictures=pictures)
+
+
+@dataclass(frozen=True)
+class Card:
+    """One uncertain input."""
+
+    title: str
+    answer: str
+    truth: str
+    correct: bool | None
+    epistemic: float
+    aleatoric: float
+    unit: str
+    image: str = ""
+
+    @property
+    def share(self) -> float:
+        """Epistemic part of the total, in percent."""
+        total = self.epistemic + self.aleatoric
+        return 100 * self.epistemic / total if total > 0 else 0.0
+
+
+def most_uncertain(results: Results, images: Any, classes: Sequence[str] | None, count: int) -> list[Card]:
+    """The test inputs with the largest epistemic uncertainty; of a predictor that has none, the largest total."""
+    found = [column(results, c) for c in ("epistemic", "aleatoric")]
+    if found[0] is None or found[1] is None or count < 1:
+        return []
+    epistemic, aleatoric = found[0], found[1]
+    order = np.argsort(-(epistemic if epistemic.max() > 0 else aleatoric), kind="stable")[:count]
+    shown = as_images(images, len(epistemic)) if images is not None else None
+    answers, targets = column(results, "prediction"), column(results, "target")
+    confidence, right = column(results, "confidence"), column(results, "correct")
+    is_class = results.kind in _CLASSES
+    if classes is not None and answers is not None and is_class and len(classes) <= int(answers.max()):
+        raise InputError(f"there are {len(classes)} names of classes, but class {int(answers.max())} is predicted")
+
+    def said(value: float) -> str:
+        if not is_class:
+            return written(value, "number")
+        return str(classes[int(value)]) if classes is not None and 0 <= value < len(classes) else f"{int(value)}"
+
+    cards = []
+    for i in order.tolist():
+        answer = "" if answers is None else said(answers[i])
+        if confidence is not None:
+            answer += f" ({100 * confidence[i]:.0f}\u00a0%)"
+        elif answers is not None and not is_class:
+            answer += f" ± {written(math.sqrt(max(0.0, epistemic[i] + aleatoric[i])), 'number')}"
+        cards.append(
+            Card(
+                f"Input {i}",
+                answer,
+                "" if targets is None else said(targets[i]),
+                None if right is None else bool(right[i]),
+                float(epistemic[i]),
+                float(aleatoric[i]),
+                "nats" if is_class else "variance",
+                "" if shown is None else data_uri(shown[i], float(shown.min()), float(shown.max())),
+            )
+        )
+    return cards
+
+
+def used_definitions(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Label and meaning of every number, once each."""
+    found = {}
+    for name in names:
+        meaning = definition(name)
+        if meaning.meaning:
+            found[meaning.label] = meaning.meaning
+    return list(found.items())

@@ -1,0 +1,249 @@
+"""What `where` found: tables, figures, numbers for JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aftermap.analysis.classes import ClassResult
+from aftermap.analysis.inputs import InputResult
+from aftermap.analysis.layers import LayerResult
+from aftermap.analysis.perturbation import Perturbation
+from aftermap.analysis.tables import Table, plain, write_json
+from aftermap.analysis.weights import CONTRACTION_EDGES, SNR_EDGES, WeightMap
+from aftermap.errors import InputError
+
+__all__ = ["LEVELS", "Where"]
+
+LEVELS = ("layer", "filter", "weight", "class", "input", "calibration")
+SCHEMA = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Where:
+    """Where the uncertainty of a network sits.
+
+    Attributes:
+        structure: of the posterior.
+        kind: of the task.
+        n_data: inputs that were looked at.
+        layers: by layer, in the order of the network.
+        information: nats that the data gave to all weights together; more than the sum over layers where layers depend on
+            each other, since part of it is about several at once.
+        classes: by class, or by output of a regression.
+        inputs: the most uncertain inputs.
+        calibration: by layer, if it was asked for (MATH W8).
+        certain: parameters of the model that are not in the posterior: they add no uncertainty.
+    """
+
+    structure: str
+    kind: str
+    n_data: int
+    layers: tuple[LayerResult, ...]
+    information: float
+    classes: ClassResult
+    inputs: InputResult
+    calibration: tuple[Perturbation, ...] = ()
+    certain: tuple[str, ...] = ()
+    weights_of: Callable[[str], Iterator[WeightMap]] | None = field(default=None, repr=False)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether layers depend on each other, so that there is a cross term."""
+        return any(layer.cross_share is not None for layer in self.layers)
+
+    @property
+    def layer_names(self) -> tuple[str, ...]:
+        """In the order of the network."""
+        return tuple(layer.name for layer in self.layers)
+
+    def __getitem__(self, name: str) -> LayerResult:
+        """A layer by name."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise InputError(f"there is no layer {name!r} in the posterior; there are: {', '.join(self.layer_names)}")
+
+    def weights(self, layer: str | None = None) -> Iterator[WeightMap]:
+        """Variance, signal-to-noise ratio and contraction of every weight, made parameter by parameter when asked for.
+
+        Args:
+            layer: one layer; None: all, one after the other, so that only one layer's maps are alive at a time.
+        """
+        names = self.layer_names if layer is None else (self[layer].name,)
+        if self.weights_of is None:
+            raise InputError("this result holds no posterior any more, so there are no maps of single weights")
+        for name in names:
+            yield from self.weights_of(name)
+
+    # Tables
+
+    def table(self, level: str = "layer") -> Table:
+        """Columns: a dict of lists; ``str`` draws it.
+
+        Args:
+            level: "layer", "filter" (filters, neurons, channels or tokens of every layer), "weight" (quantiles over the
+                weights of each parameter; `weights` gives every single one), "class", "input" (the most uncertain ones) or
+                "calibration".
+
+        Raises:
+            InputError: an unknown level, or a calibration that was not asked for.
+        """
+        if level == "layer":
+            return self._layer_table()
+        if level == "filter":
+            return self._filter_table()
+        if level == "weight":
+            rows = [row for layer in self.layers for row in layer.weights.parameters]
+            return Table({k: [row[k] for row in rows] for k in rows[0]})
+        if level == "class":
+            return self.classes.table(self.layer_names)
+        if level == "input":
+            return self.inputs.table(self.layer_names)
+        if level == "calibration":
+            return self._calibration_table()
+        raise InputError(f"level={level!r} is not known; allowed are {', '.join(map(repr, LEVELS))}")
+
+    def _layer_table(self) -> Table:
+        layers = self.layers
+        found = Table(
+            {
+                "layer": [k.name for k in layers],
+                "kind": [k.layer.kind + ("" if len(k.layer.modules) < 2 else " (tied)") for k in layers],
+                "parameters": [k.n_parameters for k in layers],
+                "effective": [k.effective for k in layers],
+                "information": [k.information for k in layers],
+                "posterior share": [k.posterior_share for k in layers],
+                "predictive share": [k.predictive_share for k in layers],
+            }
+        )
+        if self.crosses:
+            found["cross share"] = [k.cross_share for k in layers]
+        if any(k.conditional_share is not None for k in layers):
+            found["conditional share"] = [k.conditional_share for k in layers]
+        if all(k.epistemic_share is not None for k in layers) and self.kind != "regression":
+            found["epistemic share"] = [k.epistemic_share for k in layers]
+            if self.crosses:
+                found["epistemic cross share"] = [k.epistemic_cross_share for k in layers]
+        return found
+
+    def _filter_table(self) -> Table:
+        columns = ("layer", "unit", "weights", "variance", "sd", "snr", "contraction", "effective")
+        found = Table({k: [] for k in columns})
+        for layer in self.layers:
+            for units in layer.weights.units:
+                count = len(units.count)
+                found["layer"] += [layer.name] * count
+                found["unit"] += list(range(count))
+                found["weights"] += units.count.tolist()
+                found["variance"] += units.variance.tolist()
+                found["sd"] += units.variance.sqrt().tolist()
+                found["snr"] += units.snr.tolist()
+                found["contraction"] += units.contraction.tolist()
+                found["effective"] += units.effective.tolist()
+        return found
+
+    def _calibration_table(self) -> Table:
+        if not self.calibration:
+            raise InputError(
+                "the calibration test was not asked for: where(predictor, loader, calibration=train_loader), or calibration=True "
+                "if the loader holds the training data"
+            )
+        rows = self.calibration
+        return Table(
+            {
+                "layer": [r.layer for r in rows],
+                "measured": [r.measured for r in rows],
+                "standard error": [r.standard_error for r in rows],
+                "linearised": [r.linearised for r in rows],
+                "½γ": [r.expected for r in rows],
+                "measured / ½γ": [r.ratio for r in rows],
+            }
+        )
+
+    def __str__(self) -> str:
+        """The table of layers, and what the others would say."""
+        total = math.fsum(k.effective for k in self.layers)
+        count = sum(k.n_parameters for k in self.layers)
+        lines = [
+            f"where the uncertainty sits: {self.structure} posterior, {self.kind}, {self.n_data:,} inputs",
+            f"the data determine {total:,.1f} of {count:,} uncertain weights and gave {self.information:,.1f} nats",
+            "",
+            str(self.table("layer")),
+        ]
+        if self.crosses:
+            cross = math.fsum(k.cross_share or 0.0 for k in self.layers)
+            lines += ["", f"predictive and cross shares add up to 100 %; covariance between layers: {cross:+.1%}"]
+        tied = [f"{k.name} ({', '.join(k.layer.modules)})" for k in self.layers if len(k.layer.modules) > 1]
+        if tied:
+            lines += ["", f"tied weights, counted once: {'; '.join(tied)}"]
+        if self.certain:
+            more = f" and {len(self.certain) - 6} more" if len(self.certain) > 6 else ""
+            lines += ["", f"not in the posterior, so certain: {', '.join(self.certain[:6])}{more}"]
+        if self.calibration:
+            lines += ["", "drawing one layer raises the training loss by (nats):", str(self.table("calibration"))]
+        return "\n".join(lines)
+
+    # Numbers
+
+    def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
+        """Plain values for JSON; maps of single weights are left out.
+
+        Args:
+            inputs: also the most uncertain inputs and their saliency, number by number.
+        """
+        content: dict[str, Any] = {
+            "schema": SCHEMA,
+            "structure": self.structure,
+            "kind": self.kind,
+            "n_data": self.n_data,
+            "information": self.information,
+            "certain": self.certain,
+            **{level: dict(self.table(level)) for level in LEVELS[:5]},
+            "calibration": dict(self.table("calibration")) if self.calibration else {},
+            "modules": {k.name: k.layer.modules for k in self.layers},
+            "structures": {k.name: k.layer.structure for k in self.layers},
+            "calls": {k.name: k.calls for k in self.layers},
+            "by_output": {k.name: k.by_output for k in self.layers},
+            "covariance": self.classes.covariance,
+            "covariance_by_class": self.classes.by_class,
+            "pairs": self.classes.pairs,
+            "pair_counts": self.classes.pair_counts,
+            "histograms": {
+                "contraction_edges": CONTRACTION_EDGES,
+                "log10_snr_edges": SNR_EDGES,
+                "contraction": {k.name: k.weights.contraction_counts for k in self.layers},
+                "log10_snr": {k.name: k.weights.snr_counts for k in self.layers},
+            },
+        }
+        if inputs:
+            content["inputs"] = self.inputs.inputs
+            content["saliency"] = self.inputs.saliency
+        return dict(plain(content))
+
+    def to_json(self, path: str | Path | None = None, *, inputs: bool = False) -> str:
+        """JSON text of `to_dict`, also written to ``path`` if given (first to a neighbour, then moved into place)."""
+        return write_json(self.to_dict(inputs=inputs), path)
+
+    # Figures
+
+    def figure(self, name: str, **options: Any) -> Any:
+        """A matplotlib Figure.
+
+        Args:
+            name: "layers" (shares), "filters" (weights and their deviations; option ``layer``), "weights" (histograms),
+                "classes" (covariance of the outputs), "pairs" (uncertainty by true and predicted class), "inputs" (the most
+                uncertain ones), "saliency" or "calibration".
+            options: of the drawing function in `aftermap.analysis.figures.where`.
+
+        Raises:
+            InputError: an unknown name, or one that needs what was not computed.
+        """
+        from aftermap.analysis.figures.where import FIGURES, draw
+
+        if name not in FIGURES:
+            raise InputError(f"there is no figure {name!r}; there are: {', '.join(FIGURES)}")
+        return draw(name, self, **options)

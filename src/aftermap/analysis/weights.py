@@ -1,0 +1,211 @@
+"""Uncertainty by weight, and by filter or neuron (MATH W1, W2).
+
+For a weight w with posterior variance v and prior precision τ: the signal-to-noise ratio |w|/√v, and the contraction
+c = 1 − τv: 0 where the data said nothing, 1 where they said everything. The contraction compares layers; the variance alone
+does not, since its scale goes with the width of a layer. Σ c over a layer is its effective number of parameters γ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from aftermap.analysis.parts import Part
+from aftermap.params import Params
+from aftermap.posteriors.prior import Prior
+
+__all__ = ["CONTRACTION_EDGES", "SNR_EDGES", "LayerWeights", "Units", "WeightMap", "summarise", "weight_maps"]
+
+CONTRACTION_EDGES = tuple(i / 40 for i in range(41))
+SNR_EDGES = tuple(-3 + i * 0.15 for i in range(41))  # of log₁₀ |w|/√v
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightMap:
+    """One parameter with the uncertainty of every entry; all tensors have the parameter's shape, in float64.
+
+    Attributes:
+        layer: its layer.
+        name: the parameter.
+        value: w, the posterior's mean.
+        variance: v; zero where a weight is fixed.
+        snr: |w|/√v; NaN where a weight is fixed.
+        contraction: 1 − τv; NaN where a weight is fixed.
+        transposed: groups of a transposed convolution, whose outputs are its second dimension; 0 for all others.
+    """
+
+    layer: str
+    name: str
+    value: Tensor
+    variance: Tensor
+    snr: Tensor
+    contraction: Tensor
+    transposed: int = 0
+
+    @property
+    def deviation(self) -> Tensor:
+        """√v."""
+        return self.variance.sqrt()
+
+    def by_unit(self, values: Tensor) -> Tensor:
+        """Entries of filter, neuron, channel or token u in row u: [units, entries]."""
+        if values.dim() == 0:
+            return values.reshape(1, 1)
+        if self.transposed:
+            grouped = values.unflatten(0, (self.transposed, -1)).transpose(1, 2)
+            return grouped.flatten(0, 1).flatten(1)
+        return values.reshape(len(values), -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """The filters, neurons, channels or tokens of a layer, in order; each tensor is [units].
+
+    Attributes:
+        parameters: what they are made of: a weight with its bias.
+        count: uncertain weights of each.
+        variance: mean of v.
+        snr: √(mean w² / mean v).
+        contraction: mean of 1 − τv; NaN for a unit without an uncertain weight.
+        effective: Σ (1 − τv); they add up to the layer's γ.
+    """
+
+    parameters: tuple[str, ...]
+    count: Tensor
+    variance: Tensor
+    snr: Tensor
+    contraction: Tensor
+    effective: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """The weights of a layer in few numbers.
+
+    Attributes:
+        count: uncertain weights.
+        trace: Σ v.
+        effective: Σ (1 − τv).
+        contraction_counts: how many weights fall between `CONTRACTION_EDGES`; the ends hold what is beyond.
+        snr_counts: the same between `SNR_EDGES`.
+        parameters: one row per parameter: name, shape, quantiles.
+        units: groups of units; mostly one.
+    """
+
+    count: int
+    trace: float
+    effective: float
+    contraction_counts: tuple[int, ...]
+    snr_counts: tuple[int, ...]
+    parameters: tuple[Mapping[str, object], ...]
+    units: tuple[Units, ...] = field(default=())
+
+
+def weight_maps(
+    layer: str, parameters: Sequence[str], parts: Sequence[Part], mean: Params, prior: Prior, model: nn.Module
+) -> Iterator[WeightMap]:
+    """The parameters of a layer, one at a time.
+
+    Args:
+        layer: its name.
+        parameters: in the order wanted.
+        parts: of the posterior; each part's variances are made once.
+        mean: θ*.
+        prior: τ.
+        model: to know transposed convolutions.
+    """
+    owners = {n: part for part in parts for n in part.layers.get(layer, ())}
+    held: dict[int, Params] = {}
+    for name in parameters:
+        part = owners[name]
+        if id(part) not in held:
+            held = {id(part): part.variance(layer)}
+        yield _weight_map(layer, name, held[id(part)][name], mean[name], prior.precision[name], model)
+
+
+def _weight_map(layer: str, name: str, variance: Tensor, mean: Tensor, prior: Tensor, model: nn.Module) -> WeightMap:
+    value = mean.detach().to(torch.float64)
+    variance = variance.detach().to(value)
+    fixed = variance == 0
+    nan = torch.full_like(variance, math.nan)
+    snr = torch.where(fixed, nan, value.abs() / torch.where(fixed, 1.0, variance).sqrt())
+    contraction = torch.where(fixed, nan, 1 - prior.detach().to(value) * variance)
+    path, _, leaf = name.rpartition(".")
+    owner = dict(model.named_modules()).get(path)
+    groups = owner.groups if isinstance(owner, _TRANSPOSED) and leaf == "weight" else 0
+    return WeightMap(layer, name, value, variance, snr, contraction, groups)
+
+
+def summarise(maps: Iterator[WeightMap]) -> LayerWeights:
+    """Counts, quantiles and units of one layer; only one parameter's maps are alive at a time."""
+    count, trace, effective = 0, 0.0, 0.0
+    contraction = np.zeros(len(CONTRACTION_EDGES) - 1, dtype=np.int64)
+    snr = np.zeros(len(SNR_EDGES) - 1, dtype=np.int64)
+    rows: list[Mapping[str, object]] = []
+    sums: dict[int, tuple[list[str], Tensor]] = {}
+    for each in maps:
+        free = ~each.contraction.isnan()
+        own_c, own_s = each.contraction[free].cpu().numpy(), each.snr[free].cpu().numpy()
+        count += len(own_c)
+        trace += float(each.variance.sum())
+        effective += float(own_c.sum())
+        contraction += _histogram(own_c, CONTRACTION_EDGES)
+        snr += _histogram(np.log10(np.maximum(own_s, 1e-300)), SNR_EDGES)
+        rows.append(_row(each, free, own_c, own_s))
+        moments = _moments(each)
+        names, total = sums.setdefault(len(moments), ([], torch.zeros_like(moments)))
+        names.append(each.name)
+        total += moments
+    units = tuple(_units(names, total) for names, total in sums.values())
+    return LayerWeights(count, trace, effective, tuple(contraction.tolist()), tuple(snr.tolist()), tuple(rows), units)
+
+
+def _histogram(values: np.ndarray, edges: Sequence[float]) -> np.ndarray:
+    return np.histogram(np.clip(values, edges[0], edges[-1]), bins=np.asarray(edges))[0]
+
+
+def _row(each: WeightMap, free: Tensor, contraction: np.ndarray, snr: np.ndarray) -> Mapping[str, object]:
+    def quantile(values: np.ndarray, q: float) -> float:
+        return float(np.quantile(values, q)) if len(values) else math.nan
+
+    deviation = each.deviation[free].cpu().numpy()
+    return {
+        "layer": each.layer,
+        "parameter": each.name,
+        "shape": "×".join(map(str, each.value.shape)) or "1",
+        "weights": len(contraction),
+        "median |w|": quantile(each.value[free].abs().cpu().numpy(), 0.5),
+        "median sd": quantile(deviation, 0.5),
+        "median snr": quantile(snr, 0.5),
+        "snr < 1 share": float((snr < 1).mean()) if len(snr) else math.nan,
+        "contraction 5 %": quantile(contraction, 0.05),
+        "contraction 50 %": quantile(contraction, 0.5),
+        "contraction 95 %": quantile(contraction, 0.95),
+    }
+
+
+def _moments(each: WeightMap) -> Tensor:
+    """[units, 4]: how many weights are uncertain, Σ v, Σ w², Σ c, over those."""
+    contraction = each.by_unit(each.contraction)
+    free = ~contraction.isnan()
+    squares = each.by_unit(each.value).square()
+    columns = [free.double(), each.by_unit(each.variance), squares * free, torch.where(free, contraction, 0.0)]
+    return torch.stack([c.sum(1) for c in columns], 1).cpu()
+
+
+def _units(names: Sequence[str], sums: Tensor) -> Units:
+    count, variance, squares, contraction = sums.unbind(1)
+    return Units(
+        tuple(names),
+        count.long(),
+        torch.where(count > 0, variance / count, math.nan),
+        torch.where(variance > 0, (squares / variance).sqrt(), math.nan),
+        torch.where(count > 0, contraction / count, math.nan),
+        contraction,
+    )

@@ -1,0 +1,185 @@
+"""Where is the uncertainty? By weight, filter, layer, class, input and pixel, from one fitted posterior (MATH 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from aftermap.analysis.classes import ClassSums
+from aftermap.analysis.cut import cut
+from aftermap.analysis.inputs import InputKeeper
+from aftermap.analysis.layers import Contributions, LayerSums, contributions, layer_results, layers_of
+from aftermap.analysis.perturbation import Perturbation, perturbations
+from aftermap.analysis.result import Where
+from aftermap.analysis.weights import summarise, weight_maps
+from aftermap.batches import Batch, Unpack, check_device, iterate
+from aftermap.curvature.functional import evaluating
+from aftermap.errors import DataError, InputError
+from aftermap.likelihoods import Gaussian, Likelihood
+from aftermap.params import named_parameters
+from aftermap.predictive.links import gaussian_prediction
+from aftermap.predictive.predictor import PosteriorPredictor, model_errors_explained
+
+__all__ = ["Where", "where"]
+
+
+@torch.inference_mode(False)
+def where(
+    predictor: Any,
+    loader: Iterable[Any],
+    *,
+    top: int = 16,
+    saliency: bool | None = None,
+    calibration: Iterable[Any] | bool = False,
+    draws: int = 16,
+    samples: int = 100,
+    classes: Sequence[str] | None = None,
+    unpack: Unpack | None = None,
+    generator: torch.Generator | None = None,
+) -> Where:
+    """Looks for the uncertainty of a network, everywhere it can sit.
+
+    One pass over the data: every layer's part of the covariance of the outputs (they add up exactly), the predictions made
+    from their sum, and averages by class. The weights are looked at one layer at a time.
+
+    Args:
+        predictor: a fitted `Laplace`, an optimiser's posterior (`opt.posterior()`), or a `PosteriorPredictor`.
+        loader: batches of (x, y), whose uncertainty is asked for; y may be None.
+        top: how many of the most uncertain inputs are kept.
+        saliency: the gradient of the epistemic uncertainty in each of them; None: where inputs are single floating-point
+            tensors and the Jacobian of one is not too large.
+        calibration: training data, to test that drawing one layer raises their loss by ½γ (MATH W8); True: `loader` is them.
+        draws: of the calibration test: pairs of draws for every layer.
+        samples: of the link from a Gaussian over logits to probabilities.
+        classes: names of the outputs, for tables and figures.
+        unpack: turns a batch of another form into (inputs, targets).
+        generator: for draws and samples; None: a fixed seed for the samples, PyTorch's own generator for the draws.
+
+    Returns:
+        Tables, figures, and numbers for JSON.
+
+    Raises:
+        UnsupportedError: a predictor without a Gaussian posterior over weights.
+        InputError, DataError: bad options, or data that do not fit; the model is unchanged.
+
+    >>> from aftermap.laplace import Laplace
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> x = torch.linspace(-1, 1, 20)[:, None]
+    >>> found = where(Laplace(net, "regression").fit([(x, x**3)]), [(x, x**3)])
+    >>> round(sum(found.table("layer")["predictive share"]), 6)
+    1.0
+
+    References:
+        Kniebel 2020, Where is the uncertainty in Bayesian neural networks; MacKay 1992 for γ.
+    """
+    _check_count("top", top)
+    _check_count("draws", draws)
+    inner = _inner(predictor)
+    model, posterior, likelihood = inner.model, inner.posterior, inner.likelihood
+    parts = cut(posterior, model)
+    structure = str(getattr(predictor, "structure", getattr(getattr(predictor, "factors", None), "structure", "full")))
+    layers = layers_of(parts, model, posterior.names, structure)
+    train = _training_data(loader, calibration)
+    seed = 0 if generator is None else int(torch.randint(2**31, (), generator=generator))
+    seen = _Seen(LayerSums(), ClassSums(classes), InputKeeper(top), {}, "custom")
+    tested: tuple[Perturbation, ...] = ()
+    with evaluating(model):
+        for batch in _batches(inner, loader, unpack):
+            with model_errors_explained(model, lambda batch=batch: batch.inputs):  # type: ignore[misc]
+                found = contributions(model, parts, layers, batch, inner.probe(batch), likelihood)
+            seen.add(batch, found, likelihood, samples, torch.Generator().manual_seed(seed))
+        inputs = seen.inputs.result(inner, saliency, torch.Generator().manual_seed(seed))
+        if train is not None:
+            power, n_data = _power(predictor, inner), getattr(getattr(predictor, "factors", None), "n_data", None)
+            again = partial(_batches, inner, train, unpack)
+            tested = perturbations(inner, parts, layers, again, draws, power, n_data, generator)
+
+    def maps(name: str) -> Iterator[Any]:
+        layer = next(k for k in layers if k.name == name)
+        return weight_maps(name, layer.parameters, parts, posterior.mean, posterior.prior, model)
+
+    weights = [summarise(maps(layer.name)) for layer in layers]
+    results, information = layer_results(layers, parts, weights, seen.layers, seen.calls)
+    held = tuple(n for n in named_parameters(model) if n not in posterior.mean)
+    count, by_class = seen.inputs.seen, seen.classes.result()
+    return Where(structure, seen.kind, count, results, information, by_class, inputs, tested, held, weights_of=maps)
+
+
+@dataclass
+class _Seen:
+    """What the pass over the data adds up."""
+
+    layers: LayerSums
+    classes: ClassSums
+    inputs: InputKeeper
+    calls: dict[str, int]
+    kind: str
+
+    def add(
+        self, batch: Batch, found: Contributions, likelihood: Likelihood, samples: int, generator: torch.Generator
+    ) -> None:
+        """Predicts from the layers' sum, and adds the batch everywhere."""
+        prediction = gaussian_prediction(
+            likelihood,
+            found.mean,
+            found.cov,
+            latent_var=found.var if found.cov is None else None,
+            samples=samples,
+            generator=generator,
+        )
+        self.kind, self.calls = prediction.kind, self.calls or found.calls
+        self.layers.add(found)
+        self.classes.add(found, prediction, batch.targets)
+        self.inputs.add(batch, found, prediction)
+
+
+def _check_count(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+def _inner(predictor: Any) -> PosteriorPredictor:
+    """The model with its posterior and likelihood, behind a facade or as it is."""
+    found = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
+    if not isinstance(found, PosteriorPredictor):
+        raise InputError(
+            f"where() needs a Gaussian posterior over weights, which a {type(predictor).__name__} does not have. Allowed are a "
+            "fitted Laplace, an optimiser's posterior (opt.posterior()) and a PosteriorPredictor"
+        )
+    return found
+
+
+def _training_data(loader: Iterable[Any], calibration: Iterable[Any] | bool) -> Iterable[Any] | None:
+    if calibration is False:
+        return None
+    data = loader if calibration is True else calibration
+    if not isinstance(data, Iterable) or iter(data) is data:
+        raise DataError(
+            f"the calibration test goes through its data again and again, and a {type(data).__name__} can be read once only; "
+            "pass a DataLoader or a list of batches"
+        )
+    return data
+
+
+def _batches(inner: PosteriorPredictor, data: Iterable[Any], unpack: Unpack | None) -> Iterator[Batch]:
+    device, dtype = check_device(inner.model)
+    for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
+        inner.inputs(batch.inputs)  # checks weights, modes and values
+        yield batch
+
+
+def _power(predictor: Any, inner: PosteriorPredictor) -> float:
+    """What multiplies the log-likelihood in the posterior: data scale over temperature."""
+    power = getattr(predictor, "power", None)
+    if power is not None:
+        return float(power)
+    scale = float(torch.as_tensor(getattr(inner.posterior, "scale", 1.0)).detach())
+    noise = inner.likelihood.noise if isinstance(inner.likelihood, Gaussian) else None
+    trained = getattr(predictor, "method", None) is not None  # an optimiser's curvature holds the noise already
+    if noise is None or trained or torch.as_tensor(noise).dim():
+        return scale
+    return scale * float(noise) ** 2
