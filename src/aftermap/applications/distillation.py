@@ -1,0 +1,348 @@
+"""Distillation: one deterministic network learns to say what a Bayesian predictive says, at the cost of one forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from aftermap.baselines import Deterministic
+from aftermap.baselines.base import check_count, check_module, check_positive, private_randomness
+from aftermap.batches import Unpack, call_model, check_device, check_inputs, unpack_batch, unpack_inputs
+from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
+from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, collect
+from aftermap.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian, Likelihood
+from aftermap.predictive import Prediction
+from aftermap.progress import progress
+
+__all__ = ["Distillation", "distil", "distillation_loss"]
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_LIKELIHOODS: dict[str, Callable[[], Likelihood]] = {
+    "classification": Categorical,
+    "binary": Bernoulli,
+    "regression": HeteroscedasticGaussian,
+}
+_TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """A trained student and what it lost.
+
+    Attributes:
+        student: predicts as everything else here does, with one forward pass. All of its uncertainty is in ``total``: one
+            network cannot say which part of it more data would remove.
+        losses: mean KL(teacher ‖ student) of every epoch, in nats, as trained (dropout on, at the given temperature).
+        kl: mean KL(teacher ‖ student) on the data that were measured on.
+        entropy: mean entropy of the teacher there; for a regression that of the Gaussian with its total variance.
+        entropy_student: mean entropy of the student.
+        entropy_error: mean over examples of |H student − H teacher|.
+        nll: mean −log p of the teacher on labelled test data; None without.
+        nll_student: that of the student.
+    """
+
+    student: Deterministic
+    losses: tuple[float, ...]
+    kl: float
+    entropy: float
+    entropy_student: float
+    entropy_error: float
+    nll: float | None = None
+    nll_student: float | None = None
+
+    @property
+    def entropy_difference(self) -> float:
+        """Mean entropy of the student less that of the teacher."""
+        return self.entropy_student - self.entropy
+
+    @property
+    def nll_difference(self) -> float:
+        """NLL of the student less that of the teacher; positive where the student is worse.
+
+        Raises:
+            InputError: nothing labelled was measured on.
+        """
+        if self.nll is None or self.nll_student is None:
+            raise InputError("the NLL was not measured: pass labelled data, distil(..., test=loader)")
+        return self.nll_student - self.nll
+
+    def keeps(self, *, nll: float = 0.02, entropy: float = 0.05) -> bool:
+        """Whether the student's NLL is at most ``nll`` worse and its mean entropy within ``entropy`` of the teacher's."""
+        return self.nll_difference <= nll and abs(self.entropy_difference) <= entropy
+
+
+def distillation_loss(teacher: Prediction, outputs: Tensor, temperature: float = 1.0) -> Tensor:
+    r"""KL(teacher ‖ student) of each example [N], summed over positions and outputs.
+
+    - classification: T² Σ_c q_c (log q_c − log softmax(f/T)_c) with q ∝ p̄^{1/T}, p̄ the teacher's **mean** probabilities;
+    - binary: the same of each output's Bernoulli;
+    - regression: student outputs are mean μ and log-variance s, the teacher is N(m, v) with its total variance,
+      ½ (s − log v + (v + (m − μ)²) e^{−s} − 1).
+
+    T = 1 is the divergence itself. Another temperature has the same optimum where the student can represent the teacher, and
+    weighs small probabilities more; T² keeps the size of the gradients.
+
+    Args:
+        teacher: the prediction of N inputs.
+        outputs: the student's [N, ..., C]; [N, ..., 2 D] for a regression.
+        temperature: T; 1 for a regression.
+
+    Returns:
+        [N], at least 0 up to rounding.
+
+    Raises:
+        ShapeError: outputs of another shape.
+        UnsupportedError: a prediction of counts or of a likelihood of your own.
+
+    References:
+        Hinton, Vinyals, Dean 2015, Distilling the knowledge in a neural network, section 2; Balan et al. 2015, Bayesian dark
+        knowledge, eq. (4).
+
+    >>> p = torch.tensor([[0.75, 0.25]])
+    >>> nats = torch.special.entr(p).sum(-1)
+    >>> distillation_loss(Prediction("classification", p, 0 * nats, nats, nats), p.log()).abs().item() < 1e-6
+    True
+    """
+    if teacher.kind not in _LIKELIHOODS:
+        raise UnsupportedError(
+            f"a prediction of kind {teacher.kind!r} cannot be distilled; possible are {', '.join(_LIKELIHOODS)}"
+        )
+    width = teacher.mean.shape[-1] * (2 if teacher.kind == "regression" else 1)
+    wanted = (*teacher.mean.shape[:-1], width)
+    if tuple(outputs.shape) != wanted:
+        extra = ": a mean and a log-variance for each of its outputs" if teacher.kind == "regression" else ""
+        raise ShapeError(
+            f"the student's outputs have shape {list(outputs.shape)}, but the teacher needs {list(wanted)}{extra}"
+        )
+    if teacher.kind == "regression":
+        mean, log_variance = outputs.chunk(2, -1)
+        v = teacher.total.clamp_min(_TINY)
+        values = log_variance - v.log() + (v + (teacher.mean - mean).square()) * (-log_variance).exp() - 1
+        return 0.5 * values.reshape(len(values), -1).sum(1)
+    if teacher.kind == "binary":
+        log_p = torch.stack([teacher.mean, 1 - teacher.mean], -1).clamp_min(_TINY).log()
+        log_student = torch.stack([F.logsigmoid(outputs / temperature), F.logsigmoid(-outputs / temperature)], -1)
+    else:
+        log_p = teacher.mean.clamp_min(_TINY).log()
+        log_student = F.log_softmax(outputs / temperature, -1)
+    log_q = F.log_softmax(log_p / temperature, -1)
+    values = log_q.exp() * (log_q - log_student)
+    return temperature**2 * values.reshape(len(values), -1).sum(1)
+
+
+def distil(
+    predictor: Predictor,
+    student: nn.Module,
+    inputs_loader: Iterable[Any],
+    *,
+    epochs: int = 20,
+    optimizer: OptimizerFactory | torch.optim.Optimizer | None = None,
+    temperature: float = 1.0,
+    test: Iterable[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    unpack: Unpack | None = None,
+    generator: torch.Generator | None = None,
+    show: bool | None = None,
+) -> Distillation:
+    """Trains a student of any size and architecture on what a predictor says about some inputs.
+
+    The teacher is asked once about every input; no labels are used. Inputs should be many and lie where the student will be
+    used: also beyond the training data, if it shall doubt there, since a student repeats its teacher only where it saw it.
+
+    Args:
+        predictor: the teacher: a classification, binary or regression predictive.
+        student: trained **in place** from its present weights. For a regression it has two outputs per target: means, then
+            log-variances.
+        inputs_loader: batches of inputs x, or of (x, y), whose y is not looked at.
+        epochs: passes over the inputs.
+        optimizer: of the student's parameters, or a function that makes one from them; None: Adam(lr=1e-3). L-BFGS works, too.
+        temperature: see `distillation_loss`.
+        test: batches (x, y) to measure NLL and entropies on; None: the entropies are measured on the inputs.
+        options: for the teacher's ``predict``.
+        unpack: turns a batch of another form into (inputs, targets).
+        generator: for the teacher's samples, the order of examples and the student's dropout.
+        show: a progress bar; None: on a terminal.
+
+    Returns:
+        The student as a predictor, and what was measured.
+
+    Raises:
+        InputError, ShapeError, UnsupportedError: a student, temperature or kind that does not fit.
+        NumericalError: the loss is not finite.
+
+    >>> x = torch.randn(64, 3)
+    >>> teacher = Deterministic(nn.Linear(3, 4))
+    >>> found = distil(teacher, nn.Linear(3, 4), [x], epochs=2)
+    >>> found.student.predict(x).mean.shape, len(found.losses)
+    (torch.Size([64, 4]), 2)
+    """
+    check_predictor_object(predictor)
+    check_module(student, "distil: student")
+    check_count("epochs", epochs)
+    check_positive("temperature", temperature)
+    given = {**({"generator": generator} if accepts(predictor, "generator") else {}), **(options or {})}
+    lessons = _lessons(predictor, student, inputs_loader, given, unpack)
+    kind = lessons[0][1].kind
+    if kind not in _LIKELIHOODS:
+        raise UnsupportedError(
+            f"a prediction of kind {kind!r} cannot be distilled; possible are {', '.join(_LIKELIHOODS)}"
+        )
+    if kind == "regression" and temperature != 1:
+        raise InputError(f"temperature={temperature} softens probabilities; a regression has none: leave it at 1")
+    losses = _train(student, lessons, epochs, _optimiser(optimizer, student), temperature, generator, show)
+    answer = Deterministic(student, _LIKELIHOODS[kind]())
+    return _measured(predictor, answer, losses, lessons, test, given, unpack)
+
+
+Lesson = tuple[Any, Prediction]
+
+
+def _lessons(
+    predictor: Predictor, student: nn.Module, loader: Iterable[Any], given: Mapping[str, Any], unpack: Unpack | None
+) -> list[Lesson]:
+    """Inputs with what the teacher says of them, on the student's device."""
+    if isinstance(loader, Tensor):
+        raise DataError("inputs_loader must be an iterable of batches, got a tensor; pass [x]")
+    device, dtype = check_device(student)
+    lessons: list[Lesson] = []
+    for raw in loader:
+        pair = unpack is not None or (isinstance(raw, tuple | list) and len(raw) in (2, 3))
+        batch = unpack_batch(raw, unpack) if pair else unpack_inputs(raw[0] if isinstance(raw, tuple | list) else raw)
+        check_inputs(batch.inputs, dtype)
+        said = predictor.predict(batch.inputs, **given).detach()
+        # Only what the loss needs: samples and covariances of a whole data set would fill the memory.
+        said = Prediction(said.kind, said.mean, said.epistemic, said.aleatoric, said.total, link=said.link)
+        lessons.append((batch.to(device).inputs, said._map(lambda _, value: value.to(device))))
+    if not lessons:
+        raise DataError("inputs_loader is empty: not a single batch came")
+    return lessons
+
+
+def _optimiser(optimizer: object, student: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    parameters = [p for p in student.parameters() if p.requires_grad]
+    if not parameters:
+        raise InputError("the student has no parameters to train (requires_grad is False everywhere)")
+    if optimizer is None:
+        return torch.optim.Adam(parameters, lr=1e-3)
+    made = optimizer(parameters) if callable(optimizer) else optimizer
+    if not isinstance(made, torch.optim.Optimizer):
+        raise InputError(
+            "optimizer must be a torch optimizer of the student's parameters or a function that makes one, "
+            f"got {type(made).__name__}"
+        )
+    return made
+
+
+def _train(
+    student: nn.Module,
+    lessons: list[Lesson],
+    epochs: int,
+    optimiser: torch.optim.Optimizer,
+    temperature: float,
+    generator: torch.Generator | None,
+    show: bool | None,
+) -> tuple[float, ...]:
+    device, _ = check_device(student)
+    modes = {module: module.training for module in student.modules()}
+    losses = []
+    student.train()
+    try:
+        with private_randomness(generator, device):
+            for _ in progress(range(epochs), description="distilling", enabled=show):
+                total, count = 0.0, 0
+                for inputs, said in _shuffled(lessons, generator):
+                    total += _step(student, optimiser, inputs, said, temperature) * len(said)
+                    count += len(said)
+                losses.append(total / count)
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+        optimiser.zero_grad(set_to_none=True)
+    return tuple(losses)
+
+
+def _step(
+    student: nn.Module, optimiser: torch.optim.Optimizer, inputs: Any, said: Prediction, temperature: float
+) -> float:
+    first: list[float] = []
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        loss = distillation_loss(said, call_model(student, inputs), temperature).mean()
+        if not math.isfinite(loss.item()):
+            raise NumericalError(
+                f"the distillation loss is {loss.item()}; use a smaller learning rate, or scale the inputs and targets"
+            )
+        loss.backward()
+        first.append(loss.item())
+        return loss
+
+    with torch.enable_grad():
+        optimiser.step(closure)  # type: ignore[arg-type]
+    return first[0]
+
+
+def _shuffled(lessons: list[Lesson], generator: torch.Generator | None) -> Iterable[Lesson]:
+    """Single tensors are mixed anew at every pass; inputs of several tensors stay in their batches."""
+    source = torch.device("cpu") if generator is None else generator.device
+    plain = all(isinstance(inputs, Tensor) for inputs, _ in lessons)
+    if len(lessons) == 1 or not plain or len({x.shape[1:] for x, _ in lessons}) > 1:
+        for place in torch.randperm(len(lessons), generator=generator, device=source).tolist():
+            yield lessons[place]
+        return
+    inputs, said = torch.cat([x for x, _ in lessons]), Prediction.concatenate([p for _, p in lessons])
+    order = torch.randperm(len(inputs), generator=generator, device=source).to(inputs.device)
+    for index in order.split(max(len(x) for x, _ in lessons)):
+        yield inputs[index], said[index]
+
+
+def _measured(
+    predictor: Predictor,
+    student: Deterministic,
+    losses: tuple[float, ...],
+    lessons: list[Lesson],
+    test: Iterable[Any] | None,
+    given: Mapping[str, Any],
+    unpack: Unpack | None,
+) -> Distillation:
+    """Teacher and student on the same data."""
+    nll: list[float] = []
+    if test is None:
+        teacher = Prediction.concatenate([said for _, said in lessons]).cpu()
+        pupil = Prediction.concatenate([student.predict(inputs).cpu() for inputs, _ in lessons])
+    else:
+        batches = list(test)
+        known = collect(predictor, batches, options=given, unpack=unpack)
+        if known.targets is None:
+            raise DataError("the test data have no targets, which the NLL needs")
+        teacher = known.prediction
+        pupil = collect(check_predictor_object(student), batches, unpack=unpack).prediction
+        nll = [-each.log_prob(known.targets).double().mean().item() for each in (teacher, pupil)]
+    own, other = teacher.score("entropy").double(), pupil.score("entropy").double()
+    return Distillation(
+        student,
+        losses,
+        kl=_divergence(teacher, pupil),
+        entropy=own.mean().item(),
+        entropy_student=other.mean().item(),
+        entropy_error=(own - other).abs().mean().item(),
+        nll=nll[0] if nll else None,
+        nll_student=nll[1] if nll else None,
+    )
+
+
+def _divergence(teacher: Prediction, pupil: Prediction) -> float:
+    mean = pupil.mean.double()
+    if teacher.kind == "regression":
+        outputs = torch.cat([mean, pupil.total.double().log()], -1)
+    else:
+        outputs = mean.logit(eps=1e-15) if teacher.kind == "binary" else mean.clamp_min(_TINY).log()
+    return distillation_loss(teacher._map(lambda _, value: value.double()), outputs).mean().item()

@@ -1,0 +1,5 @@
+"""The command line: `aftermap`, or `python -m aftermap`."""
+
+from aftermap.cli.main import main
+
+__all__ = ["main"]

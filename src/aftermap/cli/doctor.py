@@ -1,0 +1,265 @@
+"""`aftermap doctor`: how each layer will be treated, and what every structure costs."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor, nn
+
+from aftermap.batches import call_model
+from aftermap.cli import options as o
+from aftermap.cli.console import GOOD, Speaker, guarded
+from aftermap.cli.fitting import build_for, resolve_task
+from aftermap.cli.models import check_device, make_model
+from aftermap.cli.sources import Batches, Source, first_batch, open_source, parse_size
+from aftermap.curvature import fit_curvature
+from aftermap.data import Examples
+from aftermap.errors import InputError
+from aftermap.laplace import Cost, estimate_costs
+from aftermap.likelihoods import parse_likelihood
+
+__all__ = ["doctor"]
+
+_EXTRAS = {
+    "cli": ("typer", "rich"),
+    "plot": ("matplotlib", "jinja2", "PIL"),
+    "sklearn": ("sklearn",),
+    "hf": ("transformers", "peft"),
+    "lightning": ("lightning",),
+    "hmc": ("pyro",),
+}
+_SIDES = (32, 28, 224, 64, 8, 16, 96)
+
+
+@guarded
+def doctor(
+    model: o.OptionalModel = None,
+    weights: o.Weights = None,
+    train: o.Train = None,
+    data: o.DataSet = None,
+    input_shape: Annotated[
+        str | None, typer.Option("--input-shape", metavar="CxHxW", help="Of one input, where there are no data.")
+    ] = None,
+    n_data: Annotated[
+        int, typer.Option("--n-data", min=1, help="Training examples to estimate for, where there are no data.")
+    ] = 10_000,
+    task: o.Task = "auto",
+    target: o.Target = None,
+    drop: o.Drop = None,
+    data_dir: o.DataDir = None,
+    image_size: o.ImageSize = None,
+    channels: o.Channels = None,
+    batch_size: o.BatchSize = 256,
+    seed: o.Seed = 0,
+    device: o.Device = "cpu",
+    as_json: o.Json = False,
+    config: o.Config = None,
+) -> int:
+    """Look at a network before any work: its layers, how each will be treated, and the cost of every structure.
+
+    Without a model: versions and what is installed. Without data the shape of an input is guessed from the first layer.
+    """
+    speaker = Speaker(as_json)
+    facts = _environment()
+    speaker.line(", ".join(f"{k} {v}" for k, v in facts["versions"].items()) + f"; {facts['devices']}")
+    missing = [k for k, there in facts["extras"].items() if not there]
+    if missing:
+        speaker.line(f"extras that are not installed: {', '.join(missing)} (pip install 'aftermap[{missing[0]}]')")
+    if model is None:
+        speaker.line("add --model pkg.module:factory to look at a network")
+        speaker.result(facts)
+        return GOOD
+    where = check_device(device)
+    reading = o.data_options(
+        target=target,
+        drop=drop,
+        data_dir=data_dir,
+        image_size=image_size,
+        channels=channels,
+        batch_size=batch_size,
+        task=task,
+    )
+    spec = train or data
+    if spec is not None:
+        source = open_source(spec, "train", reading)
+        network, _ = build_for(model, weights, source, reading, where, seed)
+        resolved = resolve_task(task, network, source)
+    else:
+        network = make_model(model, options=_options(model, input_shape), weights=weights, device=where, seed=seed)
+        source, resolved = _random(network, input_shape, task, n_data, batch_size, seed)
+        speaker.note(
+            "no data: random inputs of shape "
+            + _shape(source)
+            + "; say --train DATA or --input-shape for the real ones"
+        )
+    content = _look(network, source, resolved, speaker)
+    speaker.result({**facts, "model": model, "task": resolved, **content})
+    return GOOD
+
+
+def _look(network: nn.Module, source: Source, resolved: str, speaker: Speaker) -> dict[str, Any]:
+    """How each layer is treated, and what every structure costs."""
+    likelihood = parse_likelihood(resolved)
+    some = _first(source)
+    factors = fit_curvature(network, [some], likelihood, structure="kron")
+    speaker.line()
+    speaker.line(
+        f"{type(network).__name__}, {resolved}: {factors.n_params:,} parameters in {len(factors.blocks)} blocks"
+    )
+    speaker.table(_layers(factors))
+    frozen = [n for n, p in network.named_parameters() if n not in factors.names]
+    if frozen:
+        speaker.line(f"left out (frozen, or no numbers): {', '.join(frozen[:8])}")
+    costs = estimate_costs(network, source.batches, likelihood)
+    speaker.line()
+    speaker.table(_costs(costs))
+    speaker.line("time on this machine for " + _count(source) + " examples; memory of the posterior alone")
+    treatment = {n: {"block": t.block, "rule": t.rule, "note": t.note} for n, t in factors.treatment.items()}
+    described = [
+        {"structure": c.structure, "params": c.params, "n_params": c.n_params, "seconds": c.seconds, "bytes": c.bytes}
+        for c in costs
+    ]
+    return {"treatment": treatment, "costs": described}
+
+
+def _environment() -> dict[str, Any]:
+    versions = {}
+    for name in ("aftermap", "torch", "numpy"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "unknown"
+    versions["python"] = platform.python_version()
+    extras = {k: all(importlib.util.find_spec(m) is not None for m in names) for k, names in _EXTRAS.items()}
+    cards = torch.cuda.device_count()
+    devices = f"{torch.get_num_threads()} threads" + (f", {cards} graphics cards" if cards else ", no graphics card")
+    return {"versions": versions, "extras": extras, "devices": devices}
+
+
+def _options(model: str, input_shape: str | None) -> dict[str, Any]:
+    if not model.startswith("builtin:"):
+        return {}
+    usual = {
+        "builtin:lenet": (1, 28, 28),
+        "builtin:resnet20": (3, 32, 32),
+        "builtin:cnn": (1, 8, 8),
+        "builtin:mlp": (4,),
+    }
+    shape = parse_size(input_shape, "--input-shape") or usual.get(model, (3, 32, 32))
+    return {"shape": list(shape), "outputs": 10}
+
+
+def _random(
+    network: nn.Module, input_shape: str | None, task: str, n_data: int, batch_size: int, seed: int
+) -> tuple[Source, str]:
+    """Inputs of the right shape with targets of the right kind."""
+    shape, outputs = _guess(network, parse_size(input_shape, "--input-shape"))
+    wide = int(outputs.shape[-1])
+    resolved = ("classification" if wide > 1 else "regression") if task == "auto" else task
+    generator = torch.Generator().manual_seed(seed)
+    size = min(batch_size, n_data)
+    if shape is None:
+        raise InputError("say the shape of one input: --input-shape 3x32x32")
+    x = torch.randn(size, *shape, generator=generator).to(next(network.parameters()).dtype)
+    where = tuple(outputs.shape[1:-1])
+    if resolved == "classification":
+        y = torch.randint(wide, (size, *where), generator=generator)
+    else:
+        y = torch.randint(2, (size, *where, wide), generator=generator).float()
+    examples = Examples(x, y, "random inputs")
+
+    class Repeated:
+        """As many batches as the real data would have, all the same."""
+
+        def __len__(self) -> int:
+            return math.ceil(n_data / size)
+
+        def __iter__(self) -> Any:
+            return (batch for _ in range(len(self)) for batch in examples.batches(size))
+
+    return Source("random", "random inputs", Batches(Repeated(), size), examples), resolved
+
+
+def _guess(network: nn.Module, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, Tensor]:
+    tried: list[tuple[int, ...]] = [] if shape is None else [shape]
+    if shape is None:
+        first = next((m for m in network.modules() if any(True for _ in m.parameters(recurse=False))), None)
+        if isinstance(first, nn.Linear):
+            tried = [(first.in_features,)]
+        elif isinstance(first, nn.Conv2d):
+            tried = [(first.in_channels, side, side) for side in _SIDES]
+        elif isinstance(first, nn.Conv1d):
+            tried = [(first.in_channels, side) for side in _SIDES]
+    dtype = next((p.dtype for p in network.parameters()), torch.float32)
+    device = next((p.device for p in network.parameters()), torch.device("cpu"))
+    reason = ""
+    for candidate in tried:
+        try:
+            with torch.no_grad():
+                return candidate, call_model(network, torch.zeros(2, *candidate, dtype=dtype, device=device))
+        except Exception as error:  # whatever a network raises on a shape that is not its own
+            reason = f": {type(error).__name__}: {str(error).splitlines()[0]}"
+    said = (
+        "the shape of an input cannot be guessed"
+        if shape is None
+        else f"the network does not take inputs of shape {list(shape)}"
+    )
+    raise InputError(f"{said}{reason}. Say --input-shape 3x32x32, or give data with --train")
+
+
+def _first(source: Source) -> Any:
+    """A few examples, enough to see every layer at work."""
+    batch = first_batch(source)
+    if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], Tensor) and isinstance(batch[1], Tensor):
+        return batch[0][:8], batch[1][:8]
+    return batch
+
+
+def _shape(source: Source) -> str:
+    return "×".join(map(str, source.examples.inputs.shape[1:])) if source.examples is not None else "?"
+
+
+def _count(source: Source) -> str:
+    data = source.batches.data
+    if isinstance(data, Examples):
+        return f"{len(data):,}"
+    try:
+        return f"about {len(source.batches) * source.batches.size:,}"
+    except TypeError:
+        return "one batch of"
+
+
+def _layers(factors: Any) -> Table:
+    table = Table(header_style="bold", pad_edge=False, box=None)
+    table.add_column("layer")
+    table.add_column("parameters", justify="right")
+    table.add_column("curvature")
+    table.add_column("treated by")
+    for block in factors.blocks:
+        first = factors.treatment[next(iter(block.shapes))]
+        note = f" ({first.note})" if first.note else ""
+        style = "yellow" if block.kind != "kron" else None
+        table.add_row(block.name, f"{block.size:,}", block.kind, first.rule.removesuffix("Rule") + note, style=style)
+    return table
+
+
+def _costs(costs: list[Cost]) -> Table:
+    table = Table(header_style="bold", pad_edge=False, box=None)
+    table.add_column("structure")
+    table.add_column("parameters", justify="right")
+    table.add_column("time", justify="right")
+    table.add_column("memory", justify="right")
+    for cost in costs:
+        _, _, said = str(cost).rpartition(": about ")
+        seconds, _, memory = said.partition(" and ")
+        table.add_row(
+            cost.structure + ("" if cost.params == "all" else ", last layer"), f"{cost.n_params:,}", seconds, memory
+        )
+    return table

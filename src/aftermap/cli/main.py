@@ -1,0 +1,33 @@
+"""The entry point: a sentence instead of a traceback where the command line is not installed."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+from aftermap.errors import UnsupportedError
+from aftermap.late import optional
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Runs the command that was typed, and ends the process with its exit code.
+
+    0: good; 2: bad input; 3: a self-check failed; 4: worse than the baseline; 130: interrupted.
+    """
+    try:
+        optional("typer", "cli", "commands")
+        optional("rich", "cli", "commands")
+    except UnsupportedError as error:
+        sys.exit(f"aftermap: {error}")
+    from aftermap.cli.app import app
+
+    # A process that is asked to end cleans up as after Ctrl-C.
+    signal.signal(signal.SIGTERM, _interrupted)
+    app(prog_name="aftermap")
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

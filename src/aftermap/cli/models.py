@@ -1,0 +1,255 @@
+"""From `--model` and `--weights` to a network."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from aftermap.cli.builtin import build_network
+from aftermap.errors import InputError, UnsupportedError
+
+__all__ = ["check_device", "import_object", "load_weights", "make_model", "read_weights", "save_weights"]
+
+_NESTED = ("state_dict", "model_state_dict", "model", "net", "weights", "params")
+_PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
+_OWN_BUFFERS = ("standardise.mean", "standardise.deviation")
+
+
+def import_object(spec: str, what: str) -> Any:
+    """The object that `pkg.module:name` or `file.py:name` names; the working folder is searched first.
+
+    Raises:
+        InputError: no such module or name, or the module fails while it is imported.
+
+    >>> import_object("math:pi", "a number")
+    3.141592653589793
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise InputError(f"{what} is {spec!r}, but must be written pkg.module:name, such as mypkg.nets:build")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (place == error.name or place.startswith(error.name + ".")):
+            raise InputError(
+                f"{what} {spec!r}: there is no module {error.name!r}, neither installed nor in {Path.cwd()}"
+            ) from error
+        raise InputError(f"{what} {spec!r}: {place} imports {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise InputError(f"{what} {spec!r}: importing {place} failed{_where(error)}: {_named(error)}") from error
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            close = difflib.get_close_matches(part, [n for n in vars(found) if not n.startswith("_")], n=3)
+            hint = f". Did you mean {' or '.join(close)}?" if close else ""
+            raise InputError(f"{what} {spec!r}: {place} has no {part!r}{hint}")
+        found = getattr(found, part)
+    return found
+
+
+def _from_file(file: Path) -> Any:
+    if not file.is_file():
+        raise InputError(f"there is no file {file}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+def check_device(name: str) -> torch.device:
+    """A device that is there; "auto" is a graphics card if there is one.
+
+    Raises:
+        InputError: no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise InputError(
+            f"--device {name}: {str(error).splitlines()[0]}; use cpu, cuda, cuda:1, mps or auto"
+        ) from error
+    return device
+
+
+def make_model(
+    spec: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    weights: str | Path | Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Builds a network, in eval mode.
+
+    Args:
+        spec: `builtin:NAME`, or `pkg.module:factory`, whose factory takes no arguments and returns a module; the name of a
+            module object itself will do.
+        options: for a built-in network: shape, outputs and rescale.
+        weights: a file, or a state dict; None: as the factory leaves them.
+        device: where it goes.
+        seed: of weights that are drawn.
+
+    Raises:
+        InputError: nothing of that name, a factory that fails or returns something else, weights that do not fit.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if spec.startswith("builtin:"):
+            given = dict(options or {})
+            if "shape" not in given:
+                raise InputError(f"--model {spec} is built for its data: give them with --train or --data")
+            model: Any = build_network(
+                spec.removeprefix("builtin:"), given["shape"], given["outputs"], rescale=bool(given.get("rescale"))
+            )
+        else:
+            model = _call(import_object(spec, "--model"), spec)
+    if weights is not None:
+        load_weights(model, weights)
+    return model.to(device or torch.device("cpu")).eval()
+
+
+def _call(found: Any, spec: str) -> nn.Module:
+    if isinstance(found, nn.Module):
+        return found
+    if not callable(found):
+        raise InputError(
+            f"--model {spec} is a {type(found).__name__}; it must be a function (or class) that returns a module"
+        )
+    try:
+        made = found()
+    except Exception as error:
+        raise InputError(
+            f"--model {spec} failed{_where(error)}: {_named(error)}. The factory is called without arguments"
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise InputError(f"--model {spec} returned a {type(made).__name__}, but must return a torch.nn.Module")
+    return made
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """A state dict from .safetensors, .npz, or a file of torch.save (read without running code).
+
+    A state dict inside a checkpoint is found, and prefixes such as `module.` that every name has are taken off.
+
+    Raises:
+        InputError: no such file, or no weights in it.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise InputError(f"--weights: there is no file {file}" + (": it is a folder" if file.is_dir() else ""))
+    try:
+        if file.suffix == ".safetensors":
+            found: Any = load_file(file)
+        elif file.suffix == ".npz":
+            with np.load(file, allow_pickle=False) as arrays:
+                found = {n: torch.from_numpy(arrays[n]) for n in arrays.files}
+        else:
+            found = torch.load(file, map_location="cpu", weights_only=True)
+    except SafetensorError as error:
+        raise InputError(f"--weights: {file} is no safetensors file: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # torch raises many kinds for a file that is not its own
+        raise InputError(
+            f"--weights: {file} does not hold plain weights ({str(error).splitlines()[0][:200]}). "
+            "Save them with torch.save(model.state_dict(), path) or as safetensors; a pickled model could run any code"
+        ) from error
+    for key in _NESTED:
+        if (
+            isinstance(found, Mapping)
+            and isinstance(found.get(key), Mapping)
+            and not isinstance(found.get(key), Tensor)
+        ):
+            found = found[key]
+            break
+    if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
+        what = (
+            f"a mapping with {', '.join(map(str, list(found)[:5]))}"
+            if isinstance(found, Mapping)
+            else type(found).__name__
+        )
+        raise InputError(f"--weights: {file} holds {what}, no state dict of tensors")
+    return {str(k): v for k, v in found.items()}
+
+
+def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -> None:
+    """Puts weights into a model; every name that does not fit is listed.
+
+    Raises:
+        InputError: names or shapes that do not fit; the model is unchanged.
+    """
+    state = dict(weights) if isinstance(weights, Mapping) else read_weights(weights)
+    own = model.state_dict()
+    for prefix in _PREFIXES:
+        if not set(own) & set(state) and all(k.startswith(prefix) for k in state):
+            state = {k.removeprefix(prefix): v for k, v in state.items()}
+    problems = [
+        f"{n} {list(v.shape)} is missing in the file"
+        for n, v in own.items()
+        if n not in state and n not in _OWN_BUFFERS
+    ]
+    problems += [f"{n} {list(v.shape)} is not in the model" for n, v in state.items() if n not in own]
+    problems += [
+        f"{n} is {list(state[n].shape)} in the file, {list(v.shape)} in the model"
+        for n, v in own.items()
+        if n in state and state[n].shape != v.shape
+    ]
+    if problems:
+        source = "" if isinstance(weights, Mapping) else f" in {weights}"
+        more = [f"… and {len(problems) - 12} more"] if len(problems) > 12 else []
+        listed = "\n".join(f"  {p}" for p in [*problems[:12], *more])
+        raise InputError(f"the weights{source} do not fit the model {type(model).__name__}:\n{listed}")
+    try:
+        model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise UnsupportedError(f"the weights cannot be loaded: {error}") from error
+
+
+def save_weights(model: nn.Module, file: Path) -> None:
+    """Writes a model's state dict as safetensors: first to a neighbour, then moved into place.
+
+    Raises:
+        OSError: the disk is full or not writable; what was there before stays.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.part")
+    try:
+        # Copies: tied weights would share memory, which safetensors refuses.
+        save_file(
+            {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model.state_dict().items()},
+            part,
+        )
+        part.replace(file)
+    except SafetensorError as error:  # a full disk comes as this
+        raise OSError(f"{file} could not be written: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,194 @@
+"""The flags that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from aftermap.cli.config import apply_config
+from aftermap.cli.sources import DataOptions, parse_size
+from aftermap.errors import InputError
+
+__all__ = [
+    "BatchSize",
+    "Channels",
+    "Config",
+    "DataDir",
+    "DataSet",
+    "Device",
+    "Download",
+    "Drop",
+    "Force",
+    "ImageSize",
+    "Json",
+    "Kind",
+    "Limit",
+    "Model",
+    "Ood",
+    "OptionalModel",
+    "Posterior",
+    "Samples",
+    "Score",
+    "Seed",
+    "Target",
+    "Task",
+    "Test",
+    "Train",
+    "Validation",
+    "Weights",
+    "data_options",
+    "one_of",
+]
+
+_DATA, _MODEL, _RUN = "Data", "Model", "Running"
+_SPEC = "npz, csv, idx, image folder, builtin:digits, fashion-mnist, pkg.module:loader"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", metavar="SPEC", rich_help_panel=_MODEL, help="pkg.module:factory, or builtin:mlp|cnn|lenet|resnet20."
+    ),
+]
+OptionalModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model", metavar="SPEC", rich_help_panel=_MODEL, help="pkg.module:factory, or builtin:mlp|cnn|lenet|resnet20."
+    ),
+]
+Weights = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        rich_help_panel=_MODEL,
+        help="Safetensors, npz, or a checkpoint of torch.save (read without running code).",
+    ),
+]
+Posterior = Annotated[Path, typer.Argument(metavar="POSTERIOR", help="Folder written by fit or train.")]
+Train = Annotated[
+    str | None, typer.Option("--train", metavar="DATA", rich_help_panel=_DATA, help=f"Training data: {_SPEC}.")
+]
+Validation = Annotated[
+    str | None,
+    typer.Option("--val", metavar="DATA", rich_help_panel=_DATA, help="Held-out data: for tuning and thresholds."),
+]
+Test = Annotated[str | None, typer.Option("--test", metavar="DATA", rich_help_panel=_DATA, help="Test data.")]
+DataSet = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="DATA",
+        rich_help_panel=_DATA,
+        help="One set for all parts: train, validation and test are cut from it.",
+    ),
+]
+Ood = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ood",
+        metavar="NAME=DATA",
+        rich_help_panel=_DATA,
+        help="Data that should look unusual; may be given several times.",
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option("--target", rich_help_panel=_DATA, help="Column of a csv with the targets: its name or number."),
+]
+Drop = Annotated[
+    str | None,
+    typer.Option("--drop", metavar="A,B", rich_help_panel=_DATA, help="Columns of a csv that are no inputs."),
+]
+DataDir = Annotated[
+    str | None,
+    typer.Option(
+        "--data-dir",
+        envvar="AFTERMAP_DATA",
+        rich_help_panel=_DATA,
+        help="Folder of named data sets [~/.cache/aftermap].",
+    ),
+]
+Download = Annotated[
+    bool, typer.Option("--download", rich_help_panel=_DATA, help="Fetch a named data set that is not there.")
+]
+ImageSize = Annotated[
+    str | None, typer.Option("--image-size", metavar="HxW", rich_help_panel=_DATA, help="Resize images of a folder.")
+]
+Channels = Annotated[
+    int | None, typer.Option("--channels", rich_help_panel=_DATA, help="1 (grey) or 3, for images of a folder.")
+]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, rich_help_panel=_DATA, help="Use only the first examples of each set.")
+]
+BatchSize = Annotated[int, typer.Option("--batch-size", min=1, rich_help_panel=_RUN, help="Examples in a batch.")]
+Task = Annotated[
+    str, typer.Option("--task", rich_help_panel=_MODEL, help="auto, classification, binary, regression or counts.")
+]
+Kind = Annotated[str, typer.Option("--kind", rich_help_panel=_RUN, help="Predictive: auto, linearised or sampling.")]
+Samples = Annotated[int, typer.Option("--samples", min=2, rich_help_panel=_RUN, help="Draws for the predictive.")]
+Score = Annotated[
+    str,
+    typer.Option(
+        "--score",
+        rich_help_panel=_RUN,
+        help="What is flagged: entropy, mutual_information, variance or max_probability.",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, rich_help_panel=_RUN, help="Of everything random.")]
+Device = Annotated[str, typer.Option("--device", rich_help_panel=_RUN, help="cpu, cuda, cuda:1, mps or auto.")]
+Json = Annotated[bool, typer.Option("--json", rich_help_panel=_RUN, help="One JSON value on standard output.")]
+Force = Annotated[bool, typer.Option("--force", rich_help_panel=_RUN, help="Replace what is there.")]
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        rich_help_panel=_RUN,
+        is_eager=True,
+        callback=apply_config,
+        help="TOML file that says what flags say.",
+    ),
+]
+
+
+def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> str:
+    """A word that must be one of several.
+
+    Raises:
+        InputError: another word.
+    """
+    if value not in allowed:
+        raise InputError(f"{flag} {value!r} is not known; allowed are {', '.join(allowed)}")
+    return value
+
+
+def data_options(
+    *,
+    target: str | None = None,
+    drop: str | None = None,
+    data_dir: str | None = None,
+    download: bool = False,
+    image_size: str | None = None,
+    channels: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 256,
+    task: str = "auto",
+) -> DataOptions:
+    """The flags about data, checked."""
+    one_of("--task", task, ("auto", "classification", "binary", "regression", "counts"))
+    if channels not in (None, 1, 3):
+        raise InputError(f"--channels {channels} must be 1 or 3")
+    size = parse_size(image_size, "--image-size")
+    if size is not None and len(size) not in (1, 2):
+        raise InputError(f"--image-size {image_size!r} must be one or two numbers, such as 28x28")
+    return DataOptions(
+        target=target,
+        drop=tuple(name.strip() for name in drop.split(",")) if drop else (),
+        folder=data_dir,
+        download=download,
+        batch_size=batch_size,
+        image_size=None if size is None else (size[0], size[-1]),
+        channels=channels,
+        limit=limit,
+        task=task,
+    )

@@ -1,0 +1,82 @@
+"""`aftermap reproduce`: the tables and figures of papers, from a checkout."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from aftermap.cli import options as o
+from aftermap.cli.checkout import find_checkout
+from aftermap.cli.console import CHECK_FAILED, GOOD, Speaker, guarded
+from aftermap.errors import InputError
+
+__all__ = ["reproduce"]
+
+
+@guarded
+def reproduce(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="list|NAME", help="list, or an experiment such as ritter2018/toy.")],
+    as_json: o.Json = False,
+) -> int:
+    """Run an experiment of a paper again: a table paper | ours | tolerance, and its figures. `list` shows all.
+
+    Further arguments go to the experiment's run.py.
+    """
+    speaker = Speaker(as_json)
+    root = find_checkout("experiments")
+    known = {p.parent.name: p.parent for p in sorted((root / "experiments").glob("*/run.py"))}
+    if name == "list":
+        _list(known, speaker)
+        return GOOD
+    place = known.get(name.strip("/").replace("/", "_"))
+    if place is None:
+        close = difflib.get_close_matches(name.replace("/", "_"), known, n=2)
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise InputError(f"there is no experiment {name!r}.{hint} `aftermap reproduce list` shows all")
+    speaker.note(f"running {place.relative_to(root) / 'run.py'}")
+    # Words of the experiment belong on standard error where standard output is for machines.
+    out = 2 if as_json else None
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+    done = subprocess.run(
+        [sys.executable, str(place / "run.py"), *context.args], cwd=root, stdout=out, env=environment, check=False
+    )
+    results = place / "results.json"
+    if results.is_file():
+        speaker.line(
+            f"results: {results.relative_to(root)}; claims and figures: {(place / 'README.md').relative_to(root)}"
+        )
+        speaker.result(json.loads(results.read_text(encoding="utf-8")))
+    if done.returncode:
+        speaker.line(f"the experiment ended with exit code {done.returncode}", style="bold red")
+        return CHECK_FAILED
+    return GOOD
+
+
+def _list(known: dict[str, Path], speaker: Speaker) -> None:
+    table = Table(header_style="bold", pad_edge=False, box=None)
+    table.add_column("name", no_wrap=True)
+    table.add_column("what")
+    table.add_column("results")
+    rows = []
+    for name, place in known.items():
+        readme = place / "README.md"
+        lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
+        title = next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), "")
+        there = (place / "results.json").is_file()
+        rows.append({"name": name, "title": title, "results": there})
+        table.add_row(name, title, "there" if there else "–")
+    if rows:
+        speaker.table(table)
+        speaker.line(f"run one with: aftermap reproduce {rows[0]['name']}")
+    else:
+        speaker.line("this checkout has no experiments")
+    speaker.result(rows)

@@ -1,0 +1,286 @@
+"""Training that can be killed: a checkpoint every few seconds, from which the same command goes on.
+
+The order of the data follows from seed and epoch, dropout from seed, step and process, the optimiser's noise from its own state: a
+run that was interrupted ends where an uninterrupted one ends. A batch is shared out over the processes, and the optimiser sums
+over them, so that one process and several do the same steps (BatchNorm sees only its process's part).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.data import Examples
+from aftermap.distributed import all_reduce_, broadcast_, rank, same_everywhere, together, world_size
+from aftermap.errors import DataError, InputError, NumericalError
+from aftermap.likelihoods import Likelihood
+from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, warmup
+from aftermap.progress import progress
+
+__all__ = [
+    "CHECKPOINT",
+    "HISTORY",
+    "OPTIMIZERS",
+    "Recipe",
+    "Run",
+    "damping_of",
+    "make_optimizer",
+    "rate_of",
+    "train_network",
+]
+
+CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
+OPTIMIZERS = ("vogn", "ogn", "ivon", "kfac", "noisy_kfac", "adam")
+_RATES = {"vogn": 3e-3, "ogn": 3e-3, "ivon": 0.5, "kfac": 3e-3, "noisy_kfac": 3e-3, "adam": 1e-3}
+_DAMPING = {"vogn": 1e-2, "ogn": 1e-2, "ivon": 0.0, "kfac": 3e-2, "noisy_kfac": 3e-2, "adam": 0.0}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what a run computes.
+
+    Attributes:
+        model: how the network is built.
+        options: of a built-in network.
+        data: training data as typed.
+        n_data: their number.
+        task: of the likelihood.
+        noise: of a regression.
+        optimizer: its name.
+        epochs: passes over the data.
+        batch_size: of all processes together.
+        lr: at the start; it falls to 0 along a cosine.
+        prior_precision: δ; with Adam a weight decay of δ/N.
+        damping: γ.
+        mc_samples: draws per step.
+        seed: of order, weights and noise.
+    """
+
+    model: str
+    options: Mapping[str, Any]
+    data: str
+    n_data: int
+    task: str
+    noise: float | None
+    optimizer: str
+    epochs: int
+    batch_size: int
+    lr: float
+    prior_precision: float
+    damping: float
+    mc_samples: int
+    seed: int
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of nearly equal size."""
+        return max(1, math.ceil(self.n_data / self.batch_size))
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+        return self.epochs * self.steps_per_epoch
+
+
+def rate_of(optimizer: str) -> float:
+    """The default learning rate."""
+    return _RATES[optimizer]
+
+
+def damping_of(optimizer: str) -> float:
+    """The default damping."""
+    return _DAMPING[optimizer]
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> torch.optim.Optimizer:
+    """The optimiser of a recipe; variational ones warm their temperature up during the first half."""
+    common: dict[str, Any] = {"lr": recipe.lr, "n_data": recipe.n_data, "prior_precision": recipe.prior_precision}
+    common["damping"] = recipe.damping
+    noise: dict[str, Any] = {
+        "mc_samples": recipe.mc_samples,
+        "temperature": warmup(max(1, recipe.steps // 2)),
+        "generator": torch.Generator().manual_seed(recipe.seed),
+    }
+    if recipe.optimizer == "adam":
+        decay = recipe.prior_precision / recipe.n_data
+        return torch.optim.Adam(model.parameters(), lr=recipe.lr, weight_decay=decay)
+    if recipe.optimizer == "vogn":
+        return VOGN(model, **common, **noise)
+    if recipe.optimizer == "ogn":
+        return OGN(model, **common)
+    if recipe.optimizer == "ivon":
+        return IVON(model, initial_curvature=0.1, **common, **noise)
+    if recipe.optimizer == "kfac":
+        return KFAC(model, factor_every=5, inverse_every=50, **common)
+    if recipe.optimizer == "noisy_kfac":
+        return NoisyKFAC(model, factor_every=5, inverse_every=50, **common, **noise)
+    raise InputError(f"--optimizer {recipe.optimizer!r} is not known; allowed are {', '.join(OPTIMIZERS)}")
+
+
+class Run:
+    """A run's folder: what was done so far.
+
+    Args:
+        folder: of the run.
+        recipe: what is to be done.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe):
+        self.folder, self.recipe = folder, recipe
+        self.step = 0
+        self.history: list[dict[str, float]] = []
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Takes up a checkpoint, if there is one of the same recipe.
+
+        Raises:
+            InputError: the folder belongs to another recipe.
+            DataError: the checkpoint is damaged.
+        """
+        file = self.folder / CHECKPOINT
+        if not file.is_file():
+            return False
+        try:
+            saved = torch.load(file, map_location="cpu", weights_only=True)
+            old, own = saved["recipe"], json.loads(json.dumps(asdict(self.recipe)))
+        except Exception as error:  # torch raises many kinds for a file that is not its own
+            raise DataError(f"{file} is damaged: {error}. Remove it, or start anew with --force") from error
+        different = [f"{k}: {old.get(k)!r} there, {own[k]!r} now" for k in own if old.get(k) != own[k]]
+        if different:
+            raise InputError(
+                f"{self.folder} holds a run with other settings ({'; '.join(different[:4])}). "
+                "Go on with the old ones, choose another folder, or start anew with --force"
+            )
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        self.step, self.history = int(saved["step"]), list(saved["history"])
+        return True
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Writes a checkpoint beside the old one, then takes its place; process 0 does it for all."""
+        broadcast_(list(model.buffers()))
+        with together("saving a checkpoint"):
+            if rank() == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                content = {
+                    "recipe": json.loads(json.dumps(asdict(self.recipe))),
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "step": self.step,
+                    "history": self.history,
+                }
+                part = self.folder / f".{CHECKPOINT}.part"
+                try:
+                    torch.save(content, part)
+                    part.replace(self.folder / CHECKPOINT)
+                finally:
+                    part.unlink(missing_ok=True)
+                _write(self.folder / HISTORY, json.dumps(self.history, indent=1) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
+    part = file.with_name(f".{file.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _epoch(recipe: Recipe, number: int, first: int) -> Iterator[Tensor]:
+    """This process's numbers of the examples of every batch of an epoch, from batch ``first`` on."""
+    order = torch.randperm(recipe.n_data, generator=torch.Generator().manual_seed(1_000_003 * recipe.seed + number))
+    for index in list(order.tensor_split(recipe.steps_per_epoch))[first:]:
+        yield index[rank() :: world_size()]
+
+
+def train_network(
+    run: Run,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Examples,
+    likelihood: Likelihood,
+    *,
+    every: float = 30.0,
+    stop_after: int | None = None,
+) -> None:
+    """Goes on to the end of the recipe.
+
+    Args:
+        run: where it stands; moved on.
+        model: the network.
+        optimizer: of the recipe.
+        data: training data.
+        likelihood: its negative logarithm is the loss.
+        every: seconds between checkpoints; one is written after every epoch anyway.
+        stop_after: stop, with a checkpoint, after this many steps of this call.
+
+    Raises:
+        NumericalError: the loss is no longer finite.
+    """
+    recipe = run.recipe
+    if data.targets is None or len(data) < world_size():
+        raise DataError(f"training needs targets, and at least one example for each of {world_size()} processes")
+    device = next(model.parameters()).device
+    saved, done = time.monotonic(), 0
+    model.train()
+    while run.step < recipe.steps:
+        number, first = divmod(run.step, recipe.steps_per_epoch)
+        losses: list[float] = []
+        bar = progress(
+            _epoch(recipe, number, first),
+            description=f"epoch {number + 1}/{recipe.epochs}",
+            total=recipe.steps_per_epoch - first,
+        )
+        for index in bar:
+            x, y = data.inputs[index].to(device), data.targets[index].to(device)
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5 * recipe.lr * (1 + math.cos(math.pi * run.step / recipe.steps))
+            torch.manual_seed((recipe.seed * 1_000_003 + run.step) * 4099 + rank())  # of dropout
+            losses.append(_step(model, optimizer, x, y, likelihood))
+            if not math.isfinite(losses[-1]):
+                raise NumericalError(f"the loss became {losses[-1]} at step {run.step}: lower --lr, or raise --damping")
+            run.step += 1
+            done += 1
+            stopping = stop_after is not None and done >= stop_after
+            if run.step % recipe.steps_per_epoch == 0:
+                run.history.append({"epoch": number + 1, "loss": sum(losses) / len(losses)})
+            due = time.monotonic() - saved > every
+            if world_size() > 1:  # all processes save together: process 0 looks at its clock now and then
+                due = run.step % 20 == 0 and bool(same_everywhere(int(due)))
+            if stopping or due:
+                run.save(model, optimizer)
+                saved = time.monotonic()
+            if stopping:
+                model.eval()
+                return
+        run.save(model, optimizer)
+        saved = time.monotonic()
+    model.eval()
+
+
+def _step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, likelihood: Likelihood) -> float:
+    """One step on the mean negative log-likelihood of a batch that is shared out over the processes."""
+    if not isinstance(optimizer, torch.optim.Adam):
+        # The optimiser sums gradients and curvatures over processes by itself.
+        return float(optimizer.step(lambda: likelihood.nll(model(x), y).mean()))
+    optimizer.zero_grad()
+    total = likelihood.nll(model(x), y).sum()
+    total.backward()
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    numbers = torch.tensor([float(total.detach()), float(len(x))], dtype=torch.float64)
+    all_reduce_([numbers])
+    all_reduce_([p.grad for p in parameters if p.grad is not None])
+    for p in parameters:
+        if p.grad is not None:
+            p.grad /= float(numbers[1])
+    optimizer.step()
+    return float(numbers[0] / numbers[1])

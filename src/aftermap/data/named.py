@@ -1,0 +1,273 @@
+"""Public data sets by name, from a folder in their usual formats, or downloaded with their checksums."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from aftermap.data.download import fetch
+from aftermap.data.examples import Examples, as_inputs
+from aftermap.data.idx import read_idx
+from aftermap.data.npz import read_npz
+from aftermap.data.splits import part_of, split
+from aftermap.errors import DataError, InputError
+from aftermap.late import optional
+
+__all__ = ["NAMED", "data_folder", "download_named", "is_named", "named"]
+
+_IDX = {"train": "train", "test": "t10k"}
+_VALIDATION = 0.1  # of an official training part
+_CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+_CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_DIGITS = tuple("0123456789")
+
+
+@dataclass(frozen=True)
+class NamedSet:
+    """Where a data set comes from, and how its parts are read.
+
+    Attributes:
+        reader: (folder, "train" or "test", classes) -> examples.
+        classes: their names.
+        files: file -> SHA-256, as published; empty where there is no place to download from.
+        places: addresses to which the file's name is appended.
+        size: of the download, in words.
+    """
+
+    reader: Callable[[Path, str], Examples]
+    classes: tuple[str, ...]
+    files: dict[str, str]
+    places: tuple[str, ...] = ()
+    size: str = ""
+
+
+def _idx(folder: Path, part: str) -> Examples:
+    found = {}
+    for what in ("images-idx3", "labels-idx1"):
+        files = [p for e in ("", ".gz") for p in sorted(folder.glob(f"{_IDX[part]}*-{what}-ubyte{e}"))]
+        if not files:
+            raise FileNotFoundError(f"{_IDX[part]}-{what}-ubyte.gz")
+        found[what] = read_idx(files[0])
+    inputs = as_inputs(found["images-idx3"].numpy(), str(folder))
+    return Examples(inputs, found["labels-idx1"].long(), folder.name)
+
+
+def _cifar10(folder: Path, part: str) -> Examples:
+    names = [f"data_batch_{i}.bin" for i in range(1, 6)] if part == "train" else ["test_batch.bin"]
+    archive = folder / "cifar-10-binary.tar.gz"
+    if archive.is_file():
+        try:
+            with tarfile.open(archive) as tar:
+                inside = {Path(m.name).name: m for m in tar.getmembers()}
+                streams = [tar.extractfile(inside[n]) for n in names]
+                raw = b"".join((s or io.BytesIO()).read() for s in streams)
+        except (tarfile.TarError, EOFError, KeyError, OSError) as error:
+            raise DataError(f"{archive} is damaged or another file: {error}") from error
+    else:
+        at = folder / "cifar-10-batches-bin" if (folder / "cifar-10-batches-bin").is_dir() else folder
+        missing = [n for n in names if not (at / n).is_file()]
+        if missing:
+            raise FileNotFoundError(archive.name)
+        raw = b"".join((at / n).read_bytes() for n in names)
+    if not raw or len(raw) % 3073:
+        raise DataError(f"{folder}: the {part} part of CIFAR-10 has {len(raw):,} bytes, no multiple of 3,073")
+    rows = np.frombuffer(raw, np.uint8).reshape(-1, 3073)
+    return Examples(
+        as_inputs(rows[:, 1:].reshape(-1, 3, 32, 32), str(folder)),
+        torch.from_numpy(rows[:, 0].astype(np.int64)),
+        folder.name,
+    )
+
+
+def _svhn(folder: Path, part: str) -> Examples:
+    file = folder / f"{part}_32x32.mat"
+    if not file.is_file():
+        raise FileNotFoundError(file.name)
+    content = optional("scipy.io", "sklearn", "the .mat files of SVHN").loadmat(file)
+    labels = content["y"].reshape(-1).astype(np.int64) % 10  # the digit 0 is stored as 10
+    return Examples(as_inputs(content["X"].transpose(3, 0, 1, 2), str(file)), torch.from_numpy(labels), folder.name)
+
+
+_MNIST_FILES = {
+    "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+}
+_FASHION_FILES = {
+    "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+    "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+    "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+    "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+}
+_KMNIST_FILES = {
+    "train-images-idx3-ubyte.gz": "51467d22d8cc72929e2a028a0428f2086b092bb31cfb79c69cc0a90ce135fde4",
+    "train-labels-idx1-ubyte.gz": "e38f9ebcd0f3ebcdec7fc8eabdcdaef93bb0df8ea12bee65224341c8183d8e17",
+    "t10k-images-idx3-ubyte.gz": "edd7a857845ad6bb1d0ba43fe7e794d164fe2dce499a1694695a792adfac43c5",
+    "t10k-labels-idx1-ubyte.gz": "20bb9a0ef54c7db3efc55a92eef5582c109615df22683c380526788f98e42a1c",
+}
+_SVHN_FILES = {
+    "train_32x32.mat": "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
+    "test_32x32.mat": "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
+}
+NAMED: dict[str, NamedSet] = {
+    "mnist": NamedSet(
+        _idx,
+        _DIGITS,
+        _MNIST_FILES,
+        ("https://storage.googleapis.com/cvdf-datasets/mnist/", "https://ossci-datasets.s3.amazonaws.com/mnist/"),
+        "12 MB",
+    ),
+    "fashion-mnist": NamedSet(
+        _idx,
+        _CLOTHES,
+        _FASHION_FILES,
+        (
+            "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
+            "https://fashion-mnist.s3.eu-central-1.amazonaws.com/",
+        ),
+        "31 MB",
+    ),
+    "kmnist": NamedSet(
+        _idx,
+        ("o", "ki", "su", "tsu", "na", "ha", "ma", "ya", "re", "wo"),
+        _KMNIST_FILES,
+        ("https://codh.rois.ac.jp/kmnist/dataset/kmnist/", "http://codh.rois.ac.jp/kmnist/dataset/kmnist/"),
+        "21 MB",
+    ),
+    "notmnist": NamedSet(_idx, tuple("ABCDEFGHIJ"), {}),
+    "cifar10": NamedSet(
+        _cifar10,
+        _CIFAR,
+        {"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
+        ("https://www.cs.toronto.edu/~kriz/",),
+        "170 MB",
+    ),
+    "svhn": NamedSet(_svhn, _DIGITS, _SVHN_FILES, ("http://ufldl.stanford.edu/housenumbers/",), "246 MB"),
+}
+
+
+def is_named(name: str) -> bool:
+    """Whether a name is one of the public data sets.
+
+    >>> is_named("mnist"), is_named("uci_yacht"), is_named("train.npz")
+    (True, True, False)
+    """
+    return name in NAMED or name.startswith("uci_")
+
+
+def data_folder(folder: str | Path | None = None) -> Path:
+    """Where named data sets lie: the given folder, else AFTERMAP_DATA, else ~/.cache/aftermap."""
+    return Path(folder or os.environ.get("AFTERMAP_DATA") or "~/.cache/aftermap").expanduser()
+
+
+def named(name: str, part: str, *, folder: str | Path | None = None, download: bool = False) -> Examples:
+    """Part of a public data set.
+
+    The validation part is a fixed tenth of the official training part, which is then not in "train".
+
+    Args:
+        name: mnist, fashion-mnist, kmnist, notmnist (idx files), cifar10 (the binary archive), svhn (.mat files), or uci_NAME
+            and uci_NAME/K for split K (an .npz file with X, y and test_K). Every image set may also be train.npz and test.npz.
+        part: "train", "validation" or "test".
+        folder: holds a folder per set; None: AFTERMAP_DATA, else ~/.cache/aftermap.
+        download: fetch what is missing.
+
+    Returns:
+        Images from 0 to 1, [N, C, H, W], with their labels.
+
+    Raises:
+        InputError: an unknown name or part.
+        DataError: files that are missing or damaged; the message says where they should be and how to get them.
+    """
+    if part not in ("train", "validation", "test"):
+        raise InputError(f"part={part!r} is not known; allowed are train, validation and test")
+    at = data_folder(folder)
+    if name.startswith("uci_"):
+        return _uci(name, part, at)
+    if name not in NAMED:
+        raise InputError(f"there is no data set {name!r}; there are {', '.join(NAMED)}, and uci_NAME")
+    known, official = NAMED[name], "test" if part == "test" else "train"
+    try:
+        if (at / name / f"{official}.npz").is_file():
+            found = read_npz(at / name / f"{official}.npz")
+        else:
+            found = known.reader(at / name, official)
+    except FileNotFoundError as error:
+        if download and known.files:
+            download_named(name, at)
+            found = known.reader(at / name, official)
+        else:
+            how = (
+                f"fetch it ({known.size}) with --download (download=True)" if known.files else "put its idx files there"
+            )
+            raise DataError(f"{name} ({official}) is not in {at / name}: {error} is missing; {how}") from error
+    found = Examples(found.inputs, found.targets, name, known.classes)
+    if official == "test":
+        return found
+    return split(found, validation=_VALIDATION, test=0.0)[part]
+
+
+def download_named(name: str, folder: str | Path | None = None) -> list[Path]:
+    """Fetches the files of a public data set and checks them; files that are there are kept.
+
+    Raises:
+        InputError: a set without a place to download it from.
+        DataError: see :func:`aftermap.data.fetch`.
+    """
+    known = NAMED.get(name)
+    if known is None or not known.files:
+        have = ", ".join(n for n, s in NAMED.items() if s.files)
+        raise InputError(f"{name} cannot be downloaded; these can: {have}")
+    at = data_folder(folder) / name
+    return [fetch([p + f for p in known.places], at / f, digest) for f, digest in known.files.items()]
+
+
+def _uci(name: str, part: str, at: Path) -> Examples:
+    stem, _, number = name.removeprefix("uci_").partition("/")
+    wanted = stem.lower().replace("_", "-")
+    known: dict[str, Path] = {}
+    for group in ("uci_regression", "uci_classification"):
+        for file in sorted((at / group).glob("*.npz")):
+            known.setdefault(file.stem.removesuffix("_presplit").lower().replace("_", "-"), file)
+    if wanted not in known:
+        have = f"there are {', '.join('uci_' + n for n in known)}" if known else "there are no files"
+        raise DataError(f"{name}: no file of this name in {at}/uci_regression or {at}/uci_classification; {have}")
+    file = known[wanted]
+    classes = file.parent.name == "uci_classification"
+    with np.load(file, allow_pickle=False) as content:
+        arrays = {k: content[k] for k in content.files}
+    try:
+        if "X_tr" in arrays:
+            whole = {p: _uci_part(arrays[f"X_{p}"], arrays[f"y_{p}"], name, classes) for p in ("tr", "te")}
+            train, test = whole["tr"], whole["te"]
+        else:
+            whole_set = _uci_part(arrays["X"], arrays["y"], name, classes)
+            chosen = arrays.get(f"test_{number or 0}")
+            if chosen is None:
+                if number:
+                    count = sum(k.startswith("test_") for k in arrays)
+                    raise DataError(f"{name}: {file} has {count} splits, numbered from 0")
+                return part_of(whole_set, part)
+            inside = np.setdiff1d(np.arange(len(whole_set)), chosen)
+            train = whole_set.take(torch.from_numpy(inside))
+            test = whole_set.take(torch.from_numpy(chosen.astype(np.int64)))
+    except KeyError as error:
+        raise DataError(
+            f"{file} has no array {error}; a UCI file holds X, y and test_K, or X_tr, y_tr, X_te, y_te"
+        ) from error
+    return test if part == "test" else split(train, validation=_VALIDATION, test=0.0)[part]
+
+
+def _uci_part(x: np.ndarray, y: np.ndarray, name: str, classes: bool) -> Examples:
+    targets = torch.from_numpy(np.ascontiguousarray(y.reshape(len(y), -1)[:, 0], dtype=np.float32))
+    if classes:
+        targets = torch.unique(targets, return_inverse=True)[1]
+    return Examples(torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32)), targets, name)

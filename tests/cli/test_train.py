@@ -1,0 +1,234 @@
+"""Training: killed and taken up again, on one process and on two, and what comes out of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import aftermap.cli.training as training
+from aftermap.cli.app import app
+from aftermap.cli.store import load_fitted
+from aftermap.cli.training import CHECKPOINT, OPTIMIZERS
+from aftermap.optim import TrainedPosterior
+from tests.cli.common import answer, invoke, words
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ["train", "--model", "builtin:mlp", "--data", "toy:blobs", "--epochs", "3", "--batch-size", "50"]
+WIDE = ["--prior-precision", "1", "--lr", "0.01"]
+
+
+def same(one: Path, two: Path, tolerance: float = 0.0) -> None:
+    a, b = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
+    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+
+
+def attempt(*arguments: str) -> Any:
+    """A run with so few steps that its self-check may fail."""
+    found = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert found.exit_code in (0, 3), found.stderr
+    return found
+
+
+class Killed(BaseException):
+    """Nothing catches it, like a signal."""
+
+
+@pytest.mark.parametrize(
+    "optimizer", [o if o in ("vogn", "adam") else pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS]
+)
+def test_killed_and_restarted_it_ends_where_it_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    command = [*BASE, "--optimizer", optimizer, "--checkpoint-seconds", "0", "--samples", "4"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    done = attempt(*command, "-o", str(whole), "--json")
+    step = training._step
+    taken: list[int] = []
+
+    def dies(*args: Any) -> float:
+        taken.append(1)
+        if len(taken) == 12:  # in the middle of the second epoch
+            raise Killed
+        return step(*args)
+
+    monkeypatch.setattr(training, "_step", dies)
+    with pytest.raises(Killed):
+        invoke(*command, "-o", str(broken))
+    monkeypatch.undo()
+    assert [p.name for p in broken.iterdir() if p.name.startswith(".")] == []
+    assert not (broken / "model.safetensors").exists()
+    found = invoke(*command, "-o", str(broken), code=done.exit_code)
+    assert "goes on at step 11 of 24" in words(found.stderr)
+    same(whole, broken)
+    assert json.loads(done.stdout)["steps"] == 24
+    assert len(json.loads((broken / "history.json").read_text())) == 3
+
+
+def test_a_bayesian_run_ends_with_a_posterior(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    content = answer(*BASE, *WIDE, "--epochs", "12", "--optimizer", "vogn", "-o", str(place))
+    assert content["self_check"]["passed"] is True
+    assert content["history"][0]["loss"] > content["history"][-1]["loss"]
+    fitted = load_fitted(place / "posterior")
+    assert isinstance(fitted.predictor, TrainedPosterior)
+    assert fitted.predict_options("auto", 8) == {"kind": "sampling", "samples": 8}
+    assert fitted.threshold("entropy") is not None
+    said = words(invoke("evaluate", str(place / "posterior"), "--samples", "16", "--resamples", "0").stdout)
+    assert "Bayesian" in said
+    shares = answer("where", str(place / "posterior"))["predictive share"]
+    assert sum(shares) == pytest.approx(1.0, abs=1e-6)
+    assert "was made by training with VOGN" in words(invoke("tune", str(place / "posterior"), code=2).stderr)
+    again = invoke(*BASE, *WIDE, "--epochs", "12", "--optimizer", "vogn", "-o", str(place))
+    assert "is finished" in words(again.stderr)
+
+
+def test_adam_says_how_to_go_on(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    said = words(invoke(*BASE, "--optimizer", "adam", "-o", str(place)).stdout)
+    assert "aftermap fit --model builtin:mlp --weights" in said
+    assert not (place / "posterior").exists()
+
+
+def test_folders_and_settings(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    command = [*BASE, "--optimizer", "adam", "-o", str(place)]
+    invoke(*command)
+    found = invoke(*command, "--lr", "0.5", code=2)
+    assert "holds a run with other settings (lr: 0.001 there, 0.5 now)" in words(found.stderr)
+    invoke(*command, "--lr", "0.5", "--force")
+    (place / CHECKPOINT).write_bytes(b"torn")
+    assert "is damaged" in words(invoke(*command, code=2).stderr)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    found = invoke(*BASE, "-o", str(tmp_path / "mine"), code=2)
+    assert "is no run to go on with" in words(found.stderr)
+    assert "is a file" in words(invoke(*BASE, "-o", str(tmp_path / "mine" / "thesis.txt"), code=2).stderr)
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        (["--optimizer", "sgd"], "--optimizer 'sgd' is not known; allowed are vogn"),
+        (["--noise", "2"], "--noise belongs to a regression"),
+        (["--lr", "1e30", "--optimizer", "adam"], "lower --lr"),
+        (["--model", "builtin:lenet"], "for tables use builtin:mlp"),
+    ],
+)
+def test_mistakes(tmp_path: Path, more: list[str], message: str) -> None:
+    assert message in words(invoke(*BASE, *more, "-o", str(tmp_path / "run"), code=2).stderr)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "run"
+    command = [*BASE, "--optimizer", "adam", "-o", str(place)]
+    real, calls = torch.save, []
+
+    def fills(content: Any, file: Any, *args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            Path(file).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(content, file, *args)
+
+    monkeypatch.setattr(torch, "save", fills)
+    assert "The disk is full" in words(invoke(*command, code=2).stderr)
+    monkeypatch.undo()
+    assert sorted(p.name for p in place.iterdir()) == [CHECKPOINT, "history.json"]
+    assert "goes on at step 16 of 24" in words(invoke(*command).stderr)
+
+
+def test_regression_in_the_units_of_the_targets(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    command = [
+        "train",
+        "--model",
+        "builtin:mlp",
+        "--data",
+        "toy:cubic",
+        "--optimizer",
+        "vogn",
+        "--epochs",
+        "2",
+        "-o",
+        str(place),
+    ]
+    assert json.loads(attempt(*command, "--json").stdout)["posterior"] == str(place / "posterior")
+    saved = json.loads((place / "posterior" / "config.json").read_text())["laplace"]
+    assert saved["likelihood"]["noise"] == pytest.approx(11, rel=0.3)  # half the deviation of x³ on [-4, 4]
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+    ]
+    done = subprocess.run(
+        [*launch, "-m", "aftermap", *arguments],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["vogn", "adam"])
+def test_two_processes_equal_one(tmp_path: Path, optimizer: str) -> None:
+    command = [*BASE, *WIDE, "--epochs", "12", "--optimizer", optimizer]
+    invoke(*command, "-o", str(tmp_path / "one"))
+    done = torchrun(*command, "-o", str(tmp_path / "two"))
+    assert "on 2 processes" in done.stderr
+    assert done.stdout.count("trained 12 epochs") == 1  # one process speaks
+    same(tmp_path / "one", tmp_path / "two", 2e-5)
+
+
+@pytest.mark.slow
+def test_a_fit_on_two_processes_equals_one(tmp_path: Path) -> None:
+    invoke(*BASE, "--optimizer", "adam", "-o", str(tmp_path / "run"))
+    weights = str(tmp_path / "run" / "model.safetensors")
+    command = [
+        "fit",
+        "--model",
+        "builtin:mlp",
+        "--weights",
+        weights,
+        "--data",
+        "toy:blobs",
+        "--structure",
+        "kron",
+        "--method",
+        "evidence",
+    ]
+    invoke(*command, "-o", str(tmp_path / "one"))
+    done = torchrun(*command, "-o", str(tmp_path / "two"))
+    assert done.stdout.count("saved in") == 1
+    one, two = (load_fitted(tmp_path / n).predictor for n in ("one", "two"))
+    assert one.factors.n_data == two.factors.n_data == 360
+    a, b = one.posterior.marginal_variance(), two.posterior.marginal_variance()
+    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-7)

@@ -1,0 +1,282 @@
+"""The way of a data scientist, second half: evaluate, report, where, tune and predict."""
+
+from __future__ import annotations
+
+import csv
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from aftermap.cli.store import load_fitted
+from aftermap.evaluation import Results
+from tests.cli.common import Files, answer, invoke, words
+
+# Evaluate, report, where, tune
+
+
+def test_evaluate_compares_and_judges(files: Files, fitted: Path, tmp_path: Path) -> None:
+    run = ["evaluate", str(fitted), "--test", str(files.test), "--ood", f"far={files.ood}", "--resamples", "20"]
+    results = tmp_path / "results.json"
+    said = words(invoke(*run, "-o", str(results), "--baseline", "map").stdout)
+    for word in (
+        "MAP Bayesian",
+        "Accuracy",
+        "Negative log-likelihood",
+        "ECE",
+        "AUROC, far",
+        "FPR95, far",
+        "at 80 % coverage",
+    ):
+        assert word in said
+    assert "Time per 1,000 inputs" in said
+    assert "5 % false alarms on validation data" in said
+    assert "not worse than the baseline map" in said
+    assert Results.from_json(results).name == "Bayesian"
+    again = answer(*run, "--baseline", str(results))
+    assert again["baseline"] == f"not worse than the baseline {results}"
+    assert again["bayesian"]["metrics"] == json.loads(results.read_text())["metrics"]  # the same seed, the same numbers
+
+
+def test_worse_than_a_baseline(files: Files, fitted: Path, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    run = ["evaluate", str(fitted), "--test", str(files.test), "--resamples", "0"]
+    invoke(*run, "-o", str(results))
+    content = json.loads(results.read_text())
+    content["metrics"]["nll"] = dict.fromkeys(("value", "lower", "upper"), 0.001)
+    results.write_text(json.dumps(content))
+    assert "worse than the baseline" in words(invoke(*run, "--baseline", str(results), code=4).stdout)
+    content["provenance"]["data_hash"] = "sha256:0"
+    results.write_text(json.dumps(content))
+    assert "evaluated on other data" in words(invoke(*run, "--baseline", str(results), code=2).stderr)
+    assert "there is no such file" in words(invoke(*run, "--baseline", "none.json", code=2).stderr)
+
+
+def test_evaluate_names_mistakes(files: Files, fitted: Path, tmp_path: Path) -> None:
+    assert "say which data to test on" in words(invoke("evaluate", str(fitted), code=2).stderr)
+    assert "there is no posterior at" in words(
+        invoke("evaluate", str(tmp_path / "none"), "--test", str(files.test), code=2).stderr
+    )
+    np.savez(tmp_path / "wide.npz", x=np.zeros((3, 5), np.float32), y=np.zeros(3, np.int64))
+    assert "a batch of shape [3, 5] made it fail" in words(
+        invoke("evaluate", str(fitted), "--test", str(tmp_path / "wide.npz"), code=2).stderr
+    )
+    found = invoke("evaluate", str(fitted), "--test", str(files.test), "--ood", f"wide={tmp_path / 'wide.npz'}", code=2)
+    assert "the OOD set 'wide' has inputs of shape [5]" in words(found.stderr)
+
+
+def test_report_is_one_file(files: Files, posterior: Path, tmp_path: Path) -> None:
+    place = tmp_path / "deep" / "mine.html"
+    found = invoke("report", str(posterior), "--test", str(files.test), "--ood", f"far={files.ood}", "-o", str(place))
+    assert f"report written to {place}".replace("\n", "") in words(found.stdout) or "report written to" in words(
+        found.stdout
+    )
+    text = place.read_text(encoding="utf-8")
+    assert text.lstrip().lower().startswith("<!doctype html>")
+    assert "far" in text
+    assert "exists; report does not replace it" in words(
+        invoke("report", str(posterior), "--test", str(files.test), "-o", str(place), code=2).stderr
+    )
+
+
+def test_where_adds_up(files: Files, fitted: Path, tmp_path: Path) -> None:
+    content = answer("where", str(fitted), "--test", str(files.test))
+    cross = content.get("cross share", [0.0])
+    assert sum(content["predictive share"]) + sum(cross) == pytest.approx(1.0, abs=1e-6)
+    for level in ("filter", "weight", "class", "input"):
+        assert invoke("where", str(fitted), "--test", str(files.test), "--level", level, "--top", "3").stdout
+    invoke("where", str(fitted), "--test", str(files.test), "-o", str(tmp_path / "where.json"))
+    assert "layer" in json.loads((tmp_path / "where.json").read_text())
+    assert "--level 'pixel' is not known" in words(invoke("where", str(fitted), "--level", "pixel", code=2).stderr)
+
+
+def test_tune_replaces_the_prior(files: Files, posterior: Path, tmp_path: Path) -> None:
+    content = answer("tune", str(posterior), "--prior-precision", "3.5", "-o", str(tmp_path / "tuned"))
+    assert set(content["prior_precision"].values()) == {3.5}
+    assert content["thresholds"] is None  # they belonged to the old prior
+    assert load_fitted(tmp_path / "tuned").threshold("entropy") is None
+    assert load_fitted(posterior).threshold("entropy") is not None
+    said = words(invoke("tune", str(posterior), "--val", str(files.val)).stdout)
+    assert "prior precision" in said
+    assert "self-check on validation data passed" in said
+    assert load_fitted(posterior).threshold("entropy") is not None
+    by_evidence = answer("tune", str(posterior), "--method", "evidence")
+    fixed = answer("tune", str(posterior), "--prior-precision", "50")
+    assert by_evidence["log_evidence"] > fixed["log_evidence"]
+
+
+# Predict
+
+
+def test_predict_writes_a_row_per_input(files: Files, fitted: Path, tmp_path: Path) -> None:
+    place = tmp_path / "scored.csv"
+    found = invoke("predict", str(fitted), str(files.ood), "-o", str(place))
+    rows = list(csv.DictReader(place.read_text().splitlines()))
+    assert list(rows[0]) == ["prediction", "confidence", "epistemic", "aleatoric", "score", "flag"]
+    assert len(rows) == 50
+    loaded = load_fitted(fitted)
+    threshold = loaded.threshold("entropy")
+    assert threshold is not None
+    for row in rows:
+        assert float(row["score"]) == pytest.approx(float(row["epistemic"]) + float(row["aleatoric"]), abs=2e-5)
+        assert row["flag"] == str(int(float(row["score"]) > threshold.value))
+        assert row["prediction"] in ("0", "1", "2")
+    assert f"{sum(r['flag'] == '1' for r in rows)} of 50 flagged" in words(found.stdout)
+    with np.load(files.ood) as arrays:
+        x = torch.from_numpy(arrays["x"])
+    options = loaded.predict_options("auto", 100)
+    expected = loaded.predictor.predict(x, **options, generator=torch.Generator().manual_seed(0))
+    assert [float(r["confidence"]) for r in rows] == pytest.approx(expected.confidence.tolist(), abs=1e-5)
+    assert "exists; predict does not replace it" in words(
+        invoke("predict", str(fitted), str(files.ood), "-o", str(place), code=2).stderr
+    )
+    invoke("predict", str(fitted), str(files.ood), "-o", str(tmp_path / "scored.json"), "--score", "mutual_information")
+    assert json.loads((tmp_path / "scored.json").read_text())["flag"][0] in (0, 1)
+    assert "written as .csv or .json" in words(
+        invoke("predict", str(fitted), str(files.ood), "-o", "x.xls", code=2).stderr
+    )
+
+
+def test_tables_from_training_to_prediction(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(120, 2))
+    words_of = np.where(x[:, 0] + x[:, 1] > 0, "big", "small")
+    lines = [
+        "id,a,b,kind",
+        *(f"n{i},{a:.3f},{b:.3f},{k}" for i, ((a, b), k) in enumerate(zip(x, words_of, strict=True))),
+    ]
+    train, val, new = tmp_path / "train.csv", tmp_path / "val.csv", tmp_path / "new.csv"
+    train.write_text("\n".join(lines[:81]))
+    val.write_text("\n".join([lines[0], *lines[81:]]))
+    table = ["--target", "kind", "--drop", "id"]
+    invoke(
+        "train",
+        "--model",
+        "builtin:mlp",
+        "--train",
+        str(train),
+        "--val",
+        str(val),
+        "-o",
+        str(tmp_path / "run"),
+        "--optimizer",
+        "adam",
+        "--epochs",
+        "8",
+        "--batch-size",
+        "16",
+        *table,
+    )
+    weights = str(tmp_path / "run" / "model.safetensors")
+    invoke(
+        "fit",
+        "--model",
+        "builtin:mlp",
+        "--weights",
+        weights,
+        "--train",
+        str(train),
+        "--val",
+        str(val),
+        "-o",
+        str(tmp_path / "p"),
+        "--params",
+        "last_layer",
+        "--structure",
+        "kron",
+        "--method",
+        "evidence",
+        *table,
+    )
+    # Other order of columns, words in a column that is no input, no targets.
+    new.write_text("b,name,a\n2.0,first,2.0\n-2.0,second,-2.0\n")
+    found = invoke("predict", str(tmp_path / "p"), str(new), "--keep", "name")
+    rows = list(csv.DictReader(found.stdout.splitlines()))
+    assert [(r["name"], r["prediction"]) for r in rows] == [("first", "big"), ("second", "small")]
+    assert "has no column 'nme'" in words(
+        invoke("predict", str(tmp_path / "p"), str(new), "--keep", "nme", code=2).stderr
+    )
+    new.write_text("a,b\n1.0,2.0\n3.0,unknown\n")
+    found = invoke("predict", str(tmp_path / "p"), str(new), code=2)
+    assert "row 3, column 'b': 'unknown' is not a finite number" in words(found.stderr)
+    val.write_text("id,a,b,kind\nn1,1.0,2.0,huge\n")
+    found = invoke("evaluate", str(tmp_path / "p"), "--test", str(val), code=2)
+    assert "the class 'huge' is not one of big, small" in words(found.stderr)
+
+
+def test_regression_has_intervals(tmp_path: Path) -> None:
+    run = ["--model", "builtin:mlp", "--data", "toy:cubic"]
+    invoke("train", *run, "-o", str(tmp_path / "run"), "--optimizer", "adam", "--epochs", "6", "--lr", "0.01")
+    weights = str(tmp_path / "run" / "model.safetensors")
+    content = answer("fit", *run, "--weights", weights, "-o", str(tmp_path / "p"), "--structure", "kron")
+    assert content["task"] == "regression"
+    assert 1.0 < content["noise"] < 20.0  # the problem has 3, and the network is hardly trained
+    assert set(content["thresholds"]) == {"entropy", "mutual_information", "variance"}
+    rows = list(csv.DictReader(invoke("predict", str(tmp_path / "p"), "toy:cubic").stdout.splitlines()))
+    assert list(rows[0]) == ["prediction", "lower", "upper", "epistemic", "aleatoric", "score", "flag"]
+    assert all(float(r["lower"]) < float(r["prediction"]) < float(r["upper"]) for r in rows)
+    said = words(invoke("evaluate", str(tmp_path / "p")).stdout)
+    assert "Root mean squared error" in said
+    assert "95 % interval" in said
+
+
+def test_a_posterior_without_its_network(files: Files, posterior: Path, tmp_path: Path) -> None:
+    config = json.loads((posterior / "config.json").read_text())
+    config["laplace"]["extras"]["model"]["spec"] = "gone.nets:build"
+    (posterior / "config.json").write_text(json.dumps(config))
+    assert "there is no module 'gone'" in words(invoke("predict", str(posterior), str(files.test), code=2).stderr)
+    invoke("predict", str(posterior), str(files.test), "--model", files.model, "-o", str(tmp_path / "a.csv"))
+    (posterior / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in words(
+        invoke("predict", str(posterior), str(files.test), "--model", files.model, code=2).stderr
+    )
+    invoke(
+        "predict",
+        str(posterior),
+        str(files.test),
+        "--model",
+        files.model,
+        "--weights",
+        str(files.weights),
+        "-o",
+        str(tmp_path / "b.csv"),
+    )
+    assert (tmp_path / "a.csv").read_text() == (tmp_path / "b.csv").read_text()
+
+
+# Select
+
+
+def test_select_ranks_by_evidence(files: Files, tmp_path: Path) -> None:
+    place = files.model.removesuffix(":build")
+    data = [
+        "--train",
+        str(files.train),
+        "--test",
+        str(files.test),
+        "--epochs",
+        "20",
+        "--structure",
+        "kron",
+        "--lr",
+        "0.05",
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # so few epochs do not end at a mode
+        content = answer(
+            "select", f"wide={place}:build", f"{place}:ready", *data, "-o", str(tmp_path / "best.safetensors")
+        )
+    assert {row["name"] for row in content["table"]} == {"wide", "ready"}
+    evidences = [row["log_evidence"] for row in content["table"]]
+    assert evidences == sorted(evidences, reverse=True)
+    assert content["best"] == content["table"][0]["name"]
+    assert sum(content["probabilities"].values()) == pytest.approx(1.0)
+    assert load_file(tmp_path / "best.safetensors")
+    assert "two candidates are called 'build'" in words(
+        invoke("select", files.model, files.model, *data, code=2).stderr
+    )
+    assert "say which data" in words(invoke("select", files.model, code=2).stderr)

@@ -1,0 +1,238 @@
+"""Readers of npz, csv and image folders: what is read, and every mistake named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from aftermap.data import (
+    Examples,
+    builtin,
+    csv_rows,
+    part_of,
+    photograph_patches,
+    read_csv,
+    read_image_folder,
+    read_npz,
+    split,
+    toy,
+)
+from aftermap.errors import DataError, InputError, ShapeError
+
+
+def write(folder: Path, text: str, name: str = "table.csv") -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+# npz
+
+
+def test_npz_layouts(tmp_path: Path) -> None:
+    np.savez(tmp_path / "bytes.npz", images=np.full((3, 5, 4, 3), 51, np.uint8), labels=np.arange(3, dtype=np.uint8))
+    found = read_npz(tmp_path / "bytes.npz")
+    assert found.inputs.shape == (3, 3, 5, 4)
+    torch.testing.assert_close(found.inputs, torch.full((3, 3, 5, 4), 0.2))
+    assert found.targets is not None
+    assert found.targets.dtype == torch.int64
+    np.savez(tmp_path / "grey.npz", x=np.zeros((2, 5, 4), np.uint8), y=np.zeros((2, 1)))
+    grey = read_npz(tmp_path / "grey.npz")
+    assert grey.inputs.shape == (2, 1, 5, 4)
+    assert grey.targets is not None
+    assert (grey.targets.shape, grey.targets.dtype) == ((2,), torch.float32)
+    np.savez(tmp_path / "tokens.npz", x=np.zeros((2, 7), np.int32))
+    assert read_npz(tmp_path / "tokens.npz", need_targets=False).inputs.dtype == torch.int64
+
+
+def test_npz_parts(tmp_path: Path) -> None:
+    np.savez(tmp_path / "parts.npz", X_tr=np.zeros((4, 2)), y_tr=np.zeros(4), x_test=np.ones((3, 2)), y_test=np.ones(3))
+    assert len(read_npz(tmp_path / "parts.npz", part="train")) == 4
+    assert float(read_npz(tmp_path / "parts.npz", part="test").inputs.mean()) == 1.0
+
+
+def test_npz_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no file"):
+        read_npz(tmp_path / "none.npz")
+    (tmp_path / "text.npz").write_text("hello")
+    with pytest.raises(DataError, match="cannot be read as an .npz file"):
+        read_npz(tmp_path / "text.npz")
+    np.savez(tmp_path / "names.npz", a=np.zeros(3), b=np.zeros(3))
+    with pytest.raises(DataError, match="no array of inputs: it holds a, b"):
+        read_npz(tmp_path / "names.npz")
+    np.savez(tmp_path / "only_x.npz", x=np.zeros((3, 2)))
+    with pytest.raises(DataError, match="no array of targets"):
+        read_npz(tmp_path / "only_x.npz")
+    np.savez(tmp_path / "objects.npz", x=np.array([{}, {}], dtype=object), y=np.zeros(2))
+    with pytest.raises(DataError, match="cannot be read"):
+        read_npz(tmp_path / "objects.npz")
+    np.savez(tmp_path / "lengths.npz", x=np.zeros((3, 2)), y=np.zeros(4))
+    with pytest.raises(ShapeError, match="3 inputs, but 4 targets"):
+        read_npz(tmp_path / "lengths.npz")
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    with pytest.raises(DataError, match="holds one array"):
+        read_npz(tmp_path / "one.npy")
+
+
+# csv
+
+
+def test_csv_numbers_and_classes(tmp_path: Path) -> None:
+    file = write(tmp_path, "id,a,b,kind\nx1,1,2.5,rose\nx2,3,-4e1,iris\n")
+    found = read_csv(file, target="kind", drop=["id"])
+    assert found.columns == ("a", "b")
+    assert found.classes == ("iris", "rose")
+    torch.testing.assert_close(found.inputs, torch.tensor([[1.0, 2.5], [3.0, -40.0]]))
+    assert found.targets is not None
+    assert found.targets.tolist() == [1, 0]
+    # By number, and with the order of columns and classes of earlier data.
+    again = read_csv(file, target="-1", columns=["b", "a"], classes=["rose", "iris"])
+    assert again.inputs[0].tolist() == [2.5, 1.0]
+    assert again.targets is not None
+    assert again.targets.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t", "|"])
+def test_csv_delimiters_and_no_header(tmp_path: Path, delimiter: str) -> None:
+    file = write(tmp_path, "\n".join(delimiter.join(row) for row in (["1", "2", "0.5"], ["3", "4", "1.5"])))
+    found = read_csv(file, target="3")
+    assert found.columns == ("column_1", "column_2")
+    assert found.targets is not None
+    assert found.targets.tolist() == [0.5, 1.5]
+
+
+def test_csv_kinds_of_targets(tmp_path: Path) -> None:
+    whole = read_csv(write(tmp_path, "a,y\n1,0\n2,3\n"), target="y")
+    assert whole.is_classes
+    assert not read_csv(write(tmp_path, "a,y\n1,0.0\n2,3.0\n"), target="y").is_classes
+    without = read_csv(write(tmp_path, "a,b\n1,2\n"), need_targets=False)
+    assert without.targets is None
+    missing = read_csv(write(tmp_path, "a,b\n1,2\n"), target="y", columns=["a"], need_targets=False)
+    assert (missing.targets, missing.columns) == (None, ("a",))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a,b,y\n1,2,0\n3,n/a,1\n", r"row 3, column 'b': 'n/a' is not a finite number"),
+        ("a,b,y\n\n1,2,0\n\n3,,1\n", r"row 5, column 'b': the cell is empty"),
+        ("a,b,y\n1,inf,0\n", r"row 2, column 'b': 'inf' is not a finite number"),
+        ('a,b,y\n1,"2\n",0\n3,x,1\n', r"row 4, column 'b'"),
+        ("a,b,y\n1,2\n", r"row 2: 2 cells, but there are 3 columns"),
+        ("a,a,y\n1,2,3\n", "two columns called 'a'"),
+        ("a,b,y\n", "has a header, but no rows"),
+        ("", "is empty"),
+        ("y\n1\n", "no input column beside the target"),
+        ("a,b,z\n1,2,3\n", "has no column 'y'; it has a, b, z"),
+        ("a,y\n1,1\n2,2\n3,3\n4,4\n5,?\n", r"row 6, column 'y': '\?' is not a finite number"),
+    ],
+)
+def test_csv_mistakes(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        read_csv(write(tmp_path, text), target="y")
+
+
+def test_csv_more_mistakes(tmp_path: Path) -> None:
+    file = write(tmp_path, "a,kind\n1,rose\n2,tulip\n")
+    with pytest.raises(DataError, match="which column holds the targets.*there are a, kind"):
+        read_csv(file)
+    with pytest.raises(DataError, match=r"row 3, column 'kind': the class 'tulip' is not one of iris, rose"):
+        read_csv(file, target="kind", classes=["iris", "rose"])
+    with pytest.raises(DataError, match="lacks the columns b"):
+        read_csv(file, target="kind", columns=["a", "b"])
+    (tmp_path / "latin.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
+    with pytest.raises(DataError, match="no text in UTF-8"):
+        csv_rows(tmp_path / "latin.csv")
+
+
+# Images
+
+
+def test_image_folder(tmp_path: Path) -> None:
+    for name, value in (("cat", 255), ("ant", 51)):
+        (tmp_path / "grey" / name).mkdir(parents=True)
+        Image.new("L", (4, 3), value).save(tmp_path / "grey" / name / "one.png")
+    found = read_image_folder(tmp_path / "grey")
+    assert found.classes == ("ant", "cat")
+    assert found.inputs.shape == (2, 1, 3, 4)
+    torch.testing.assert_close(found.inputs[:, 0, 0, 0], torch.tensor([0.2, 1.0]))
+    assert found.targets is not None
+    assert found.targets.tolist() == [0, 1]
+    colours = read_image_folder(tmp_path / "grey", channels=3, size=(6, 8), classes=["cat", "ant"])
+    assert colours.inputs.shape == (2, 3, 6, 8)
+    assert float(colours.inputs[0].mean()) == 1.0
+    assert read_image_folder(tmp_path / "grey" / "cat", need_targets=False).targets is None
+
+
+def test_image_folder_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no folder"):
+        read_image_folder(tmp_path / "none")
+    with pytest.raises(DataError, match="holds no images"):
+        read_image_folder(tmp_path)
+    Image.new("L", (4, 3)).save(tmp_path / "a.png")
+    with pytest.raises(DataError, match="no subfolder per class"):
+        read_image_folder(tmp_path)
+    Image.new("L", (5, 3)).save(tmp_path / "b.png")
+    with pytest.raises(DataError, match=r"b.png is 3×5 pixels, but .*a.png is 3×4"):
+        read_image_folder(tmp_path, need_targets=False)
+    (tmp_path / "c.png").write_text("no image")
+    with pytest.raises(DataError, match="c.png cannot be read as an image"):
+        read_image_folder(tmp_path, need_targets=False)
+    (tmp_path / "dog").mkdir()
+    Image.new("L", (4, 3)).save(tmp_path / "dog" / "d.png")
+    with pytest.raises(DataError, match="subfolder 'dog', which is not one of the classes cat"):
+        read_image_folder(tmp_path, classes=["cat"])
+
+
+# What needs no files
+
+
+def test_builtin_sets() -> None:
+    assert builtin("iris").columns is not None
+    assert builtin("breast-cancer").classes == ("malignant", "benign")
+    assert not builtin("diabetes").is_classes
+    with pytest.raises(InputError, match="no built-in data set 'cats'; there are digits"):
+        builtin("cats")
+    patches = photograph_patches(20, 8)
+    assert float(patches.inputs.min()) == 0.0
+    assert float(patches.inputs.max()) == pytest.approx(1.0)
+    assert torch.equal(patches.inputs, photograph_patches(20, 8).inputs)
+
+
+def test_toys() -> None:
+    cubic = toy("cubic", 400)
+    residual = cubic.targets - cubic.inputs**3
+    assert float(residual.std()) == pytest.approx(3.0, rel=0.15)
+    gap = toy("gap", 300).inputs
+    assert not bool(((gap > -0.75) & (gap < 0.75)).any())
+    assert torch.equal(toy("moons").inputs, toy("moons").inputs)
+    with pytest.raises(InputError, match="no toy problem 'spirals'"):
+        toy("spirals")
+    with pytest.raises(InputError, match="at least 1"):
+        toy("moons", 0)
+
+
+def test_parts_never_overlap() -> None:
+    data = Examples(torch.arange(103.0)[:, None], None, "numbers")
+    parts = split(data, validation=0.2, test=0.3)
+    seen = torch.cat([p.inputs for p in parts.values()]).flatten().sort().values
+    assert torch.equal(seen, torch.arange(103.0))
+    for name in parts:
+        assert torch.equal(part_of(data, name, validation=0.2, test=0.3).inputs, parts[name].inputs)
+    assert part_of(data, "all") is data
+    with pytest.raises(InputError, match="part='dev' is not known"):
+        part_of(data, "dev")
+    with pytest.raises(InputError, match="together below 1"):
+        split(data, validation=0.5, test=0.5)
+    with pytest.raises(DataError, match="too few to be split"):
+        split(data.take(slice(0, 2)), validation=0.1, test=0.1)
+
+
+def test_examples_must_agree() -> None:
+    with pytest.raises(DataError, match="holds no example"):
+        Examples(torch.zeros(0, 2), None, "nothing")
+    assert [len(x) for x, _ in Examples(torch.zeros(5, 2), None, "five").batches(2)] == [2, 2, 1]
