@@ -15,10 +15,10 @@ PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-slow test-peers lint format docs bench-setup bench clean distclean
+.PHONY: help setup demo test test-slow test-peers browser-setup lint format docs bench-setup bench clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 define make_venv
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "aftermap needs Python 3.10 or later, got " + sys.version.split()[0] + "; run: make PYTHON=/path/to/python3.10")'
@@ -41,8 +41,8 @@ $(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/constraints-bench.txt
 
 setup: $(DEV_STAMP) ## set up .venv for development
 
-demo: $(DEV_STAMP) ## run the first example
-	$(BIN)/python examples/quickstart.py
+demo: $(DEV_STAMP) ## train a small network on digits, make it Bayesian, write demo/report.html
+	$(BIN)/python -m aftermap demo
 
 test: $(DEV_STAMP) ## run the tests and doctests (PYTEST_ARGS="-k kron" narrows them)
 	$(TEST_ENV) $(BIN)/python -m pytest -q $(PYTEST_ARGS)
@@ -52,6 +52,9 @@ test-slow: $(DEV_STAMP) ## run the slow tests only
 
 test-peers: $(BENCH_STAMP) ## compare with other libraries, in .venv-bench
 	$(TEST_ENV) $(BENCH_BIN)/python -m pytest -q -m peers tests/peers $(PYTEST_ARGS)
+
+browser-setup: ## install the browser of the report's tests (Debian and Ubuntu; needs root)
+	apt-get install -y chromium chromium-driver
 
 lint: $(DEV_STAMP) ## check style, format and types
 	$(BIN)/ruff check .
@@ -71,7 +74,7 @@ bench: $(BENCH_STAMP) ## run the benchmarks against the peers
 	$(BENCH_BIN)/python -m benchmarks.run
 
 clean: ## remove caches and built files, keep the environments
-	rm -rf site dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf site demo dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find $(wildcard src tests examples benchmarks experiments) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too

@@ -29,10 +29,11 @@ from benchmarks.memory import resident
 from benchmarks.models import Batch, make
 from benchmarks.timing import compare, machine, source
 
-__all__ = ["TARGETS", "measure", "memory", "peak", "steps", "table"]
+__all__ = ["MODELS", "TARGETS", "measure", "memory", "peak", "run", "steps", "table"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 N_DATA = 50_000
+MODELS = ("mlp", "lenet", "wrn16_2")
 TARGETS = {
     "vogn": {"mlp": 2.2, "lenet": 1.7, "wrn16_2": 1.6},
     "ivon": {"mlp": 2.0, "lenet": 1.05, "wrn16_2": 1.1},
@@ -159,9 +160,24 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def run(models: Sequence[str], repeats: int, *, slow: bool, peaks: bool, output: Path) -> None:
+    """Measures, prints and writes optim.json; numbers of networks that were not asked for are kept."""
+    path = output / "optim.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    code = source()
+    for name in models:
+        results[name] = measure(name, repeats, slow=slow) | {"source": code}
+        if peaks:
+            results[name]["memory"] = memory(name, ("adam", "vogn", "ivon"))
+            print(f"{name} memory in MB: {results[name]['memory']}")
+        print(table({name: results[name]}), flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.optim", description=__doc__)
-    parser.add_argument("--models", default="mlp,lenet,wrn16_2")
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--fast", action="store_true", help="without K-FAC and vmap")
     parser.add_argument("--memory", action="store_true", help="also the peak memory of a step")
@@ -170,15 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     if asked.threads:
         torch.set_num_threads(asked.threads)
-    results, code = {}, source()
-    for name in asked.models.split(","):
-        results[name] = measure(name, asked.repeats, slow=not asked.fast) | {"source": code}
-        if asked.memory:
-            results[name]["memory"] = memory(name, ("adam", "vogn", "ivon"))
-            print(f"{name} memory in MB: {results[name]['memory']}")
-        print(table({name: results[name]}), flush=True)
-    asked.output.mkdir(parents=True, exist_ok=True)
-    (asked.output / "optim.json").write_text(json.dumps(results, indent=1) + "\n")
+    run(asked.models.split(","), asked.repeats, slow=not asked.fast, peaks=asked.memory, output=asked.output)
 
 
 if __name__ == "__main__":

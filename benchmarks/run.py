@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import predictive
+from benchmarks import optim, predictive
 from benchmarks.curvature import measure, scaling, table
 from benchmarks.models import MODELS
 from benchmarks.plots import plot_ratios, plot_scaling
@@ -19,7 +19,7 @@ from benchmarks.timing import machine, source
 __all__ = ["main"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
-BENCHMARKS = ("curvature", "scaling", "predictive")
+BENCHMARKS = ("curvature", "scaling", "predictive", "optim")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -71,6 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found["machine"] = machine() | {"repeats": asked.repeats, "source": before}
         (asked.output / "predictive.json").write_text(json.dumps(found, indent=1) + "\n")
         print(predictive.table(found))
+    if asked.only in (None, "optim"):
+        optim.run(
+            [m for m in asked.models if m in optim.MODELS],
+            2 * asked.repeats,
+            slow=not asked.quick,
+            peaks=not (asked.quick or asked.no_memory),
+            output=asked.output,
+        )
 
 
 if __name__ == "__main__":

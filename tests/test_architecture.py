@@ -72,6 +72,20 @@ def test_imports_go_one_way() -> None:
     assert problems == []
 
 
+def test_links_to_the_right_are_few_and_known() -> None:
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), node.args[0].value)
+        for path in LIBRARY
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "late_bound"
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert found == {
+        ("evaluation/results.py", "aftermap.analysis.report"),
+        ("predictive/predictor.py", "aftermap.analysis.where"),
+    }
+
+
 def test_files_are_short() -> None:
     problems = [
         f"{path.relative_to(ROOT)}: {problem}"

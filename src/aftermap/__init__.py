@@ -9,10 +9,12 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-from aftermap import curvature, likelihoods, metrics, optim
+from aftermap import analysis, applications, curvature, data, likelihoods, metrics, optim
+from aftermap.analysis import where
 from aftermap.baselines import HMC, SWAG, Ensemble, MCDropout, MeanField, TemperatureScaling
 from aftermap.evaluation import evaluate
-from aftermap.laplace import Laplace, Subnetwork, fit, load
+from aftermap.hessian_free import HessianFree
+from aftermap.laplace import Laplace, Mixture, Subnetwork, fit, load, select, train_by_evidence
 from aftermap.posteriors import precision_from_weight_decay
 from aftermap.predictive import Prediction
 
@@ -20,14 +22,19 @@ __all__ = [
     "HMC",
     "SWAG",
     "Ensemble",
+    "HessianFree",
     "Laplace",
     "MCDropout",
     "MeanField",
+    "Mixture",
     "Prediction",
     "Subnetwork",
     "TemperatureScaling",
     "__version__",
+    "analysis",
+    "applications",
     "curvature",
+    "data",
     "evaluate",
     "fit",
     "likelihoods",
@@ -35,4 +42,7 @@ __all__ = [
     "metrics",
     "optim",
     "precision_from_weight_decay",
+    "select",
+    "train_by_evidence",
+    "where",
 ]

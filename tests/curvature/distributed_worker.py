@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from aftermap.curvature import fit_curvature
+from aftermap.metrics.streaming import StreamingAccuracy, StreamingBrier, StreamingECE, StreamingNLL
 from tests.curvature.layer_cases import normal
 
 __all__ = ["STRUCTURES", "data", "fit_all", "network", "run"]
@@ -123,10 +124,30 @@ def _disagree(rank: int) -> Any:
     return {"dense": factors.to_dense(), "notes": {n: t.note for n, t in factors.treatment.items()}}
 
 
+def scores() -> tuple[Tensor, Tensor]:
+    """Probabilities [7, 3] and labels."""
+    return torch.softmax(2 * normal(7, 3), -1), torch.tensor([0, 2, 1, 1, 0, 2, 2])
+
+
+def _metrics(rank: int) -> Any:
+    """The first process sees two examples, the second five; of a third metric, only the second sees anything."""
+    probs, labels = scores()
+    part = slice(0, 2) if rank == 0 else slice(2, 7)
+    found = {}
+    for kind in (StreamingNLL, StreamingECE, StreamingAccuracy):
+        found[kind.__name__] = kind().update(probs[part], labels[part]).all_reduced().result()
+    alone = StreamingBrier()
+    if rank == 1:
+        alone.update(probs, labels)
+    found["StreamingBrier"] = alone.all_reduced().result()
+    return found
+
+
 JOBS: dict[str, Callable[[int], Any]] = {
     "float32": _fit(torch.float32),
     "float64": _fit(torch.float64),
     "no_data": _message(_no_data),
     "bad_later": _message(_bad_later),
     "disagree": _disagree,
+    "metrics": _metrics,
 }

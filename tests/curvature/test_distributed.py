@@ -16,7 +16,8 @@ from aftermap.curvature import reference
 from aftermap.distributed import all_reduce_, is_distributed, rank, same_everywhere, shared_out, together, world_size
 from aftermap.errors import DataError
 from aftermap.likelihoods import Categorical
-from tests.curvature.distributed_worker import STRUCTURES, data, fit_all, run, switching
+from aftermap.metrics.streaming import StreamingAccuracy, StreamingBrier, StreamingECE, StreamingNLL
+from tests.curvature.distributed_worker import STRUCTURES, data, fit_all, run, scores, switching
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -95,3 +96,11 @@ def test_one_process_is_a_no_op() -> None:
     assert [float(t[0]) for t in done] == [0.0, 1.0]
     with pytest.raises(DataError, match="mine"), together("working"):
         raise DataError("mine")
+
+
+def test_metrics_over_processes_are_those_of_all_data() -> None:
+    probs, labels = scores()
+    kinds = (StreamingNLL, StreamingECE, StreamingAccuracy, StreamingBrier)
+    expected = {kind.__name__: kind().update(probs, labels).result() for kind in kinds}
+    for found in both("metrics"):
+        assert found == pytest.approx(expected, rel=1e-12)

@@ -1,8 +1,8 @@
 """Metrics over data that come in batches: sums that add up over batches, over ranks and over restarts.
 
 Every accumulator holds a fixed set of float64 sums on the CPU, so that ``state()`` has the same shapes on
-every rank, also on one that saw nothing. Sum the states of all ranks (an all-reduce), then ask
-``accumulator.with_state(total).result()``. Use a fresh accumulator, or ``reset()``, for each thing measured.
+every rank, also on one that saw nothing: ``accumulator.all_reduced().result()`` is the metric over the data of
+all processes, whatever the share of each. Use a fresh accumulator, or ``reset()``, for each thing measured.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from aftermap.distributed import all_reduce_
 from aftermap.errors import DataError, InputError, NotFittedError
 from aftermap.metrics import calibration, intervals, regression, scoring
 from aftermap.metrics._check import (
@@ -128,6 +129,12 @@ class Streaming(ABC):
                 f"{self._settings()} and {type(other).__name__}{getattr(other, '_settings', tuple)()}."
             )
         return self.with_state({name: value + other._state[name] for name, value in self._state.items()})
+
+    def all_reduced(self) -> Self:
+        """A new accumulator over the data of all processes; in one process, a copy. Every process must ask."""
+        total = self.state()
+        all_reduce_(list(total.values()))
+        return self.with_state(total)
 
     def reset(self) -> Self:
         """Forget everything seen."""
