@@ -1,38 +1,195 @@
-"""The code in the documentation runs."""
+"""The code in the documentation runs, and the pages say what the library is."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import runpy
+import shlex
+import sys
 import warnings
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from aftermap.errors import StatisticalWarning
+from docs import run_pages
 
 ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {page.relative_to(DOCS).as_posix(): page for page in run_pages.pages()}
+# Importing transformers or lightning takes longer than all other pages together.
+SLOW = {"how_to/hugging_face.md": "transformers", "how_to/lightning.md": "lightning"}
+NEEDS = {"how_to/scikit_learn.md": "sklearn", "reference/cli.md": "typer", **SLOW}
+BEYOND = {"cli", "integrations", "late"}  # units whose reference is elsewhere, or that are no one's to use
 
 
-def test_add_a_layer_guide_runs() -> None:
-    text = (ROOT / "docs" / "add_a_layer.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    names: dict[str, object] = {"__name__": "add_a_layer"}
+@pytest.fixture
+def layer_rules() -> Iterator[dict[Any, Any]]:
+    """The registered layer rules, which a page may add to, are put back."""
     from aftermap.curvature import layers
 
     before = dict(layers._RULES)
-    try:
-        exec(compile("\n".join(blocks), "add_a_layer.md", "exec"), names)
-        added = set(layers._RULES) - set(before)
-        assert [kind.__name__ for kind in added] == ["Transposed"]
-    finally:
-        layers._RULES.clear()
-        layers._RULES.update(before)
-    assert len(blocks) == 2
+    yield layers._RULES
+    layers._RULES.clear()
+    layers._RULES.update(before)
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def bash_commands() -> list[tuple[str, str]]:
+    """(page, command line) of every `aftermap …` in a bash block."""
+    found = []
+    for page in sorted(DOCS.rglob("*.md")):
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            lines = [line.split("#")[0].split(">")[0].strip() for line in block.splitlines()]
+            found += [(page.name, re.sub(r"^.*-m aftermap", "aftermap", line)) for line in lines if "aftermap " in line]
+    return found
+
+
+def commands() -> dict[str, Any]:
+    typer = pytest.importorskip("typer.main", reason="the command line is not installed")
+    from aftermap.cli.app import app
+
+    return dict(typer.get_command(app).commands)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else [], id=n) for n in PAGES])
+@pytest.mark.filterwarnings("ignore:the best point lies at the edge:aftermap.errors.StatisticalWarning")
+def test_page_runs_and_prints_what_it_says(name: str, layer_rules: dict[Any, Any]) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    page, before = PAGES[name], set(layer_rules)
+    # Only of pages that import a library whose own warnings are not ours.
+    with warnings.catch_warnings():
+        if name in SLOW:
+            warnings.simplefilter("ignore")
+        printed = run_pages.run_page(page)
+    added = [kind.__name__ for kind in set(layer_rules) - before]
+    assert added == (["Transposed"] if name == "add_a_layer.md" else [])
+    blocks = run_pages.blocks_of(text_of(name))
+    assert len(printed) == len(blocks) > 0
+    for block, out in zip(blocks, printed, strict=True):
+        if block.output is not None:
+            said = run_pages.masked(block.output)
+            assert said, f"{name}, line {block.line}: the page says nothing; python docs/run_pages.py --write {page}"
+            assert said == run_pages.masked(out), f"{name}, line {block.line}"
+        else:
+            assert not out, f"{name}, line {block.line} prints, but the page does not say what"
+
+
+def test_every_tutorial_and_guide_has_code() -> None:
+    without = [p for folder in ("tutorials", "how_to") for p in sorted((DOCS / folder).glob("*.md"))]
+    without = [p for p in without if p.relative_to(DOCS).as_posix() not in PAGES]
+    assert [p.name for p in without] == ["command_line.md"]  # its commands are checked below
+
+
+def test_commands_on_the_pages_exist() -> None:
+    known, seen = commands(), set()
+    for page, line in bash_commands():
+        words = shlex.split(line)
+        verb, rest = words[1], words[2:]
+        assert verb in known, f"{page}: {line}"
+        flags = {flag for p in known[verb].params for flag in (*p.opts, *p.secondary_opts)}
+        used = {w for w in rest if w.startswith("-")}
+        assert used <= flags, f"{page}: {line}: there is no {used - flags}"
+        seen.add(verb)
+    assert {"doctor", "fit", "report", "predict", "evaluate", "train"} <= seen
+
+
+def test_every_command_is_in_the_guide() -> None:
+    listed = set(re.findall(r"^\| `(\w+)` \|", text_of("how_to/command_line.md"), re.MULTILINE))
+    assert set(commands()) <= listed
+
+
+def test_the_configuration_file_of_the_guide_fits_its_commands() -> None:
+    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    block = re.search(r"```toml\n(.*?)```", text_of("how_to/command_line.md"), re.DOTALL)
+    assert block is not None
+    content, known = tomllib.loads(block[1]), commands()
+    own = {k: v for k, v in content.items() if k in known}
+    common = {k for k in content if k not in known}
+    assert set(own) == {"fit", "report"}
+    for verb, entries in own.items():
+        names = {p.name for p in known[verb].params} | {o.lstrip("-") for p in known[verb].params for o in p.opts}
+        assert {*entries, *common} <= names, verb
+
+
+def test_every_unit_has_a_reference() -> None:
+    source = ROOT / "src" / "aftermap"
+    units = {p.stem for p in source.glob("*.py") if not p.stem.startswith("_")}
+    units |= {p.parent.name for p in source.glob("*/__init__.py")}
+    shown = {
+        m for p in (DOCS / "reference").glob("*.md") for m in re.findall(r"^::: (\S+)$", p.read_text(), re.MULTILINE)
+    }
+    assert {f"aftermap.{unit}" for unit in units - BEYOND} <= shown
+    linked = set(re.findall(r"\]\((\w+)\.md\)", text_of("reference/index.md")))
+    assert linked == {p.stem for p in (DOCS / "reference").glob("*.md")} - {"index"}
+    for module in shown - {m for m in shown if m.startswith("aftermap.integrations")}:
+        assert importlib.import_module(module).__all__
+
+
+def test_every_metric_is_defined() -> None:
+    from aftermap import metrics
+    from aftermap.analysis.report.definitions import _KNOWN
+
+    text = text_of("metrics.md")
+    functions = {n for n in metrics.__all__ if n[0].islower()}
+    helpers = {"labelled_scores", "gaussian_interval", "interval_calibration_from_pit"}
+    assert {n for n in functions - helpers if f"`{n}`" not in text} == set()
+    split = {"auroc", "fpr95", "coverage", "risk", "threshold", "epistemic_split", "epistemic", "seconds_per_1000"}
+    named = set(_KNOWN) - split - {"mean_inside", "mean_outside", "aupr_out", "aupr_in"}
+    assert {n for n in named if f"`{n}`" not in text} == set()
+
+
+def test_pictures_are_small_and_used() -> None:
+    pictures = sorted((DOCS / "images").iterdir())
+    assert {p.name for p in pictures} >= {"report.png", "layer_shares.svg"}
+    assert [p.name for p in pictures if p.stat().st_size > 150_000] == []
+    pages = "".join(p.read_text(encoding="utf-8") for p in DOCS.rglob("*.md"))
+    assert [p.name for p in pictures if f"images/{p.name}" not in pages] == []
+
+
+def test_helpers_of_the_pages_work_as_they_say() -> None:
+    import doctest
+
+    modules = [run_pages]
+    if find_spec("griffe") is not None:
+        modules.append(importlib.import_module("docs.docstrings"))
+    for module in modules:
+        found = doctest.testmod(module)
+        assert found.attempted > 0
+        assert found.failed == 0
+
+
+def test_an_output_is_compared_in_words() -> None:
+    assert run_pages.masked("NLL 0.151*  (3 of 4)\n---\n") == run_pages.masked("NLL 1.5e-01 (33 of 40)\n")
+    assert run_pages.masked("accuracy 0.9") != run_pages.masked("precision 0.9")
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build = pytest.importorskip("mkdocs.commands.build", reason="mkdocs is not installed")
+    pytest.importorskip("mkdocstrings")
+    from mkdocs.config import load_config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"))
+        config.plugins.on_startup(command="build", dirty=False)
+        build.build(config)  # strict: raises on any warning
+    assert (tmp_path / "site" / "reference" / "laplace.html").stat().st_size > 100_000
+    page = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "fonts.googleapis" not in page
 
 
 def test_quickstart_runs_and_helps() -> None:
-    import runpy
-
     state = torch.random.get_rng_state()
     try:
         names = runpy.run_path(str(ROOT / "examples" / "quickstart.py"))
