@@ -120,3 +120,12 @@ def test_kron() -> None:
 def test_kron_acts_on_row_major_matrices() -> None:
     B, A, W = normal(3, 3), normal(4, 4, seed=1), normal(3, 4, seed=2)
     torch.testing.assert_close(kron(B, A) @ W.reshape(-1), (B @ W @ A.T).reshape(-1))
+
+
+def test_a_matrix_of_denormal_numbers_is_a_zero_matrix() -> None:
+    rows = torch.tensor([[1e-22, -2e-22, 3e-22], [2e-22, 1e-22, -1e-22]])
+    values, _ = psd_eigh(rows.T @ rows)
+    assert float(values.max()) < 1e-37
+    torch.testing.assert_close(
+        psd_eigh(torch.diag(torch.tensor([1e-43, -1e-43])))[0], torch.zeros(2).double(), rtol=0, atol=1e-42
+    )

@@ -111,6 +111,8 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix") -> tuple[Tensor, Tensor]:
     >>> values
     tensor([1., 4.], dtype=torch.float64)
     """
+    # Below its dtype's smallest normal number a matrix holds no digits, only rounding.
+    floor = max(1e-300, torch.finfo(matrix.dtype).tiny)
     matrix = symmetrise(matrix.to(torch.float64))
     if not bool(torch.isfinite(matrix).all()):
         raise NumericalError(f"{what} has entries that are not finite; check the data and the model's outputs")
@@ -127,7 +129,7 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix") -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh(matrix + jitter * eye)
     if values.numel():
         smallest, largest = float(values.min()), float(values.max())
-        if smallest < -_NEGATIVE_TOLERANCE * max(largest, 0.0) - 1e-300:
+        if smallest < -_NEGATIVE_TOLERANCE * max(largest, 0.0) - floor:
             raise NumericalError(
                 f"{what} is not positive semi-definite: smallest eigenvalue {smallest:.3e}, "
                 f"largest {largest:.3e}. A Gauss-Newton or Fisher curvature always is; an exact Hessian need not be"
