@@ -7,6 +7,7 @@ deviation are buffers, set from the training data and saved with the weights.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
@@ -51,17 +52,17 @@ class Standardise(nn.Module):
         return mean + deviation * x if self.inverse else (x - mean) / deviation
 
 
-class Network(nn.Module):
-    """Standardised inputs, a body, and for a regression outputs in the units of the targets; abstract in spirit."""
+class Network(nn.Module, ABC):
+    """Standardised inputs, a body, and for a regression outputs in the units of the targets."""
 
     def __init__(self, channels: int):
         super().__init__()
         self.standardise = Standardise(channels)
         self.scale: nn.Module = nn.Identity()
 
+    @abstractmethod
     def body(self, x: Tensor) -> Tensor:
         """Outputs of standardised inputs."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.scale(self.body(self.standardise(x)))

@@ -67,6 +67,9 @@ def _show(output: Path, epochs: int, seed: int, speaker: Speaker) -> int:
     speaker.line(
         f"made it Bayesian in {time.perf_counter() - trained:.0f} s: {laplace.structure}, {prior_in_words(laplace)}"
     )
+    speaker.line(
+        "(tuned on held-out digits among priors no stronger than the data; tune's own grid is wider, and a stronger prior may win there)"
+    )
     extras: dict[str, Any] = {
         "model": told,
         "data": describe_data(sources["train"], DataOptions()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -37,7 +38,7 @@ _PATIENCE = 3  # rounds without a higher evidence, after which there are no more
 _SMALL = 1500  # up to this many weights their full covariance is cheap
 
 
-class BayesianEstimator(_BaseEstimator):  # type: ignore[misc]
+class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
     """What both estimators share; abstract."""
 
     def __init__(
@@ -76,17 +77,17 @@ class BayesianEstimator(_BaseEstimator):  # type: ignore[misc]
     _numeric_targets: bool
     _default_params: str
 
+    @abstractmethod
     def _encoded(self, y: Array, keep: Array) -> tuple[Array, int]:
         """Targets as the network sees them, of the examples that count; and the number of outputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _scaling(self, data: Table) -> tuple[Tensor, Tensor] | None:
         """Mean and scale of the network's outputs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _likelihood(self, model: nn.Module, data: Table, *, trained: bool) -> Likelihood:
         """The likelihood at the start, or at the present weights."""
-        raise NotImplementedError
 
     # Fitting
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -35,7 +36,7 @@ _Precision: Any = optional("lightning.pytorch.plugins.precision", "lightning", _
 __all__ = ["AccumulateDraws", "LaplaceCallback", "PosteriorCallback"]
 
 
-class _SavingCallback(_Callback):  # type: ignore[misc]
+class _SavingCallback(_Callback, ABC):  # type: ignore[misc]
     """Makes something at the end of training and saves it; abstract.
 
     Args:
@@ -74,9 +75,9 @@ class _SavingCallback(_Callback):  # type: ignore[misc]
         if trainer.is_global_zero:
             made.save(self.place(trainer), overwrite=self.overwrite)
 
+    @abstractmethod
     def make(self, trainer: Any, pl_module: Any) -> Any:
         """What is saved."""
-        raise NotImplementedError
 
 
 class LaplaceCallback(_SavingCallback):
