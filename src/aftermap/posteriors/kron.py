@@ -27,11 +27,13 @@ from aftermap.likelihoods.draws import normal_like
 from aftermap.params import Params
 from aftermap.posteriors.blocks import BlockPosterior
 from aftermap.posteriors.contraction import site_covariance, site_of
+from aftermap.posteriors.informed import Informed
 from aftermap.posteriors.prior import Prior
 
 __all__ = ["DAMPINGS", "EigenTable", "KronBlockPosterior", "kron_block_posterior"]
 
 _SAMPLE_NUMBERS = 1 << 20
+_ROUNDING = 8  # times machine epsilon: less than the rotations themselves round
 
 DAMPINGS = ("exact", "factored", "pi")
 
@@ -144,20 +146,40 @@ class KronBlockPosterior(BlockPosterior):
         table = precision.detach().rsqrt_()
         pieces = self.layout.pieces
         found = [table.new_empty(count, *table.shape[:2], p.stop - p.start) for p in pieces]
+        informed = self._informed(table)
         # Some at a time: the noise and its rotations stay in the cache.
         step = max(1, _SAMPLE_NUMBERS // table.numel())
         for start in range(0, count, step):
             some = slice(start, min(start + step, count))
             noise = normal_like(table.new_empty(1).expand(some.stop - start, *table.shape), generator)
+            parts = [(slice(p.start, p.stop), out[some]) for p, out in zip(pieces, found, strict=True)]
+            if informed is not None:
+                informed.draw(noise, parts)
+                continue
             turned = self.outer @ noise.mul_(table)
-            for piece, out in zip(pieces, found, strict=True):
+            for columns, out in parts:
                 # Each parameter is written into a tensor of its own: nothing is copied afterwards.
                 if self.inner is None:
-                    out[some] = turned[..., piece.start : piece.stop]
+                    out.copy_(turned[..., columns])
                 else:
-                    columns = self.inner[..., piece.start : piece.stop, :].transpose(-1, -2)
-                    torch.matmul(turned, columns, out=out[some])
+                    torch.matmul(turned, self.inner[..., columns, :].transpose(-1, -2), out=out)
         return {piece.name: piece.to_parameter(columns) for piece, columns in zip(pieces, found, strict=True)}
+
+    def _informed(self, table: Tensor) -> Informed | None:
+        """The directions about which the data say more than rounding; None where they are too many to gain from."""
+        if self.damping != "exact" or self.inner is None:
+            return None
+        values = self.eigen.values().detach()
+        told = self.scale * values > _ROUNDING * torch.finfo(self.outer.dtype).eps * self.prior  # [g, o, i]
+        rows, columns = (told.any(0).any(d).nonzero()[:, 0] for d in (1, 0))
+        made = Informed(
+            self.outer[:, :, rows],
+            self.inner[:, :, columns],
+            self.prior.to(table.dtype).rsqrt(),
+            table[:, rows][:, :, columns],
+        )
+        out, into = table.shape[1:]
+        return made if made.cost(out, into) < 0.7 * out * into * (out + into) else None
 
     def _apply(self, values: Params, table: Tensor) -> Params:
         block = self.layout.join(values)
