@@ -64,6 +64,19 @@ def test_psd_eigh(dtype: torch.dtype) -> None:
     torch.testing.assert_close(vectors.transpose(-1, -2) @ vectors, torch.eye(5).double().expand(2, 5, 5))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_psd_eigh_is_that_of_the_symmetric_part_and_leaves_its_input(dtype: torch.dtype) -> None:
+    rows = normal(2, 700, 601)  # more than one strip
+    matrix = (rows.transpose(-1, -2) @ rows).to(dtype) + 1e-4 * normal(2, 601, 601, seed=1).to(dtype)
+    before = matrix.clone()
+    values, vectors = psd_eigh(matrix)
+    assert torch.equal(matrix, before)
+    expected = torch.linalg.eigh(symmetrise(matrix.double()))
+    torch.testing.assert_close(values, expected[0].clamp_min(0.0), rtol=0, atol=1e-10)
+    torch.testing.assert_close((vectors * values[:, None]) @ vectors.mT, symmetrise(matrix.double()), rtol=0, atol=1e-9)
+    assert psd_eigh(torch.zeros(0, 3, 3))[1].shape == (0, 3, 3)
+
+
 def test_psd_eigh_of_zero() -> None:
     values, _ = psd_eigh(torch.zeros(3, 3))
     torch.testing.assert_close(values, torch.zeros(3, dtype=torch.float64))
@@ -79,11 +92,12 @@ def test_psd_eigh_refuses_what_is_not_psd() -> None:
 def test_psd_eigh_helps_a_decomposition_that_does_not_converge(monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = torch.linalg.eigh, []
 
-    def once(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def once(matrix: torch.Tensor, *, out: tuple[torch.Tensor, torch.Tensor]) -> None:
         calls.append(matrix)
         if len(calls) == 1:
+            out[1].fill_(torch.nan)  # what a failed decomposition leaves behind is not the matrix
             raise torch.linalg.LinAlgError("did not converge")
-        return real(matrix)
+        real(matrix, out=out)
 
     monkeypatch.setattr(torch.linalg, "eigh", once)
     with pytest.warns(NumericalWarning, match="did not converge"):

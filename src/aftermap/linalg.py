@@ -6,6 +6,7 @@ often close to singular, and their small eigenvalues decide the posterior.
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import torch
@@ -113,20 +114,24 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix") -> tuple[Tensor, Tensor]:
     """
     # Below its dtype's smallest normal number a matrix holds no digits, only rounding.
     floor = max(1e-300, torch.finfo(matrix.dtype).tiny)
-    matrix = symmetrise(matrix.to(torch.float64))
-    if not bool(torch.isfinite(matrix).all()):
+    matrix = matrix.detach()
+    work = _symmetric_columns(matrix)
+    if work.numel() and not all(math.isfinite(v) for v in work.mT.aminmax()):
         raise NumericalError(f"{what} has entries that are not finite; check the data and the model's outputs")
+    values = work.new_empty(matrix.shape[:-1])
+    # Eigenvectors take the place of the matrix: the decomposition itself needs room for two more.
     try:
-        values, vectors = torch.linalg.eigh(matrix)
+        torch.linalg.eigh(work, out=(values, work))
     except RuntimeError:
-        jitter = 1e-12 * matrix.diagonal(dim1=-2, dim2=-1).mean()
+        work = _symmetric_columns(matrix)
+        jitter = 1e-12 * work.diagonal(dim1=-2, dim2=-1).mean()
         warnings.warn(
             f"eigendecomposition of {what} did not converge; {float(jitter):.1e} was added to its diagonal",
             NumericalWarning,
             stacklevel=2,
         )
-        eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        values, vectors = torch.linalg.eigh(matrix + jitter * eye)
+        work.diagonal(dim1=-2, dim2=-1).add_(jitter)
+        torch.linalg.eigh(work, out=(values, work))
     if values.numel():
         smallest, largest = float(values.min()), float(values.max())
         if smallest < -_NEGATIVE_TOLERANCE * max(largest, 0.0) - floor:
@@ -134,7 +139,18 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix") -> tuple[Tensor, Tensor]:
                 f"{what} is not positive semi-definite: smallest eigenvalue {smallest:.3e}, "
                 f"largest {largest:.3e}. A Gauss-Newton or Fisher curvature always is; an exact Hessian need not be"
             )
-    return values.clamp_min(0.0), vectors
+    return values.clamp_min_(0.0), work
+
+
+def _symmetric_columns(matrix: Tensor) -> Tensor:
+    """(M + Mᵀ)/2 in float64, stored column by column as LAPACK wants it; made in strips, so that no second copy exists."""
+    lines = torch.empty(matrix.shape, dtype=torch.float64, device=matrix.device)
+    size, step = matrix.shape[-1], 256
+    for start in range(0, size, step):
+        strip = slice(start, min(start + step, size))
+        out = lines[..., strip, :]
+        torch.add(matrix[..., strip, :].to(torch.float64), matrix[..., strip].mT.to(torch.float64), out=out).div_(2)
+    return lines.mT
 
 
 def safe_cholesky(matrix: Tensor, *, what: str = "matrix") -> Tensor:

@@ -260,3 +260,17 @@ def test_small_block_decides_between_full_and_diagonal() -> None:
     block = next(b for b in fit(model, [(x, y)], CATEGORICAL).blocks if b.name == "1")
     truth = reference.ggn(model, x, CATEGORICAL, y, list(block.shapes))
     torch.testing.assert_close(block.to_dense(), truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_ekfac_keeps_its_bases_in_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).to(dtype)
+    x, y = torch.randn(7, 4, dtype=dtype, generator=torch.Generator().manual_seed(0)), torch.arange(7) % 2
+    found = fit_curvature(model, [(x, y)], "classification", structure="ekfac", progress=False)
+    assert len(found.blocks) == 2
+    for block in found.blocks:
+        for vectors in (block.input_vectors, block.output_vectors):
+            assert vectors.dtype == dtype
+            eye = torch.eye(vectors.shape[-1], dtype=torch.float64)
+            atol = 1e-6 if dtype == torch.float32 else 1e-13
+            torch.testing.assert_close((vectors.mT @ vectors)[0].double(), eye, rtol=0, atol=atol)

@@ -10,7 +10,8 @@ passes over the data: factors first, then E.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,13 +21,13 @@ from aftermap.curvature.accumulate import Accumulator
 from aftermap.curvature.factors import Block
 from aftermap.curvature.kron import KronBlock
 from aftermap.curvature.layout import Layout
-from aftermap.curvature.rows import DenseRows, OneHotRows, budget
-from aftermap.curvature.step import VectorStep
+from aftermap.curvature.rows import DenseRows, OneHotRows, Rows, budget
+from aftermap.curvature.step import ArrangedCall, VectorStep
 from aftermap.distributed import shared_out
 from aftermap.errors import InputError
 from aftermap.linalg import psd_eigh
 
-__all__ = ["EigenAccumulator", "EigenBlock", "KronEigen", "decompose"]
+__all__ = ["EigenAccumulator", "EigenBasis", "EigenBlock", "KronEigen", "decompose", "eigenbases"]
 
 
 @dataclass(frozen=True)
@@ -48,18 +49,33 @@ class KronEigen:
         return self.output_values[:, :, None] * self.input_values[:, None, :]
 
 
+@dataclass(frozen=True)
+class EigenBasis:
+    """Where a Kronecker block is diagonal: U_A [g, i, i] (None for the identity) and U_B [g, o, o] of a layout."""
+
+    layout: Layout
+    input_vectors: Tensor | None
+    output_vectors: Tensor
+
+
+def _matrices(block: KronBlock) -> list[tuple[Tensor, str]]:
+    """What there is to decompose: B, and A where it is not diagonal, with names for messages."""
+    found = [(block.outputs, f"the output factor of {block.name}")]
+    return found + ([(block.inputs, f"the input factor of {block.name}")] if block.inputs.dim() == 3 else [])
+
+
+def _costs(jobs: Iterable[tuple[Tensor, str]]) -> list[float]:
+    return [float(m.shape[0] * m.shape[-1] ** 3) for m, _ in jobs]
+
+
 def decompose(blocks: Sequence[KronBlock]) -> list[KronEigen]:
     """Eigendecompositions of Kronecker blocks; over several processes they are shared out by cost (width³)."""
-    jobs: list[tuple[Tensor, str]] = []
-    for block in blocks:
-        jobs.append((block.outputs, f"the output factor of {block.name}"))
-        if block.inputs.dim() == 3:
-            jobs.append((block.input_mean(), f"the input factor of {block.name}"))
+    jobs = [job for block in blocks for job in _matrices(block)]
     if not jobs:
         return []
     like = torch.empty(0, dtype=torch.float64, device=jobs[0][0].device)
     done = shared_out(
-        [float(m.shape[0] * m.shape[-1] ** 3) for m, _ in jobs],
+        _costs(jobs),
         [[tuple(m.shape[:-1]), tuple(m.shape)] for m, _ in jobs],
         lambda job: psd_eigh(jobs[job][0], what=jobs[job][1]),
         like,
@@ -70,9 +86,37 @@ def decompose(blocks: Sequence[KronBlock]) -> list[KronEigen]:
         output_values, output_vectors = next(found)
         if block.inputs.dim() == 3:
             input_values, input_vectors = next(found)
-            result.append(KronEigen(input_values, input_vectors, output_values, output_vectors))
+            mean = input_values / block.row_counts()[:, None]
+            result.append(KronEigen(mean, input_vectors, output_values, output_vectors))
         else:
             result.append(KronEigen(block.input_mean(), None, output_values, output_vectors))
+    return result
+
+
+def eigenbases(blocks: list[KronBlock], dtype: torch.dtype) -> list[EigenBasis]:
+    """Eigenbases of Kronecker blocks, computed in float64 and kept in ``dtype``; shared out as in `decompose`.
+
+    Args:
+        blocks: the list is emptied: a factor is let go when its basis is there, so that never both exist of all layers.
+        dtype: of the eigenvectors.
+    """
+    layouts = [(b.layout, b.inputs.dim() == 3) for b in blocks]
+    jobs = dict(enumerate(job for b in blocks for job in _matrices(b)))
+    del blocks[:]
+    if not jobs:
+        return []
+    costs, shapes = _costs(jobs.values()), [[tuple(m.shape)] for m, _ in jobs.values()]
+    like = torch.empty(0, dtype=dtype, device=jobs[0][0].device)
+
+    def work(number: int) -> list[Tensor]:
+        matrix, what = jobs.pop(number)
+        return [psd_eigh(matrix, what=what)[1].to(dtype)]
+
+    found = iter(each[0] for each in shared_out(costs, shapes, work, like))
+    result = []
+    for layout, dense in layouts:
+        outer = next(found)
+        result.append(EigenBasis(layout, next(found) if dense else None, outer))
     return result
 
 
@@ -149,14 +193,28 @@ class EigenBlock(Block):
 _ROTATED_NUMBERS = 1 << 19
 
 
+def _pieces(batch: int, numbers: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of pieces of nearly equal size, whose examples of ``numbers`` each fit into the working memory."""
+    count = math.ceil(batch / budget(numbers, _ROTATED_NUMBERS))
+    length = math.ceil(batch / max(1, count))
+    return ((start, min(length, batch - start)) for start in range(0, batch, max(1, length)))
+
+
+def _rows(call: ArrangedCall) -> Rows:
+    """Kept for the next vector, but not where windows are small and many: they take more memory than time (4 % of a fit)."""
+    fresh = call.fresh_rows()
+    return call.rows if fresh.shared <= fresh.features else fresh
+
+
 class EigenAccumulator(Accumulator):
     """Sums E of one site in a fixed basis."""
 
-    def __init__(self, site: int, layout: Layout, eigen: KronEigen, model_dtype: torch.dtype, dtype: torch.dtype):
-        self.site, self.layout, self.eigen = site, layout, eigen
+    def __init__(self, site: int, basis: EigenBasis, model_dtype: torch.dtype, dtype: torch.dtype):
+        self.site, self.layout, self.basis = site, basis.layout, basis
         self.needs = (site,)
-        self.outer = eigen.output_vectors.to(model_dtype)
-        self.inner = None if eigen.input_vectors is None else eigen.input_vectors.to(model_dtype)
+        layout = basis.layout
+        self.outer = basis.output_vectors.to(model_dtype)
+        self.inner = None if basis.input_vectors is None else basis.input_vectors.to(model_dtype)
         shape = (layout.groups, layout.out, layout.in_)
         self.sums = torch.zeros(shape, dtype=dtype, device=self.outer.device)
 
@@ -164,22 +222,37 @@ class EigenAccumulator(Accumulator):
         calls = step.grads[self.site]
         if not calls:
             return
-        call, grads = calls[0]
-        rows = call.rows
+        pairs = [(_rows(call), grads) for call, grads in calls]
+        rows, grads = pairs[0]
         if len(calls) == 1 and isinstance(rows, OneHotRows):  # U_A = I
             rows.add_outer_squared_(self.sums, torch.einsum("vbgto,gop->vbgtp", grads, self.outer))
             return
-        if len(calls) == 1 and isinstance(rows, DenseRows) and rows.shared == 1 and self.inner is not None:
-            turned = DenseRows(torch.einsum("bgti,gij->bgtj", rows.dense(), self.inner), ones=False)
-            turned.add_outer_squared_(self.sums, torch.einsum("vbgto,gop->vbgtp", grads, self.outer))
+        # U_Bᵀ (Σ_t g aᵀ) U_A = Σ_t (U_Bᵀ g)(U_Aᵀ a)ᵀ: with few positions, turn both sides of the sum instead of its result.
+        if (
+            len(calls) == 1
+            and isinstance(rows, DenseRows)
+            and self.inner is not None
+            and rows.shared <= self.layout.out
+        ):
+            self._add_turned_rows(rows, self.inner, grads)
             return
-        # With sharing, rotate the per-example gradients: (U_Bᵀ G U_A)², few at a time: three tensors of their size exist.
-        stride = budget(step.vectors * self.layout.size, _ROTATED_NUMBERS)
-        for start in range(0, step.batch.size, stride):
-            length = min(stride, step.batch.size - start)
-            each = self.outer.transpose(-1, -2) @ step.outer(self.site, start, length)
-            each = each if self.inner is None else each @ self.inner
+        # Else turn the per-example gradients: (U_Bᵀ G U_A)², few at a time: three tensors of their size exist.
+        # With a matrix instead of a batch of one, the product is one product over all examples.
+        inner = self.inner[0] if self.inner is not None and self.layout.groups == 1 else self.inner
+        for start, length in _pieces(step.batch.size, step.vectors * self.layout.size):
+            parts = [r.narrow(start, length).outer(g[:, start : start + length]) for r, g in pairs]
+            each = self.outer.transpose(-1, -2) @ sum(parts[1:], parts[0])
+            del parts
+            each = each if inner is None else each @ inner
             self.sums += each.square_().sum((0, 1))
 
+    def _add_turned_rows(self, rows: DenseRows, inner: Tensor, grads: Tensor) -> None:
+        # Without sharing there is no tensor per example: all at once.
+        each = 1 if rows.shared == 1 else len(grads) * self.layout.size
+        for start, length in _pieces(rows.batch, each):
+            some = torch.einsum("bgti,gij->bgtj", rows.narrow(start, length).dense(), inner)
+            turned = torch.einsum("vbgto,gop->vbgtp", grads[:, start : start + length], self.outer)
+            DenseRows(some, ones=False).add_outer_squared_(self.sums, turned)
+
     def results(self) -> list[Block]:
-        return [EigenBlock(self.layout, self.eigen.input_vectors, self.eigen.output_vectors, self.sums)]
+        return [EigenBlock(self.layout, self.basis.input_vectors, self.basis.output_vectors, self.sums)]

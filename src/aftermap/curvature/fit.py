@@ -13,7 +13,7 @@ from torch import nn
 from aftermap.batches import Unpack, check_device
 from aftermap.curvature.accumulate import Accumulator, ExampleAccumulator
 from aftermap.curvature.diagonal import DiagonalSum, SiteDiagonalAccumulator
-from aftermap.curvature.ekfac import EigenAccumulator, decompose
+from aftermap.curvature.ekfac import EigenAccumulator, eigenbases
 from aftermap.curvature.factors import Block, Factors, Treatment
 from aftermap.curvature.full import FullBlock, FullSum
 from aftermap.curvature.ggn_operator import GGNOperator
@@ -132,12 +132,7 @@ def fit_curvature(
     own_dtype = torch.float32 if model_dtype in (torch.float16, torch.bfloat16) else model_dtype
     dtype = own_dtype if accumulate is None else accumulate
     planned = _Plan(found, shapes, stream.likelihood, structure, approach, dtype, device, small_block)
-    accumulators = planned.accumulators()
-    with together(f"summing the {structure} curvature"):
-        seen = stream.run(found, accumulators, f"{structure} curvature")
-    factors = _collect(structure, accumulators, seen, passes)
-    if structure == "ekfac":
-        factors = _correct_eigenvalues(factors, stream, found, planned, model_dtype)
+    factors = _ekfac(stream, planned, model_dtype, own_dtype) if structure == "ekfac" else _summed(stream, planned)
     return replace(factors, names=tuple(names), treatment=planned.treatment(factors.blocks))
 
 
@@ -286,19 +281,28 @@ def _collect(structure: str, accumulators: list[Accumulator], seen: Seen, passes
     return factors.all_reduced()
 
 
-def _correct_eigenvalues(
-    factors: Factors, stream: Stream, found: Probe, planned: _Plan, model_dtype: torch.dtype
-) -> Factors:
-    """The second pass of EKFAC: fixes the bases and sums squared gradients in them."""
+def _summed(stream: Stream, planned: _Plan) -> Factors:
+    """One pass over the data with all accumulators."""
+    structure, accumulators = planned.structure, planned.accumulators()
+    with together(f"summing the {structure} curvature"):
+        seen = stream.run(planned.found, accumulators, f"{structure} curvature")
+    return _collect(structure, accumulators, seen, stream.passes)
+
+
+def _ekfac(stream: Stream, planned: _Plan, model_dtype: torch.dtype, basis_dtype: torch.dtype) -> Factors:
+    """Two passes: Kronecker factors, of which only the bases are kept, then squared gradients in these bases."""
+    factors = _summed(stream, planned)
     krons = [b for b in factors.blocks if isinstance(b, KronBlock)]
+    rest = [None if isinstance(b, KronBlock) else b for b in factors.blocks]
+    factors = replace(factors, blocks=())  # the factors go as their bases come
     second: list[Accumulator] = [
-        EigenAccumulator(site, block.layout, eigen, model_dtype, planned.dtype)
-        for site, block, eigen in zip(planned.kron_sites, krons, decompose(krons), strict=True)
+        EigenAccumulator(site, basis, model_dtype, planned.dtype)
+        for site, basis in zip(planned.kron_sites, eigenbases(krons, basis_dtype), strict=True)
     ]
     with together("summing the eigenvalues of EKFAC"):
-        seen = stream.run(found, second, "ekfac eigenvalues")
+        seen = stream.run(planned.found, second, "ekfac eigenvalues")
     corrected = iter(_collect("ekfac", second, seen, stream.passes).blocks)
-    return replace(factors, blocks=tuple(next(corrected) if isinstance(b, KronBlock) else b for b in factors.blocks))
+    return replace(factors, blocks=tuple(next(corrected) if b is None else b for b in rest))
 
 
 def _by_products(structure: str, stream: Stream, shapes: dict[str, tuple[int, ...]], rank: int) -> Factors:

@@ -78,9 +78,12 @@ class KronBlock(Block):
         return replace(self, inputs=self.inputs * factor, outputs=self.outputs * factor, rows=self.rows * factor)
 
     def input_mean(self) -> Tensor:
-        """A / rows in float64: [g, i, i] or [g, i]. Only here is the count divided out."""
-        rows = torch.where(self.rows > 0, self.rows, 1.0)  # a layer that was never called has A = 0
-        return self.inputs.to(torch.float64) / rows.reshape(-1, *[1] * (self.inputs.dim() - 1))
+        """A / rows in float64: [g, i, i] or [g, i]."""
+        return self.inputs.to(torch.float64) / self.row_counts().reshape(-1, *[1] * (self.inputs.dim() - 1))
+
+    def row_counts(self) -> Tensor:
+        """What A is divided by: [g], float64; 1 for a layer that was never called, whose A is 0."""
+        return torch.where(self.rows > 0, self.rows, 1.0)
 
     def to_dense(self) -> Tensor:
         mean, size = self.input_mean(), self.layout.out * self.layout.in_
