@@ -162,30 +162,23 @@ class ConvRows(MatrixRows):
         if not self.weights:
             return split_vectors(result, len(grads))
         out = grads.shape[-1]
-        if self._groupable(out, grads):
-            for start, product in self._grouped_products(lines):
-                result[start : start + len(product), ..., : self.width] = product
-        elif self._shiftable(out):
+        if self._shiftable(out) and not self._groupable(out, grads):
             view = result[..., : self.width].unflatten(-1, (-1, math.prod(self.kernel)))
-            for start, place, product in self._shifted_products(lines):
-                view[start : start + len(product), ..., place] = product
-        else:
-            for start, part in self._chunks():
-                stop = start + part.batch
-                windows = part.examples_first().to(grads.dtype)  # [b, g, i, t]
-                result[start:stop, ..., : self.width] = lines[start:stop] @ windows.transpose(-1, -2)
+            for start, products in self._shifted_products(lines):
+                view[start : start + products.shape[1]] = products.movedim(0, -1)
+            return split_vectors(result, len(grads))
+        found = self._grouped_products(lines) if self._groupable(out, grads) else self._window_products(lines)
+        for start, product in found:
+            result[start : start + len(product), ..., : self.width] = product
         return split_vectors(result, len(grads))
 
     def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
-        if not self._windowless(grads):
-            super().add_outer_squared_(out, grads)
-            return
-        out += self._windowless_moments(grads, squares_only=True)[1]
+        self._add_moments_(None, out, grads)
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        if not self._windowless(grads):
-            return super().outer_moments(grads)
-        return self._windowless_moments(grads)
+        total, squares = grads.new_zeros(2, self.groups, grads.shape[-1], self.features)
+        self._add_moments_(total, squares, grads)
+        return total, squares
 
     def for_reuse(self) -> MatrixRows:
         """Windows that are kept when several vectors will meet them and they are not many."""
@@ -198,10 +191,6 @@ class ConvRows(MatrixRows):
         ):
             return self
         return DenseRows(self.examples_first().transpose(-1, -2), self.ones)
-
-    def _windowless(self, grads: Tensor) -> bool:
-        out = grads.shape[-1]
-        return self.weights and (self._groupable(out, grads) or self._shiftable(out))
 
     def _groupable(self, out: int, grads: Tensor) -> bool:
         """Whether the grouped kernel is the fastest: measured on CPU in float32, the only place that has it."""
@@ -251,13 +240,13 @@ class ConvRows(MatrixRows):
             and not self.flipped
         )
 
-    def _shifted_products(self, lines: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """G[o, c, k] = Σ_t g[o, t] x[c, t + shift(k)], one kernel offset k and some examples at a time.
+    def _shifted_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """G[o, c, k] = Σ_t g[o, t] x[c, t + shift(k)], one product per kernel offset k and some examples at a time.
 
         With input and gradient flattened to lines of one width, an offset is a shift: a strided view, no windows.
 
         Yields:
-            (first example, place of the offset, products [b, g, o, c]).
+            (first example, products [k, b, g, o, c]).
         """
         batch, groups, out, _ = lines.shape
         before = self.inputs.shape[2:]
@@ -282,34 +271,46 @@ class ConvRows(MatrixRows):
             length = min(grid.shape[-1], size - offsets[-1])
             grid = grid[..., :length]
             flat = self.narrow(start, stride)._padded().reshape(-1, channels, size)
-            for place, offset in enumerate(offsets):
-                product = torch.bmm(grid, flat[..., offset : offset + length].transpose(1, 2))
-                yield start, place, product.view(-1, groups, out, channels)
+            products = lines.new_empty(len(offsets), len(grid), out, channels)
+            for product, offset in zip(products.unbind(), offsets, strict=True):
+                torch.bmm(grid, flat[..., offset : offset + length].transpose(1, 2), out=product)
+            yield start, products.unflatten(1, (-1, groups))
 
-    def _windowless_moments(self, grads: Tensor, *, squares_only: bool = False) -> tuple[Tensor, Tensor]:
-        """Σ_vb G (zeros if only the squares are asked for) and Σ_vb G², a few per-example gradients at a time."""
-        out = grads.shape[-1]
-        channels, size = self.channels, math.prod(self.kernel)
-        grouped = self._groupable(out, grads)
-        shape = (self.groups, out, self.width) if grouped else (size, self.groups, out, channels)
-        sums = grads.new_zeros(2, *shape)
-        biases = grads.new_zeros(2, self.groups, out)
-        for each in grads:
-            lines = each.transpose(-1, -2)
+    def _window_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Per-example gradients from copied windows, some examples at a time.
+
+        Yields:
+            (first example, products [b, g, o, channels·kernel]).
+        """
+        for start, part in self._chunks():
+            windows = part.examples_first().to(lines.dtype)  # [b, g, i, t]
+            yield start, lines[start : start + part.batch] @ windows.transpose(-1, -2)
+
+    def _add_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor) -> None:
+        """Adds Σ_vb G (if asked for) and Σ_vb G² to [g, o, i], a few per-example gradients at a time."""
+        out, width = grads.shape[-1], self.width
+        for each in grads.unbind():
+            lines = each.transpose(-1, -2)  # [b, g, o, t]
             if self.ones:
-                totals = lines.sum(-1)
-                biases[0] += totals.sum(0)
-                biases[1] += totals.square_().sum(0)
-            if grouped:
-                for _, product in self._grouped_products(lines):
-                    if not squares_only:
-                        sums[0] += product.sum(0)
-                    sums[1] += product.square_().sum(0)
+                summed = lines.sum(-1)
+                if total is not None:
+                    total[..., width] += summed.sum(0)
+                squares[..., width] += summed.square_().sum(0)
+            if not self.weights:
                 continue
-            for _, place, product in self._shifted_products(lines):
-                if not squares_only:
-                    sums[0, place] += product.sum(0)
-                sums[1, place] += product.square_().sum(0)
-        found = sums if grouped else sums.permute(0, 2, 3, 4, 1).flatten(3)  # [2, g, o, c·k]
-        found = torch.cat([found, biases[..., None]], -1) if self.ones else found
-        return found[0], found[1]
+            weights, squared = None if total is None else total[..., :width], squares[..., :width]
+            if self._shiftable(out) and not self._groupable(out, grads):
+                # Offsets first, as the products come: [k, g, o, c] against columns c·k.
+                order = (self.channels, math.prod(self.kernel))
+                weights = None if weights is None else weights.unflatten(-1, order).permute(3, 0, 1, 2)
+                squared, axis = squared.unflatten(-1, order).permute(3, 0, 1, 2), 1
+                products = self._shifted_products(lines)
+            else:
+                axis = 0
+                products = (
+                    self._grouped_products(lines) if self._groupable(out, grads) else self._window_products(lines)
+                )
+            for _, product in products:
+                if weights is not None:
+                    weights += product.sum(axis)
+                squared += product.square_().sum(axis)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -216,19 +217,19 @@ def _verify(
     vector[0] = torch.randn(outputs.shape[1:], generator=generator, dtype=outputs.dtype)
     vector = vector.to(outputs.device)
     own = dict(model.named_parameters())
+    step = BatchStep.make(model, three, outputs, sites, by_parameter, calls, axes)
+    asked: list[Any] = [*(own[n] for n in names), *step.edges]
     try:
-        raw = torch.autograd.grad(outputs, [own[n] for n in names], vector, retain_graph=True, allow_unused=True)
+        raw = torch.autograd.grad(outputs, asked, vector, allow_unused=True)
     except CheckpointError as mismatch:
         raise UnsupportedError(
             "a checkpointed segment of the model holds a layer whose forward pass is observed step by step "
             "(nn.MultiheadAttention), and cannot be computed again. Switch checkpointing off for the fit"
         ) from mismatch
-    truth = [t.to_dense() if t is not None and t.is_sparse else t for t in raw]
+    truth = [t.to_dense() if t is not None and t.is_sparse else t for t in raw[: len(names)]]
     unused = frozenset(n for n, t in zip(names, truth, strict=True) if t is None)
-    step = BatchStep.make(model, three, outputs, sites, by_parameter, calls, axes)
-    covered = list(by_parameter)
-    moved = next(iter(step.backpropagate(vector[None], batched=False, keep=False)))
-    found = moved.per_example(covered, 0, 1)
+    moved = step.moved([None if g is None else g[None] for g in raw[len(names) :]], vector[None])
+    found = moved.per_example(list(by_parameter), 0, 1)
     # The other examples must get no gradient anywhere; where one does, the layer mixes examples.
     mixing = {s for s, calls_ in moved.grads.items() if any(bool(g[:, 1:].any()) for _, g in calls_)}
     tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)

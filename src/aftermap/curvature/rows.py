@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -271,7 +272,7 @@ class ScaleRows(Rows):
     def outer(self, grads: Tensor) -> Tensor:
         flat = grads[..., 0]  # [v, b, g, t]
         if self.affine is not None and self.data is not None:
-            found = torch.stack([self._normalised_sums(each) for each in flat])  # [v, 2, b, g]
+            found = torch.stack([self._normalised_sums(each) for each in flat.unbind()])  # [v, 2, b, g]
             return found[:, : self.features].movedim(1, -1)[..., None, :]
         # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
         one = len(flat) == 1
@@ -284,20 +285,31 @@ class ScaleRows(Rows):
             parts.append(flat.sum(-1))
         return torch.stack(parts, -1)[..., None, :]
 
+    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+        if self.affine is None or self.data is None:
+            super().add_outer_squared_(out, grads)
+            return
+        for each in grads[..., 0].unbind():
+            out[:, 0] += self._normalised_sums(each)[: self.features].square_().sum(1).T
+
+    @cached_property
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance of every example and group [b·g], kept for the next vector."""
+        mean, variance, _ = self.affine  # type: ignore[misc]
+        dtype, batch = self.data.dtype, self.shape[0]  # type: ignore[union-attr]
+        return mean.to(dtype).repeat(batch), variance.to(dtype).repeat(batch)
+
     def _normalised_sums(self, grads: Tensor) -> Tensor:
         """Σ_t g x̂ and Σ_t g of every example, [b, g, t] -> [2, b, g]: examples as channels of PyTorch's own kernel."""
-        mean, variance, eps = self.affine  # type: ignore[misc]
-        batch = self.shape[0]
         scale, shift = torch.ops.aten.native_batch_norm_backward(
             grads.reshape(1, -1, self.shape[2]),
             self.data.reshape(1, -1, self.shape[2]),  # type: ignore[union-attr]
             None,
-            mean.to(grads.dtype).repeat(batch),
-            variance.to(grads.dtype).repeat(batch),
+            *self._statistics,
             None,
             None,
             False,
-            eps,
+            self.affine[2],  # type: ignore[index]
             [False, True, True],
         )[1:]
         return torch.stack([scale, shift]).view(2, *self.shape[:2])

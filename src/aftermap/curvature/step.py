@@ -200,20 +200,21 @@ class BatchStep:
         done = 0
         for raw in backpropagate(self.outputs, self.edges, vectors, batched=batched, keep=keep):
             count = len(vectors) if batched else 1
-            moved = VectorStep(self, count, self._by_site(raw), vectors[done : done + count])
+            moved = self.moved(raw, vectors[done : done + count])
             del raw
             yield moved
             del moved
             done += count
 
-    def _by_site(self, raw: Sequence[Tensor | None]) -> dict[int, list[tuple[ArrangedCall, Tensor]]]:
+    def moved(self, raw: Sequence[Tensor | None], vectors: Tensor) -> VectorStep:
+        """Vectors [v, b, ..., c] whose gradients [v, ...] at every edge are known."""
         grads: dict[int, list[tuple[ArrangedCall, Tensor]]] = {number: [] for number in self.calls}
         for number, calls in self.calls.items():
             for call in calls:
                 value = raw[call.edge]
                 if value is not None:
                     grads[number].append((call, call.grads(value)))
-        return grads
+        return VectorStep(self, len(vectors), grads, vectors)
 
     def stacked(self, vectors: Tensor, *, batched: bool, keep: bool) -> VectorStep:
         """All vectors in one step, however they were back-propagated."""
@@ -231,7 +232,7 @@ class BatchStep:
                     # An output that does not depend on this layer has a zero gradient there.
                     buffer[:, number] = 0.0 if value is None else value[0]
         stacked = [None if b is None else b.transpose(0, 1) for b in buffers]
-        return VectorStep(self, len(vectors), self._by_site(stacked), vectors)
+        return self.moved(stacked, vectors)
 
     def fallback(self, names: Sequence[str], chunk: Tensor, start: int, length: int) -> dict[str, Tensor]:
         """Per-example gradients of parameters without a rule."""
