@@ -27,7 +27,9 @@ BUILT_IN: dict[str, Likelihood] = {
     "weighted": Categorical(weight=WEIGHT),
     "ignoring": Categorical(weight=WEIGHT, ignore_index=-1),
     "ignoring_a_class": Categorical(ignore_index=2),
+    "tempered": Categorical(weight=WEIGHT, temperature=1.7),
     "bernoulli": Bernoulli(),
+    "tempered_bernoulli": Bernoulli(temperature=0.6),
     "gaussian": Gaussian(noise=0.3),
     "gaussian_per_output": Gaussian(noise=NOISE),
     "mean_log_variance": HeteroscedasticGaussian(),
@@ -46,11 +48,11 @@ def make_data(name: str, leading: tuple[int, ...], seed: int = 0) -> tuple[Tenso
     outputs = 1.5 * torch.randn(*leading, WIDTH, generator=g, dtype=torch.float64)
     if name == "natural":
         outputs[..., WIDTH // 2 :] = -outputs[..., WIDTH // 2 :].abs() - 0.2
-    if name in ("categorical", "weighted", "ignoring", "ignoring_a_class"):
+    if name in ("categorical", "weighted", "ignoring", "ignoring_a_class", "tempered"):
         targets = torch.randint(WIDTH, leading, generator=g)
         if name == "ignoring":
             targets = torch.where(torch.rand(leading, generator=g) < 0.4, -1, targets)
-    elif name == "bernoulli":
+    elif name in ("bernoulli", "tempered_bernoulli"):
         targets = torch.randint(2, (*leading, WIDTH), generator=g)
     elif name == "poisson":
         targets = torch.randint(7, (*leading, WIDTH), generator=g)

@@ -107,14 +107,15 @@ def test_nll_is_the_normalised_density(name: str) -> None:
     if isinstance(likelihood, Categorical):
         weight = likelihood.weight if isinstance(likelihood.weight, Tensor) else None
         expected = torch.nn.functional.cross_entropy(
-            outputs.movedim(-1, 1),
+            outputs.movedim(-1, 1) / likelihood.temperature,
             targets,
             weight,
             ignore_index=likelihood.ignore_index,
             reduction="none",
         )
     elif isinstance(likelihood, Bernoulli):
-        expected = -torch.distributions.Bernoulli(logits=outputs).log_prob(targets.double()).sum(-1)
+        logits = outputs / likelihood.temperature
+        expected = -torch.distributions.Bernoulli(logits=logits).log_prob(targets.double()).sum(-1)
     elif isinstance(likelihood, Poisson):
         expected = -torch.distributions.Poisson(outputs.exp()).log_prob(targets.double()).sum(-1)
     else:
@@ -146,7 +147,8 @@ def test_splitting_a_batch_changes_nothing(name: str) -> None:
     outputs, targets = make_data(name, (5, 3))
     for method in (likelihood.nll, likelihood.gradient, likelihood.hessian_root):
         parts = torch.cat([method(outputs[s], targets[s]) for s in (slice(0, 2), slice(2, 5))])
-        assert_close(method(outputs, targets), parts, rtol=0, atol=0)
+        # A vectorised sigmoid and its scalar tail may differ in the last bit.
+        assert_close(method(outputs, targets), parts, rtol=1e-15, atol=0)
 
 
 @each

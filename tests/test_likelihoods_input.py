@@ -157,6 +157,21 @@ def test_config_survives_json(name: str) -> None:
     assert_close(again.nll(outputs, targets), likelihood.nll(outputs, targets), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("bad", [0, 0.0, -1.0, math.nan, math.inf, True, "1", None, torch.tensor(2.0)], ids=repr)
+@pytest.mark.parametrize("cls", [Categorical, Bernoulli])
+def test_bad_temperatures_are_refused(cls: type[Likelihood], bad: object) -> None:
+    with pytest.raises(InputError, match=rf"{cls.__name__}: temperature must be one positive and finite number.*got"):
+        cls(temperature=bad)  # type: ignore[call-arg]
+
+
+def test_a_temperature_of_one_is_not_spoken_of() -> None:
+    # Files that older versions wrote, and files that they should read, have none.
+    assert "temperature" not in Categorical().config()
+    assert repr(Bernoulli()) == "Bernoulli()"
+    assert repr(Bernoulli(temperature=2)) == "Bernoulli(temperature=2.0)"
+    assert likelihood_from_config({"name": "bernoulli"}).temperature == 1.0  # type: ignore[attr-defined]
+
+
 def test_bad_configs_are_refused() -> None:
     with pytest.raises(InputError, match="'MyOwn', but only 'categorical'.*pass the object itself"):
         likelihood_from_config({"name": "MyOwn"})

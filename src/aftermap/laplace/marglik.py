@@ -1,4 +1,4 @@
-"""Training by evidence: weights by their log joint, priors and noise by the Laplace evidence, in turn.
+"""Training by evidence: weights by their log joint, priors, noise and temperature by the Laplace evidence, in turn.
 
 Every few epochs the curvature at the present weights gives the evidence (MATH 5.4); MacKay's fixed point moves the prior
 precision of each layer and the noise there, and training goes on under them. No validation data are used. What comes back is
@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, call_model, check_device, iterate
 from aftermap.errors import DataError, InputError, NumericalError
-from aftermap.laplace.evidence import maximise_evidence
+from aftermap.laplace.evidence import EvidenceResult, maximise_evidence
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.noise import Observation
 from aftermap.laplace.stationarity import Stationarity, check_stationarity, warn_unless_stationary
+from aftermap.laplace.temperature import TemperatureSearch, at_temperature, temperature_of, warn_at_the_end
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.params import Selection, named_parameters, select
 from aftermap.progress import progress as bar
@@ -46,6 +47,7 @@ class EvidenceRecord:
         noise: σ of a regression; None where there is none.
         temperature: what the log-likelihood is divided by; fixed.
         effective_parameters: γ.
+        output_temperature: T of softmax(f/T) or sigmoid(f/T); None for other likelihoods.
     """
 
     epoch: int
@@ -55,6 +57,7 @@ class EvidenceRecord:
     noise: float | None
     temperature: float
     effective_parameters: float
+    output_temperature: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,14 @@ class EvidenceTraining:
     def curves(self) -> dict[str, list[float]]:
         """The history as columns, for a figure.
 
-        They are epoch, train_loss, log_evidence, effective_parameters, temperature, noise (regression) and a "precision: layer" each.
+        They are epoch, train_loss, log_evidence, effective_parameters, temperature, noise (regression), output_temperature
+        (classification) and a "precision: layer" each.
         """
         names = ("epoch", "train_loss", "log_evidence", "effective_parameters", "temperature")
         found = {name: [float(getattr(r, name)) for r in self.history] for name in names}
-        if self.best.noise is not None:
-            found["noise"] = [math.nan if r.noise is None else r.noise for r in self.history]
+        for name in ("noise", "output_temperature"):
+            if getattr(self.best, name) is not None:
+                found[name] = [float(getattr(r, name)) for r in self.history]
         for layer in self.best.precision:
             found[f"precision: {layer}"] = [r.precision[layer] for r in self.history]
         return found
@@ -114,6 +119,7 @@ def train_by_evidence(
     prior: str = "layerwise",
     prior_precision: float = 0.01,
     noise: bool = True,
+    temperature: bool = False,
     likelihood_power: float = 1.0,
     patience: int | None = None,
     rank: int = 50,
@@ -145,8 +151,12 @@ def train_by_evidence(
         prior_precision: to start with. Weak: under a strong one, or a noise far too large, the first evidence may be best without any
             weights at all, and a layer that was switched off stays so.
         noise: learn the noise of a regression.
-        likelihood_power: p, what the log-likelihood is multiplied by, in training and in the posterior alike: 1/temperature. It
-            stays fixed: an evidence of a likelihood that is not normalised says nothing about its power.
+        temperature: learn T of softmax(f/T) or sigmoid(f/T), by the evidence of up to three more passes at each look, each with its own
+            curvature. False: under prior="layerwise" T says nothing that the last layer and its precision do not say
+            (T, W, τ and 1, W/T, τT² are the same model), and where the network separates its training data the evidence may rise
+            without end as T falls, which is warned of. It pays with prior="scalar", or where ``params`` leaves the last layer out.
+        likelihood_power: p, what the log-likelihood is multiplied by, in training and in the posterior alike. It stays fixed: an
+            evidence of a likelihood that is not normalised says nothing about its power.
         patience: end after so many looks without a better evidence; None: never.
         rank: of structure="low_rank", if that was asked for.
         unpack: for batches of an unusual form.
@@ -157,12 +167,13 @@ def train_by_evidence(
         Model, posterior and history at the best evidence.
 
     Raises:
-        InputError: numbers out of range, an unknown prior or structure.
+        InputError: numbers out of range, an unknown prior or structure, a temperature where the likelihood has none.
         DataError: data that cannot be passed over again.
         NumericalError: training diverged.
 
     Warns:
-        StatisticalWarning: the weights are far from a mode, so that the evidence is not to be trusted; the message says what to do.
+        StatisticalWarning: the weights are far from a mode, so that the evidence is not to be trusted, or the temperature has no
+            maximum; the message says what to do.
 
     >>> x = torch.linspace(-1, 1, 30)[:, None]
     >>> net = nn.Sequential(nn.Linear(1, 1))
@@ -176,14 +187,18 @@ def train_by_evidence(
     Differs from the paper: the fixed point replaces Adam on log precisions, and needs no step size.
     """
     _check(epochs, lr, burn_in, frequency, hyper_steps, prior, prior_precision, likelihood_power, patience, data)
+    parsed = parse_likelihood(likelihood)
+    if temperature:
+        at_temperature(parsed, 1.0)  # refuses one without
     run = _Run(
         model,
         data,
-        Observation.split(parse_likelihood(likelihood)),
+        Observation.split(parsed),
         select(model, params),
         likelihood_power,
         unpack,
         dict.fromkeys(named_parameters(model), prior_precision),
+        TemperatureSearch() if temperature else None,
     )
     before, modes = copy.deepcopy(model.state_dict()), [(m, m.training) for m in model.modules()]
     options: dict[str, Any] = {"structure": structure, "params": params, "rank": rank}
@@ -219,6 +234,8 @@ def train_by_evidence(
             parameter.grad = None
     model.eval()
     warn_unless_stationary(reached)
+    if temperature and best[0].output_temperature is not None:
+        warn_at_the_end(best[0].output_temperature)
     return EvidenceTraining(model, best[1], history, losses, best[0], reached)
 
 
@@ -275,6 +292,7 @@ class _Run:
     power: float
     unpack: Unpack | None
     precision: dict[str, float]
+    search: TemperatureSearch | None = None
     n_data: float = field(default=0.0, init=False)
     n_outputs: int = field(default=0, init=False)
 
@@ -340,31 +358,41 @@ class _Run:
         """The evidence at the present weights, and the hyperparameters that maximise it."""
         self.model.eval()
         options = {**options, **self._structure(options["structure"], options["rank"])}
-        laplace = Laplace(
-            self.model,
-            self.observation.whole(),
-            prior_precision={n: self.precision[n] for n in self.names},
-            temperature=1 / self.power,
-            **options,
-        ).fit(self.data, unpack=self.unpack, generator=generator, progress=False)
+        laplace = self._fitted(self.observation.whole(), options, generator)
+        found = self._tuned(laplace, per_layer, noise, steps)
+        if self.search is not None:
+            # The same draws at every temperature, or their noise would decide.
+            seed = torch.initial_seed() if generator is None else generator.initial_seed()
+            base = laplace.likelihood
+            moved = self.search.improve(
+                laplace,
+                lambda t: self._fitted(at_temperature(base, t), options, torch.Generator().manual_seed(seed)),
+            )
+            if moved is not laplace:
+                laplace, found = moved, self._tuned(moved, per_layer, noise, steps)
+        self.observation = laplace.observation
+        gamma = sum(laplace.posterior.effective_parameters().values())
+        level = float(laplace.observation.level) if laplace.observation.tunable else None
+        value, t = float(laplace.log_evidence()), temperature_of(laplace.likelihood)
+        record = EvidenceRecord(epoch, loss, value, dict(found.precision), level, 1 / self.power, gamma, t)
+        return record, laplace
+
+    def _fitted(self, likelihood: Likelihood, options: Mapping[str, Any], generator: torch.Generator | None) -> Laplace:
+        """The posterior at the present weights and precisions."""
+        precision = {n: self.precision[n] for n in self.names}
+        made = Laplace(self.model, likelihood, prior_precision=precision, temperature=1 / self.power, **options)
+        return made.fit(self.data, unpack=self.unpack, generator=generator, progress=False)
+
+    def _tuned(self, laplace: Laplace, per_layer: bool, noise: bool, steps: int) -> EvidenceResult:
+        """Moves prior and noise to the maximum of the evidence."""
+        posterior, factors, observation = laplace.posterior, laplace.factors, laplace.observation
         found = maximise_evidence(
-            laplace.posterior,
-            laplace.factors,
-            laplace.observation,
-            laplace.power,
-            per_layer=per_layer,
-            noise=noise,
-            iterations=steps,
+            posterior, factors, observation, laplace.power, per_layer=per_layer, noise=noise, iterations=steps
         )
         laplace.move(found.precision, level=found.level)
         laplace.tuning = found
-        self.observation = laplace.observation
         self.precision.update({n: float(v) for n, v in laplace.posterior.prior.precision.items()})
-        gamma = sum(laplace.posterior.effective_parameters().values())
-        level = float(laplace.observation.level) if laplace.observation.tunable else None
-        value = float(laplace.log_evidence())
-        record = EvidenceRecord(epoch, loss, value, dict(found.precision), level, 1 / self.power, gamma)
-        return record, laplace
+        return found
 
 
 def _count(batch: Batch) -> float:

@@ -6,15 +6,24 @@ K columns of the root.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aftermap.errors import DataError, ShapeError, UnsupportedError
+from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
 
-__all__ = ["Likelihood", "aligned", "check_outputs", "check_values", "sum_positions", "unit_vectors"]
+__all__ = [
+    "Likelihood",
+    "aligned",
+    "check_outputs",
+    "check_temperature",
+    "check_values",
+    "sum_positions",
+    "unit_vectors",
+]
 
 _SHOWN = 6  # longer lists are shortened in a repr
 
@@ -301,3 +310,23 @@ def check_values(values: Tensor, bad: Tensor, what: str, allowed: str, name: str
         f"{name}: {what}[{', '.join(map(str, index))}] is {values[tuple(index)].item()}, "
         f"but must be {allowed} ({int(bad.sum())} of {bad.numel()} values)."
     )
+
+
+def check_temperature(value: object, name: str) -> float:
+    """The temperature of a likelihood as a number.
+
+    Args:
+        value: what the user gave.
+        name: the likelihood, for the message.
+
+    Raises:
+        InputError: anything but a positive and finite number.
+
+    >>> check_temperature(2, "Categorical")
+    2.0
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise InputError(
+            f"{name}: temperature must be one positive and finite number (1 leaves the outputs as they are), got {value!r}."
+        )
+    return float(value)

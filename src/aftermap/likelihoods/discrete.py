@@ -18,6 +18,7 @@ from aftermap.likelihoods.base import (
     Likelihood,
     aligned,
     check_outputs,
+    check_temperature,
     check_values,
     sum_positions,
     unit_vectors,
@@ -32,14 +33,15 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Categorical(Likelihood):
-    r"""One of C classes, with logits f: p(y = c | f) = softmax(f)_c.
+    r"""One of C classes, with logits f/T: p(y = c | f) = softmax(f/T)_c.
 
-    With w the class weight of the observed label (1 without weights), p = softmax(f) and u = √p:
+    With w the class weight of the observed label (1 without weights), p = softmax(f/T) and u = √p:
 
     .. math::
-        E = -w_y \log p_y, \quad \nabla E = w_y (p - e_y), \quad \Lambda = w_y (\mathrm{diag}(p) - p p^\top).
+        E = -w_y \log p_y, \quad \nabla E = \frac{w_y}{T} (p - e_y), \quad
+        \Lambda = \frac{w_y}{T^2} (\mathrm{diag}(p) - p p^\top).
 
-    S₀ = diag(u) − p uᵀ is a root of Λ with S₀ u = 0. The Householder reflection with reflector u + e_m maps u
+    For T = 1, S₀ = diag(u) − p uᵀ is a root of Λ with S₀ u = 0. The Householder reflection with reflector u + e_m maps u
     to −e_m, so column m of the reflected root vanishes and C − 1 columns remain, for j ≠ m:
 
     .. math::
@@ -54,9 +56,11 @@ class Categorical(Likelihood):
     Args:
         weight: [C], non-negative weight of each class; None means 1.
         ignore_index: the target value of positions to leave out.
+        temperature: T, what the outputs are divided by. Unlike a power of the likelihood it leaves p normalised, so that it
+            can be learned by the evidence.
 
     Raises:
-        InputError: a weight that is not a vector of finite, non-negative numbers.
+        InputError: a weight that is not a vector of finite, non-negative numbers; a temperature that is not positive.
 
     >>> likelihood = Categorical()
     >>> f = torch.zeros(1, 2)
@@ -69,8 +73,10 @@ class Categorical(Likelihood):
 
     weight: Tensor | Sequence[float] | None = None
     ignore_index: int = -100
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", check_temperature(self.temperature, "Categorical"))
         if isinstance(self.ignore_index, bool) or not isinstance(self.ignore_index, int):
             raise InputError(f"Categorical: ignore_index must be an integer, got {self.ignore_index!r}.")
         if self.weight is None:
@@ -96,9 +102,10 @@ class Categorical(Likelihood):
         return n_outputs - 1
 
     def config(self) -> dict[str, Any]:
-        """Name, weight (a list or None) and ignore_index."""
+        """Name, weight (a list or None), ignore_index, and the temperature unless it is 1."""
         weight = self.weight.tolist() if isinstance(self.weight, Tensor) else None
-        return {"name": "categorical", "weight": weight, "ignore_index": self.ignore_index}
+        found = {"name": "categorical", "weight": weight, "ignore_index": self.ignore_index}
+        return found if self.temperature == 1 else {**found, "temperature": self.temperature}
 
     def _check_shapes(self, outputs: Tensor, targets: Tensor | None) -> None:
         n_classes = outputs.shape[-1]
@@ -145,34 +152,34 @@ class Categorical(Likelihood):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The weighted cross-entropy -w_y log p_y, summed over positions: [N]."""
         labels, factor = self._labels(outputs, targets)
-        picked = -F.log_softmax(outputs, -1).gather(-1, labels.unsqueeze(-1))
+        picked = -F.log_softmax(_over(outputs, self.temperature), -1).gather(-1, labels.unsqueeze(-1))
         # where, not a product: 0 * inf at an ignored position would be NaN
         return sum_positions(torch.where(factor.unsqueeze(-1) == 0, 0, factor.unsqueeze(-1) * picked)).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient w_y (p - e_y): [N, ..., C]."""
+        """The gradient w_y (p - e_y) / T: [N, ..., C]."""
         labels, factor = self._labels(outputs, targets)
-        return _scaled(_residual(F.softmax(outputs, -1), labels), factor)
+        return _scaled(_residual(self.mean(outputs), labels), factor / self.temperature)
 
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The gradient √w_y (p - e_ỹ) with ỹ drawn from p: [N, ..., C]."""
+        """The gradient √w_y (p - e_ỹ) / T with ỹ drawn from p: [N, ..., C]."""
         self._check_shapes(outputs, targets)
-        probabilities = F.softmax(outputs, -1)
+        probabilities = self.mean(outputs)
         wide = torch.promote_types(outputs.dtype, torch.float32)  # half precision is too coarse to sum in
         cumulative = probabilities.to(wide).cumsum(-1).contiguous()
         height = (uniform_like(outputs[..., :1], generator) * cumulative[..., -1:]).contiguous()
         # right=True skips classes of probability zero; the clamp is for a height rounded up to the total
         drawn = torch.searchsorted(cumulative, height, right=True).clamp(max=outputs.shape[-1] - 1)
-        gradient = _residual(probabilities, drawn.squeeze(-1))
+        gradient = _over(_residual(probabilities, drawn.squeeze(-1)), self.temperature)
         return gradient if targets is None else _scaled(gradient, self._labels(outputs, targets)[1].sqrt())
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Products with the C - 1 columns of the class docstring, S never formed: [V, N, ..., C]."""
+        """Products with the C - 1 columns of the class docstring over T, S never formed: [V, N, ..., C]."""
         self._check_shapes(outputs, targets)
         # through the logarithm: √p is representable long after p has underflowed
-        root_p = (0.5 * F.log_softmax(outputs, -1)).exp()  # u
+        root_p = (0.5 * F.log_softmax(_over(outputs, self.temperature), -1)).exp()  # u
         top = root_p.argmax(-1, keepdim=True)  # m
         root_top = root_p.gather(-1, top)
         # one coefficient per class, none for m: column j is class j + 1, and class 0 takes the place of m
@@ -181,6 +188,7 @@ class Categorical(Likelihood):
         scaled = root_p * torch.cat([first, vectors], -1).scatter(-1, top, 0.0)
         total = scaled.sum(-1, keepdim=True)
         product = (scaled - total * root_p.square() / (1 + root_top)).scatter(-1, top, -root_top * total)
+        product = _over(product, self.temperature)
         return product if targets is None else _scaled(product, self._labels(outputs, targets)[1].sqrt())
 
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -189,13 +197,18 @@ class Categorical(Likelihood):
         return self.hessian_root_mv(outputs, basis, targets).movedim(0, -1)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """The probabilities softmax(f): [N, ..., C]."""
-        return F.softmax(outputs, -1)
+        """The probabilities softmax(f/T): [N, ..., C]."""
+        return F.softmax(_over(outputs, self.temperature), -1)
 
     def variance(self, outputs: Tensor) -> Tensor:
         """The variance p (1 - p) of each one-hot entry: [N, ..., C]."""
         mean = self.mean(outputs)
         return mean * (1 - mean)
+
+
+def _over(values: Tensor, temperature: float) -> Tensor:
+    """Values over T; no copy at T = 1."""
+    return values if temperature == 1 else values / temperature
 
 
 def _residual(probabilities: Tensor, labels: Tensor) -> Tensor:
@@ -213,18 +226,29 @@ def _scaled(values: Tensor, factor: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class Bernoulli(Likelihood):
-    r"""Independent yes/no labels with logits f: one logit, or C labels that may all be true at once.
+    r"""Independent yes/no labels with logits f/T: one logit, or C labels that may all be true at once.
 
     .. math::
-        E = -\sum_c [y_c \log p_c + (1 - y_c) \log(1 - p_c)], \quad \nabla E = p - y, \quad
-        \Lambda = \mathrm{diag}(p(1-p))
+        E = -\sum_c [y_c \log p_c + (1 - y_c) \log(1 - p_c)], \quad \nabla E = (p - y)/T, \quad
+        \Lambda = \mathrm{diag}(p(1-p))/T^2
 
-    with p = sigmoid(f). Targets have the shape of the outputs (or [N, ...] for one logit) and lie in [0, 1].
+    with p = sigmoid(f/T). Targets have the shape of the outputs (or [N, ...] for one logit) and lie in [0, 1].
     For targets strictly inside (0, 1) E is the cross-entropy, which is not normalised over y.
+
+    Args:
+        temperature: T, what the outputs are divided by.
+
+    Raises:
+        InputError: a temperature that is not positive.
 
     >>> Bernoulli().nll(torch.zeros(1, 3), torch.tensor([[0, 1, 1]]))
     tensor([2.0794])
     """
+
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "temperature", check_temperature(self.temperature, "Bernoulli"))
 
     @property
     def kind(self) -> str:
@@ -232,8 +256,10 @@ class Bernoulli(Likelihood):
         return "binary"
 
     def config(self) -> dict[str, Any]:
-        """Only the name."""
-        return {"name": "bernoulli"}
+        """The name, and the temperature unless it is 1."""
+        return (
+            {"name": "bernoulli"} if self.temperature == 1 else {"name": "bernoulli", "temperature": self.temperature}
+        )
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise unless targets lie in [0, 1] and have the shape of the outputs."""
@@ -245,38 +271,40 @@ class Bernoulli(Likelihood):
         """The binary cross-entropy, summed over labels and positions: [N]."""
         labels = aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
         # log sigmoid on both sides: softplus in torch is linear above its threshold, which loses digits
-        return sum_positions(-labels * F.logsigmoid(outputs) - (1 - labels) * F.logsigmoid(-outputs)).sum(-1)
+        logits = _over(outputs, self.temperature)
+        return sum_positions(-labels * F.logsigmoid(logits) - (1 - labels) * F.logsigmoid(-logits)).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient p - y: [N, ..., C]."""
+        """The gradient (p - y) / T: [N, ..., C]."""
         labels = aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
-        return (1 - labels) * outputs.sigmoid() - labels * (-outputs).sigmoid()  # p − y without cancellation
+        # p − y without cancellation
+        return ((1 - labels) * self.mean(outputs) - labels * self.mean(-outputs)) / self.temperature
 
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The gradient p - ỹ with ỹ drawn from p: [N, ..., C]."""
-        probabilities = outputs.sigmoid()
-        return self.gradient(outputs, uniform_like(outputs, generator) < probabilities)
+        """The gradient (p - ỹ) / T with ỹ drawn from p: [N, ..., C]."""
+        return self.gradient(outputs, uniform_like(outputs, generator) < self.mean(outputs))
 
     def _root_diagonal(self, outputs: Tensor) -> Tensor:
-        return (0.5 * (F.logsigmoid(outputs) + F.logsigmoid(-outputs))).exp()
+        logits = _over(outputs, self.temperature)
+        return (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp() / self.temperature
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Products √(p (1 - p)) v: [V, N, ..., C]."""
+        """Products √(p (1 - p)) v / T: [V, N, ..., C]."""
         return self._root_diagonal(outputs) * vectors
 
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The diagonal root √(p (1 - p)): [N, ..., C, C]."""
+        """The diagonal root √(p (1 - p)) / T: [N, ..., C, C]."""
         return torch.diag_embed(self._root_diagonal(outputs))
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """The probabilities sigmoid(f): [N, ..., C]."""
-        return outputs.sigmoid()
+        """The probabilities sigmoid(f/T): [N, ..., C]."""
+        return _over(outputs, self.temperature).sigmoid()
 
     def variance(self, outputs: Tensor) -> Tensor:
         """The variance p (1 - p): [N, ..., C]."""
-        return outputs.sigmoid() * (-outputs).sigmoid()
+        return self.mean(outputs) * self.mean(-outputs)
 
 
 @final

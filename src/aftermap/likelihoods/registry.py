@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -81,7 +82,7 @@ def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
             "built from a configuration; for a likelihood of your own pass the object itself."
         )
     cls = BY_NAME[name]
-    known = cls().config().keys() - {"name"}
+    known = set(inspect.signature(cls).parameters)
     if unknown := settings.keys() - known:
         raise InputError(
             f"the saved likelihood {name!r} has the unknown settings {sorted(unknown)}; it knows {sorted(known)}."

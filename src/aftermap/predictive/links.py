@@ -171,7 +171,7 @@ def gaussian_prediction(
         generator: the source of randomness; None is torch's default one. Closed forms leave it alone.
 
     Returns:
-        The prediction, with the latent Gaussian in it.
+        The prediction, with the latent Gaussian in it: of the outputs, or of the logits f/T for a likelihood with a temperature.
 
     Raises:
         InputError: an unknown link, one that this likelihood does not have, or neither covariance nor variance.
@@ -185,11 +185,11 @@ def gaussian_prediction(
     _check_link(likelihood, link)
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise InputError(f"samples must be a whole number of at least 1, got {samples!r}.")
-    latent = check_latent(latent_mean, latent_cov, latent_var)
+    latent = _logits(likelihood, check_latent(latent_mean, latent_cov, latent_var))
     if isinstance(likelihood, Categorical):
         prediction = _classification(latent, link, samples, generator)
     elif link == "mc":
-        prediction = _drawn(likelihood, latent, samples, generator)
+        prediction = _drawn(_at_one(likelihood), latent, samples, generator)
     elif isinstance(likelihood, Bernoulli):
         prediction = _binary(latent, link)
     elif isinstance(likelihood, Gaussian):
@@ -235,9 +235,24 @@ def samples_prediction(likelihood: Likelihood, outputs: Tensor, *, weights: Tens
         )
     check_values(outputs, ~outputs.isfinite(), "outputs", "finite", "samples_prediction")
     outputs = at_least_float32(outputs)
+    if isinstance(likelihood, Categorical | Bernoulli):
+        outputs, likelihood = outputs / likelihood.temperature, _at_one(likelihood)
     share = _check_weights(weights, outputs)
     prediction = _mixture(likelihood, outputs, shares(outputs, share))
     return replace(prediction, link="samples", weights=share)
+
+
+def _logits(likelihood: Likelihood, latent: Latent) -> Latent:
+    """The Gaussian over f/T, where the likelihood has a temperature."""
+    if not isinstance(likelihood, Categorical | Bernoulli) or likelihood.temperature == 1:
+        return latent
+    t = likelihood.temperature
+    return Latent(latent.mean / t, None if latent.cov is None else latent.cov / t**2, latent.var / t**2)
+
+
+def _at_one(likelihood: Likelihood) -> Likelihood:
+    """The likelihood of logits: its temperature is in them already."""
+    return replace(likelihood, temperature=1.0) if isinstance(likelihood, Categorical | Bernoulli) else likelihood
 
 
 def _check_link(likelihood: Likelihood, link: str) -> None:
