@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import aftermap as am
 from aftermap.batches import Batch, iterate
@@ -27,9 +28,13 @@ from aftermap.laplace.dimension import (
 from aftermap.laplace.evidence import EvidenceResult
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
+from tests.laplace.dimension_worker import normalised
 from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded, trained
 
 DATA = Path(os.environ.get("AFTERMAP_DATA", Path(__file__).parents[3] / "shared" / "data"))
+
+
+by_heart = pytest.mark.filterwarnings("ignore:matched to the effective dimension")
 
 
 def batches(data: list[tuple[Tensor, Tensor]]) -> list[Batch]:
@@ -147,11 +152,7 @@ def test_mappings_and_sequences_of_many_lengths() -> None:
     assert all(len(b.inputs["tokens"]) == b.size == len(b.targets) for b in chosen)
 
 
-def normalised() -> nn.Module:
-    net = seeded(lambda: nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 4)))
-    return trained(net, classes(), nn.CrossEntropyLoss(reduction="sum"), decay=0.01, steps=60)
-
-
+@by_heart
 def test_the_width_is_matched() -> None:
     model = normalised()
     before = ModelSnapshot.of(model)
@@ -197,6 +198,7 @@ def test_labels_have_no_influence() -> None:
     assert one == two
 
 
+@by_heart
 def test_the_default_where_it_applies() -> None:
     assert is_normalised(normalised())
     assert not is_normalised(mlp())
@@ -222,6 +224,7 @@ def test_a_regression_keeps_its_noise() -> None:
     assert float(la.posterior.scale) == pytest.approx(la.data_scale / level**2, rel=1e-3)
 
 
+@by_heart
 def test_the_same_result_every_time_and_more_data_can_be_added() -> None:
     first, second = classes()
     model = normalised()
@@ -232,6 +235,43 @@ def test_the_same_result_every_time_and_more_data_can_be_added() -> None:
     assert la.tune(method="evidence").data_scale == pytest.approx(1.0)
     la.tune()
     assert la.tuning.n_examples == whole.tune().tuning.n_examples == 60
+
+
+def test_a_part_of_the_data_is_warned_of() -> None:
+    data = classes(600)
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 4)))
+    model = trained(net, data, nn.CrossEntropyLoss(reduction="sum"), decay=0.3, steps=60)
+    x, y = torch.cat([b[0] for b in data]), torch.cat([b[1] for b in data])
+    part = DataLoader(Subset(TensorDataset(x, y), range(20)), batch_size=8)
+    # New data of the same kind.
+    new = normal(2000, 3, seed=50)
+    labels = (new @ normal(3, 4, seed=3) + 0.7 * normal(2000, 4, seed=51)).argmax(1)
+
+    def nll(la: Laplace) -> float:
+        return float(-la.predict(new, generator=generator()).log_prob(labels).mean())
+
+    few = Laplace(model, "classification").fit(part, progress=False)
+    with pytest.warns(StatisticalWarning, match=r"the 20 data of this fit, .*dataset holds 600\).*data_scale=N / 20\)"):
+        few.tune()
+    assert isinstance(few.tuning, DimensionResult)
+    plain = float(nn.functional.cross_entropy(model(new).detach(), labels))
+    assert nll(few) > plain + 0.05
+    # With their true number, and with all of them, it is well, and nothing is said.
+    for la in (
+        Laplace(model, "classification", data_scale=30.0).fit(part, progress=False).tune(),
+        Laplace(model, "classification").fit(data, progress=False).tune(),
+    ):
+        assert isinstance(la.tuning, DimensionResult)
+        assert nll(la) < plain + 0.02
+
+
+def test_a_network_that_knows_its_data_by_heart_is_told_of_that() -> None:
+    la = Laplace(normalised(), "classification", data_scale=1.5).fit(classes(), progress=False)
+    with pytest.warns(
+        StatisticalWarning, match=r"each counted as 1\.5, .*trained on more data than these: .* by heart"
+    ):
+        la.tune()
+    assert isinstance(la.tuning, DimensionResult)
 
 
 def test_bad_input() -> None:

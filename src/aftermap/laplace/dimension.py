@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from aftermap.batches import Batch, call_model, take
 from aftermap.curvature.functional import evaluating
 from aftermap.curvature.ggn_operator import GGNOperator
-from aftermap.distributed import rank, together
+from aftermap.distributed import rank, together, world_size
 from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.krylov import TraceEstimate
 from aftermap.likelihoods import Likelihood
@@ -326,14 +326,16 @@ def match_dimension(
 ) -> DimensionResult:
     """How much narrower a posterior with blocks must be for Σ tr(sΛ_n V_n) to be the full posterior's γ under the same prior.
 
-    Dividing the covariance by a factor multiplies data scale and prior precision by it (MATH 1.5).
+    Dividing the covariance by a factor multiplies data scale and prior precision by it (MATH 1.5). γ is that of the data of the
+    posterior, times their scale: with a posterior from a part of the training data and a scale of 1 the result is as wide as
+    if the network had seen no more than this part. In a process group each process takes its share of ``examples`` from its data.
 
     Args:
         model: the network.
         batches: the training data; their labels have no influence (but for class weights and ignored targets).
         likelihood: that the curvature is of (unit noise).
         posterior: with the prior that was found before.
-        data_scale: of the posterior.
+        data_scale: of the posterior: how many data each of those of the fit stands for.
         examples: how many data to estimate with (`informative_examples`).
         draws: for γ.
         steps: the most passes over these for γ.
@@ -353,7 +355,7 @@ def match_dimension(
     # Processes have other data, so other numbers for these; the draws of the blocks are the same everywhere.
     own = torch.Generator().manual_seed(seed + 1 + rank())
     with together("choosing informative examples"):
-        chosen = informative_examples(model, batches, likelihood, examples, own)
+        chosen = informative_examples(model, batches, likelihood, math.ceil(examples / world_size()), own)
     data = [(b.inputs, b.targets, b.weight) for b in chosen]
     operator = GGNOperator(model, data, likelihood, list(posterior.names))
     scale = float(posterior.scale.detach())
@@ -370,5 +372,4 @@ def match_dimension(
         k: factor * float(posterior.prior.vector(names).detach().log().mean().exp())
         for k, names in posterior.layers.items()
     }
-    count = sum(b.size for b in chosen)
-    return DimensionResult(gamma, bounds, before, factor, factor * data_scale, precision, count, made)
+    return DimensionResult(gamma, bounds, before, factor, factor * data_scale, precision, operator.n_data, made)

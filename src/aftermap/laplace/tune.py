@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Subset
 
 from aftermap.batches import check_device, iterate
-from aftermap.errors import InputError
+from aftermap.errors import InputError, StatisticalWarning
+from aftermap.laplace.check import CheckReport, check_predictive
 from aftermap.laplace.dimension import DimensionResult, is_normalised, match_dimension
 from aftermap.laplace.evidence import maximise_evidence
 from aftermap.laplace.grid import tune_on_validation
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "choose_method", "dimension_applies", "reusable", "tune_laplace"]
 
+_CHECKED = 200  # training data on which the matched predictive is compared with the network
 METHODS = ("evidence", "lbfgs", "dimension", "validation")
 
 
@@ -142,6 +146,35 @@ def _by_dimension(laplace: Laplace, data: Iterable[Any] | None, generator: torch
     laplace.data_scale = found.data_scale
     laplace.move({n: found.factor * p for n, p in laplace.posterior.prior.precision.items()})
     laplace.tuning = found
+    checked = check_predictive(
+        laplace, iterate(data, device=device, dtype=dtype, unpack=laplace.unpack), limit=_CHECKED
+    )
+    if checked.collapsed:
+        _warn_too_wide(laplace, checked, data)
+
+
+def _warn_too_wide(laplace: Laplace, checked: CheckReport, data: Iterable[Any]) -> None:
+    """A fit on a part of the training data, or a network that knows them by heart: the data themselves do not tell which."""
+    assert isinstance(laplace.tuning, DimensionResult)
+    seen, held, counted = laplace.n_data, _held(data), laplace.data_scale / laplace.tuning.factor
+    each = "" if counted == 1 else f", each counted as {counted:g}"
+    hint = f" (the loader's dataset holds {held:,})" if held is not None and held > seen else ""
+    warnings.warn(
+        f"matched to the effective dimension of the {seen:g} data of this fit{each}, the predictive is much less sure of {checked.n_data} of "
+        f"them than the network itself ({checked.message}). Either the network was trained on more data than these{hint}: then say how "
+        f"many, Laplace(..., data_scale=N / {seen:g}) with N the number that it was trained on, or fit on all of them. Or it has learned "
+        "few data by heart, and the wider predictive may be the better one. Validation data decide: tune(val_loader)",
+        StatisticalWarning,
+        stacklevel=2,
+    )
+
+
+def _held(data: Iterable[Any]) -> int | None:
+    """The size of the dataset behind a loader, and behind a subset of it, if that can be known."""
+    dataset = getattr(data, "dataset", None)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return len(dataset) if isinstance(dataset, Sized) else None
 
 
 def _on_validation(
