@@ -269,6 +269,37 @@ def test_batches_that_are_shuffled_give_the_same_variance(method: str, options: 
     assert hf.report.ok
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_steps_that_end_early_are_told_of(symmetric: bool) -> None:
+    """Inputs of very different sizes: the slow directions hold most of the variance and hardly any of the gradient."""
+    x = normal(39, 4, seed=1) * torch.tensor([4.0, 2.0, 0.5, 0.3], dtype=torch.float64)
+    prior = 0.05
+    precision = x.T @ x + prior * torch.eye(4, dtype=torch.float64)
+    y = normal(39, 1, seed=2)
+    model = nn.Linear(4, 1, bias=False).double().eval()
+    with torch.no_grad():
+        model.weight.copy_(torch.linalg.solve(precision, x.T @ y).T)
+    row = torch.tensor([[4.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+    truth = float(row[0] @ torch.linalg.solve(precision, row[0]))
+
+    def found(steps: int) -> tuple[float, Any]:
+        hf = HessianFree(
+            model, Gaussian(1.0), prior_precision=prior, method="sgd", steps=steps, average=0.0, symmetric=symmetric
+        ).fit([(x, y)])
+        value = float(hf.variance_of(lambda f: f(row).sum()))
+        assert hf.report is not None
+        return value, hf.report.functionals[0]
+
+    with pytest.warns(NumericalWarning, match=r"has not converged .* too small, by up to \d+%. Allow more steps"):
+        early, report = found(25)
+    assert report.residual < 0.5  # by itself it looks well
+    assert early < 0.8 * truth <= 0.8 * early * (1 + report.missing)
+    late, report = found(600)
+    assert report.status == "ok"
+    assert late == pytest.approx(truth, rel=0.02)
+    assert report.missing < 0.05
+
+
 def test_batches_that_come_once_or_steps_that_diverge_are_refused() -> None:
     model, data, _, _, _ = linear_regression()
     with pytest.raises(DataError, match="empty"):

@@ -30,6 +30,8 @@ _LEAST_MOVE = 0.3
 _RESCALES = 6
 # The first fine-tuning only finds the scale of λ: this residual is enough.
 _PILOT_TOLERANCE = 1e-3
+# Steps on batches: the variance may be too small by this share before it is flagged.
+_MISSING = 0.25
 # The loss must rise by λ²v/2; a fall of this share of it says that the start was no minimum.
 _FALL = -0.5
 
@@ -50,6 +52,9 @@ class StepReport:
         energy: rise of L relative to λ²v/2; 1 at a converged minimum, less if the fine-tuning stopped early.
         residual: gradient of the pushed objective relative to the push, half the difference between the two sides (what
             they have in common, drift and the noise of batches, cancels).
+        missing: the most that the variance may be too small by, relative to it. A move d with the residual r that it left has
+            v = v̂ + (rᵀH⁻¹r − dᵀr)/λ² (exact where L is quadratic), and rᵀH⁻¹r ≤ rᵀP₀⁻¹r where the curvature of the data is not
+            negative. The residual alone does not tell: the slowest directions have little of the gradient and much of the variance.
         steps: of the optimiser, the more of the two, in the last attempt.
         attempts: how often λ was changed and the fine-tuning repeated.
         halvings: how often λ was halved.
@@ -66,6 +71,7 @@ class StepReport:
     curvature: float
     energy: float
     residual: float
+    missing: float
     steps: float
     attempts: float
     halvings: float
@@ -206,7 +212,7 @@ def _attempt(
     wanted = torch.where(pilots, max(tolerance, _PILOT_TOLERANCE), tolerance).to(step).repeat(len(goal))
     ends = runner.run(torch.cat(starts), Push(functionals, torch.cat(weights)), wanted * torch.cat(goal))
     values = objective.values(torch.cat([ends.theta, ends.control[None]]), functionals)
-    found = _measure(ends, values, mix, step, goal[0], settings)
+    found = _measure(ends, values, mix, step, goal[0], settings, objective.precision)
     rows.plus[index] = ends.theta[: len(index)]
     rows.minus[index] = ends.theta[len(index) :] if settings.symmetric else ends.control
     rows.moved[index] = step
@@ -224,8 +230,10 @@ def _attempt(
             rows.step[row] = better
 
 
-def _measure(ends: Ends, values: Tensor, mix: Tensor, step: Tensor, push: Tensor, settings: Settings) -> Tensor:
-    """For each row the numbers of a StepReport from ``control`` to ``steps``: [r, 10], float64."""
+def _measure(
+    ends: Ends, values: Tensor, mix: Tensor, step: Tensor, push: Tensor, settings: Settings, precision: Tensor
+) -> Tensor:
+    """For each row the numbers of a StepReport from ``control`` to ``steps``: [r, 11], float64."""
     count = len(step)
     plus, control = (values[:count] * mix).sum(1), (values[-1] * mix).sum(1)
     taken = ends.steps[:count]
@@ -234,18 +242,21 @@ def _measure(ends: Ends, values: Tensor, mix: Tensor, step: Tensor, push: Tensor
         minus = (values[count : 2 * count] * mix).sum(1)
         difference, bend = plus - minus, (plus + minus - 2 * control).abs()
         rise = (rise + ends.loss[count:] - ends.control_loss) / 2
-        residual = (ends.gradient[:count] - ends.gradient[count:]).norm(dim=1) / 2 / push
+        left = (ends.gradient[:count] - ends.gradient[count:]) / 2
+        move = (ends.theta[:count] - ends.theta[count:]) / 2
         taken = torch.maximum(taken, ends.steps[count:])
         variance = difference / (2 * step)
         curvature = bend / difference.abs()
     else:
         minus, variance = torch.full_like(plus, float("nan")), (plus - control) / step
         common = 0.0 if settings.on_all_data else ends.control_gradient
-        residual = (ends.gradient[:count] - common).norm(dim=1) / push
+        left, move = ends.gradient[:count] - common, ends.theta[:count] - ends.control
         curvature = torch.zeros_like(plus)  # one side alone does not show it
     deviation = step * variance.abs().sqrt()
     energy = rise / (0.5 * step.square() * variance)
-    parts = [control, plus, minus, step, variance, deviation, curvature, energy, residual, taken.to(step)]
+    residual = left.norm(dim=1) / push
+    missing = (left * (left / precision - move)).sum(1) / (step.square() * variance.abs())
+    parts = [control, plus, minus, step, variance, deviation, curvature, energy, residual, missing, taken.to(step)]
     return torch.stack([p.double() for p in parts], dim=1).cpu()
 
 
@@ -253,7 +264,7 @@ def _decide(
     numbers: Tensor, settings: Settings, tolerance: float, halvings: int, attempts: int
 ) -> tuple[int, float | None]:
     """The status of an attempt, and the λ of the next one; None: it is done."""
-    _, plus, _, step, variance, deviation, curvature, energy, residual, _ = numbers.tolist()
+    _, plus, _, step, variance, deviation, curvature, energy, residual, missing, _ = numbers.tolist()
     finite = all(x == x and abs(x) != float("inf") for x in (plus, variance, energy))
     lost = not finite or variance <= 0 or energy < _FALL
     bent = not curvature <= settings.curvature_limit
@@ -267,7 +278,7 @@ def _decide(
     pilot = attempts == 1 and settings.on_all_data
     if automatic and attempts <= _RESCALES and (pilot or gentle or deviation > settings.deviation / _LEAST_MOVE):
         return _OK, settings.deviation / variance**0.5
-    loose = residual > 100 * tolerance if settings.on_all_data else residual > 0.5
+    loose = residual > 100 * tolerance if settings.on_all_data else residual > 0.5 or missing > _MISSING
     return (_LOOSE if loose else _OK), None
 
 
@@ -294,7 +305,8 @@ def _judge(reports: tuple[StepReport, ...], settings: Settings) -> None:
         elif report.status == "not converged":
             warnings.warn(
                 f"functional {place}: the fine-tuning has not converged (gradient {report.residual:.2g} of the push, loss "
-                f"{report.energy:.2g} of its rise), so its variance {report.variance:.3g} is likely too small. Allow more steps",
+                f"{report.energy:.2g} of its rise), so its variance {report.variance:.3g} is likely too small, by up to "
+                f"{report.missing:.0%}. Allow more steps, or use a method on all data (lbfgs, newton_cg)",
                 NumericalWarning,
                 stacklevel=3,
             )
