@@ -34,6 +34,7 @@ from aftermap.likelihoods import Categorical  # noqa: E402
 from aftermap.params import unflatten  # noqa: E402
 from aftermap.predictive import gaussian_prediction, latent_gaussians  # noqa: E402
 from examples.resnet20_cifar10 import ResNet20, batches, images  # noqa: E402
+from experiments.evidence_normalised.kernel import FullMatrix  # noqa: E402
 
 DATA = Path(os.environ.get("AFTERMAP_DATA", ROOT.parent / "shared" / "data"))
 TRAINED_ON = 50_000  # images that the network was trained on; the data folder holds 20,000 of them
@@ -157,6 +158,40 @@ def full_rows(model: nn.Module, train: Any, x: Tensor, y: Tensor, examples: int,
     return rows
 
 
+def exact_rows(
+    model: nn.Module, train: Any, tune: tuple[Tensor, Tensor] | None, x: Tensor, y: Tensor, keep: Any
+) -> list[Row]:
+    """The same with all fit images and no iteration: every solve is exact (kernel.py)."""
+    fit_x, fit_y = (torch.cat(parts) for parts in zip(*train, strict=True))
+    full = FullMatrix(model, fit_x, fit_y, x if tune is None else torch.cat([x, tune[0]]))
+    rows: list[Row] = []
+
+    def probabilities(tau: float, s: float) -> Tensor:
+        made = gaussian_prediction(
+            Categorical(), full.outputs.double(), full.covariance(tau, s), link="mc", samples=256, generator=generator()
+        )
+        return made.mean
+
+    for label, s in (("", 1.0), (", pseudo-count 50,000", TRAINED_ON / len(fit_x))):
+        theta = lambda tau: full.theta_squared  # noqa: E731
+        mode = lambda tau, s=s: full.mode_squared(tau, s)  # noqa: E731
+        for which, distance in (("θ*", theta), ("v* of the linear model", mode)):
+            tau = fixed_point(lambda t, s=s, distance=distance: full.gamma(t, s) / distance(t))
+            more = {"precision": tau, "gamma": full.gamma(tau, s), "squared_norm": distance(tau), "data_scale": s}
+            p = probabilities(tau, s)[: len(x)]
+            rows.append(numbers(f"full GGN, all images: evidence at {which}{label}", p, y, **more))
+            keep(rows)
+        if tune is not None:
+            grid = [10.0**k for k in range(-1, 7)]
+            scored = {t: metrics.nll(probabilities(t, s)[len(x) :], tune[1]) for t in grid}
+            tau = min(scored, key=lambda t: scored[t])
+            more = {"precision": tau, "gamma": full.gamma(tau, s), "data_scale": s, "grid": scored}
+            p = probabilities(tau, s)[: len(x)]
+            rows.append(numbers(f"full GGN, all images: validation labels{label}", p, y, **more))
+            keep(rows)
+    return rows
+
+
 def fixed_point(image: Any) -> float:
     tau = 1.0
     for _ in range(100):
@@ -240,6 +275,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--examples", type=int, default=200, help="informative examples for γ and the full matrix")
     parser.add_argument("--steps", type=int, default=20, help="Lanczos and conjugate-gradient steps of the full matrix")
     parser.add_argument("--samples", type=int, default=8, help="of sample-then-optimise; 0 leaves the full matrix out")
+    parser.add_argument(
+        "--all-images",
+        action="store_true",
+        help="the full matrix from all fit images, exactly, instead of the examples",
+    )
     parser.add_argument("--structures", default=",".join(STRUCTURES))
     parser.add_argument("--no-validation", action="store_true", help="leave out the comparison with validation labels")
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
@@ -264,16 +304,29 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         plain = torch.cat([model(part) for part in x.split(500)]).softmax(-1)
     rows = [numbers("network (MAP)", plain, y)]
     settings = {"fit_images": len(train_x), "test_images": m, "examples": options.examples, "steps": options.steps}
-    found = {"settings": {**settings, "samples": options.samples}, "rows": rows}
+    settings = {**settings, "samples": options.samples}
+    if options.all_images:
+        settings = {"fit_images": len(train_x), "test_images": m, "tune_images": m // 2, "all_images": True}
+    found = {"settings": settings, "rows": rows}
 
     def keep() -> None:
-        (options.output / "results.json").write_text(json.dumps(found, indent=1) + "\n")
-        draw(rows, options.output / "figure.svg")
+        name = "results_all_images.json" if options.all_images else "results.json"
+        (options.output / name).write_text(json.dumps(found, indent=1) + "\n")
+        if not options.all_images:
+            draw(rows, options.output / "figure.svg")
 
     for name in filter(None, options.structures.split(",")):
         rows += structure_rows(name, model, train, tune, x, y, options.examples)
         keep()
-    if options.samples:
+    if options.all_images:
+        before = list(rows)
+
+        def keep_exact(more: list[Row]) -> None:
+            rows[:] = before + more
+            keep()
+
+        exact_rows(model, train, None if tune is None else (every_x[: m // 2], every_y[: m // 2]), x, y, keep_exact)
+    elif options.samples:
         rows += full_rows(model, train, x, y, options.examples, options.steps, options.samples)
         keep()
     return found
