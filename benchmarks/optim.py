@@ -89,14 +89,17 @@ def ivon_opt(model: nn.Module, batch: Batch) -> Callable[[], Any] | None:
     return step
 
 
-def steps(name: str, *, slow: bool = True, only: str | None = None) -> dict[str, Callable[[], Any]]:
+def one(model: nn.Module, batch: Batch, method: str) -> Callable[[], Any]:
+    """A training step of Adam, VOGN or IVON."""
+    if method == "adam":
+        return adam(model, batch)
+    build = {"vogn": VOGN, "ivon": IVON}[method]
+    return ours(model, batch, build, lr=1e-6, generator=torch.Generator().manual_seed(0))
+
+
+def steps(name: str, *, slow: bool = True) -> dict[str, Callable[[], Any]]:
     """One training step of each, on copies of one network in evaluation mode (so that all do the same work)."""
     model, (batch,) = make(name)
-    if only == "adam":
-        return {"adam": adam(model, batch)}
-    if only in ("vogn", "ivon"):
-        build = VOGN if only == "vogn" else IVON
-        return {only: ours(model, batch, build, lr=1e-6, generator=torch.Generator().manual_seed(0))}
     small = {"lr": 1e-6, "generator": torch.Generator().manual_seed(0)}
     found: dict[str, Callable[[], Any] | None] = {
         "adam": adam(copy.deepcopy(model), batch),
@@ -124,8 +127,10 @@ def measure(name: str, repeats: int, *, slow: bool = True) -> dict[str, Any]:
 
 def peak(name: str, method: str) -> float:
     """Megabytes that a step needs on top of network, batch and the optimiser's state, in this (fresh) process."""
-    step = steps(name, only=method)[method]
+    model, (batch,) = make(name)
+    step = one(model, batch, method)
     step()  # libraries, threads and kernels are loaded before the baseline is taken; the state is there
+    model.zero_grad()  # the gradients that Adam leaves are its step's memory, not its state
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here

@@ -244,6 +244,65 @@ def test_accumulation_without_the_plugin_or_with_many_draws_is_refused(tmp_path:
         )
 
 
+class LeavesOut(Module):
+    """Gives no loss for the third batch: before the network has run, or after."""
+
+    def __init__(self, make: Make, early: bool):
+        super().__init__(make)
+        self.early = early
+
+    def training_step(self, batch: list[Tensor], number: int) -> Tensor | None:
+        if number == 2 and self.early:
+            return None
+        loss = super().training_step(batch, number)
+        return None if number == 2 else loss
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("name", ["VOGN", "VOGN, two draws", "IVON", "KFAC"])
+def test_a_training_step_without_a_loss_leaves_its_batch_out(name: str, early: bool, tmp_path: Path) -> None:
+    expected = network()
+    optimiser = OPTIMISERS[name](expected)
+    for _ in range(2):
+        for number, (x, y) in enumerate(loader()):
+            if number != 2:
+                optimiser.step(lambda x=x, y=y: F.cross_entropy(expected(x), y))
+    helpers: list[dict[str, Any]] = [
+        {"callbacks": [PosteriorCallback("classification", tmp_path / "posterior")]},
+        {"plugins": [AccumulateDraws()]},
+    ]
+    for help_ in helpers:
+        module = LeavesOut(OPTIMISERS[name], early)
+        run = trainer(tmp_path, **help_)
+        run.fit(module, loader())
+        check_same(module.net, expected)
+        assert (run.optimizers[0].steps, run.optimizers[0].skipped_steps) == (10, 2)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_forgotten_loss_is_an_error_where_nobody_spoke_for_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="returned NoneType, which holds no loss"):
+        trainer(tmp_path).fit(LeavesOut(OPTIMISERS["VOGN"], early=False), loader())
+
+    class Forgets(Manual):
+        def training_step(self, batch: list[Tensor], number: int) -> None:
+            self.optimizers().step(lambda: None)
+
+    callback = PosteriorCallback("classification", tmp_path / "posterior")
+    with pytest.raises(InputError, match="returned NoneType, which holds no loss"):
+        trainer(tmp_path, callbacks=[callback]).fit(Forgets(OPTIMISERS["VOGN"]), loader())
+
+
+def test_micro_batches_outside_the_optimiser_are_reported(tmp_path: Path) -> None:
+    module = Module(OPTIMISERS["VOGN"])
+    with pytest.warns(
+        StatisticalWarning, match="does not use the gradients that were in .grad of 4 parameters"
+    ) as seen:
+        trainer(tmp_path, accumulate_grad_batches=3).fit(module, loader())
+    assert len([w for w in seen if w.category is StatisticalWarning]) == 1
+
+
 @pytest.mark.parametrize("name", ["VOGN", "IVON", "NoisyKFAC"])
 def test_a_resumed_run_is_the_same_run(name: str, tmp_path: Path) -> None:
     whole = Module(OPTIMISERS[name])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aftermap.errors import AftermapError, InputError, NumericalWarning, UnsupportedError
+from aftermap.errors import AftermapError, InputError, NumericalWarning, StatisticalWarning, UnsupportedError
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, Schedule
 from tests.optim.problems import classifier
 
@@ -137,10 +137,76 @@ def test_infinite_gradients_with_a_finite_loss_are_skipped() -> None:
     opt = VOGN(net, lr=0.1, n_data=11)
     opt.step(lambda: F.cross_entropy(net(x), y))
     before = net[2].bias.detach().clone()
-    with pytest.warns(NumericalWarning, match="a step was skipped"):
+    with pytest.warns(NumericalWarning, match="a step was skipped") as seen:
         opt.step(lambda: (net(x) * 0).abs().sqrt().mean())
+    assert seen[0].filename == __file__
     assert torch.equal(net[2].bias, before)
     assert opt.skipped_steps == 1
+
+
+@pytest.mark.parametrize("preset", [VOGN, OGN, IVON, KFAC, NoisyKFAC])
+@pytest.mark.parametrize("own_backward", [True, False])
+def test_gradients_from_outside_the_closure_are_reported_once(preset: Callable[..., Any], own_backward: bool) -> None:
+    nets, opts = [], []
+    for _ in range(2):
+        net, x, y = classifier()
+        nets.append(net)
+        opts.append(preset(net, lr=0.01, n_data=11))
+
+    def closure(net: nn.Module) -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        if own_backward:
+            loss.backward()
+        return loss
+
+    (nets[0](x) ** 2).sum().backward()
+    left = [p.grad.clone() for p in nets[0].parameters() if p.grad is not None]
+    with pytest.warns(StatisticalWarning, match=r"does not use the gradients .* of 4 parameters .0.weight") as seen:
+        opts[0].step(lambda: closure(nets[0]))
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    for _ in range(2):  # warnings are errors
+        opts[0].step(lambda: closure(nets[0]))
+    for _ in range(3):
+        opts[1].step(lambda: closure(nets[1]))
+    torch.testing.assert_close(list(nets[0].parameters()), list(nets[1].parameters()), rtol=0, atol=0)
+    torch.testing.assert_close([p.grad for p in nets[0].parameters()], left, rtol=0, atol=0)
+
+
+def test_gradients_that_the_user_clears_are_not_reported() -> None:
+    net, x, y = classifier()
+    opt = VOGN(net, lr=0.01, n_data=11)
+    (net(x) ** 2).sum().backward()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        return loss
+
+    opt.step(closure)  # warnings are errors
+    opt.zero_grad(set_to_none=False)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    assert opt.steps == 2
+
+
+@pytest.mark.parametrize("preset", [VOGN, IVON, KFAC])
+def test_a_batch_left_out_on_request(preset: Callable[..., Any]) -> None:
+    net, x, y = classifier()
+    opt = preset(net, lr=0.01, n_data=11)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    before = [p.detach().clone() for p in net.parameters()]
+    opt.skip_without_loss = True
+
+    def without_a_loss() -> None:
+        net(x)
+
+    assert opt.step(without_a_loss) is None
+    assert (opt.steps, opt.skipped_steps) == (1, 1)
+    torch.testing.assert_close(list(net.parameters()), before, rtol=0, atol=0)
+    with pytest.raises(InputError, match="returned NoneType"):  # the loss was there, and is missing
+        opt.step(lambda: F.cross_entropy(net(x), y).backward())
+    torch.testing.assert_close(list(net.parameters()), before, rtol=0, atol=0)
 
 
 PRIORS: list[tuple[str, Tensor, str]] = [

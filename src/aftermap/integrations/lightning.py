@@ -5,6 +5,10 @@ closure that runs ``training_step`` and the backward pass, and they run it under
 on the gradient, and checkpoints hold their whole state. In manual optimisation call ``self.optimizers().step(closure)``.
 One thing needs help: with ``accumulate_grad_batches`` Lightning runs all but the last micro-batch outside the optimiser,
 where no weights are drawn and no curvature is seen. `AccumulateDraws` puts each micro-batch under a draw of its own.
+
+A ``training_step`` that returns None leaves its batch out, as with other optimisers, where `PosteriorCallback` or
+`AccumulateDraws` is used with one process and one micro-batch per step: Lightning warns of it, ``opt.skipped_steps`` counts
+it. Without them it is an error, since a closure that forgets its ``return`` looks the same.
 """
 
 from __future__ import annotations
@@ -189,8 +193,10 @@ class PosteriorCallback(_SavingCallback):
         self.posterior: TrainedPosterior | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses what would train wrongly without a word."""
-        groups = _optimizer_of(trainer).settings.sample_groups
+        """Refuses what would train wrongly without a word; lets ``training_step`` return None to leave a batch out."""
+        optimizer = _optimizer_of(trainer)
+        optimizer.skip_without_loss = pl_module.automatic_optimization
+        groups = optimizer.settings.sample_groups
         if trainer.world_size > 1 and groups > 1:
             raise InputError(
                 f"sample_groups={groups}: Lightning averages gradients over processes before the optimiser sees which draw "
@@ -240,6 +246,8 @@ class AccumulateDraws(_Precision):  # type: ignore[misc]
         """Looks at the optimisers of a new training."""
         found = [o for o in optimizers if isinstance(o, VariationalOptimizer)]
         self._module, self._optimizer = model, found[0] if found else None
+        for optimizer in found:
+            optimizer.skip_without_loss = model.automatic_optimization
         return super().connect(model, optimizers, lr_schedulers)
 
     def _drawing(self) -> tuple[VariationalOptimizer, int] | None:

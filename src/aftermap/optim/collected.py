@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from aftermap.distributed import all_reduce_, is_distributed
+from aftermap.errors import InputError
 
-__all__ = ["Collected", "Factor", "add_block"]
+__all__ = ["Collected", "Factor", "add_block", "from_blocks", "in_chunks"]
 
 Factor = tuple[Tensor, Tensor, int]
+Item = TypeVar("Item")
+_CHUNK_NUMBERS = 1 << 20  # parameters that are worked on at once: few enough for memory, enough to launch one kernel
 
 
 @dataclass
@@ -126,6 +130,47 @@ def add_block(
     if fresh or held is None:
         return part
     held.add(part)
+    return held
+
+
+def in_chunks(
+    items: Sequence[tuple[Item, Tensor]], numbers: int = _CHUNK_NUMBERS
+) -> Iterator[list[tuple[Item, Tensor]]]:
+    """Parts of a list of (anything, parameter) with up to ``numbers`` numbers each, or with one parameter.
+
+    >>> [len(part) for part in in_chunks([("a", torch.zeros(2)), ("b", torch.zeros(3)), ("c", torch.zeros(7))], 5)]
+    [2, 1]
+    """
+    part: list[tuple[Item, Tensor]] = []
+    size = 0
+    for item in items:
+        size += item[1].numel()
+        if part and size > numbers:
+            yield part
+            part, size = [], item[1].numel()
+        part.append(item)
+    if part:
+        yield part
+
+
+def from_blocks(held: Collected | None, params: Mapping[str, Tensor], *, mean: bool) -> Collected:
+    """What the blocks of `sampled_params` collected, with ``.grad`` as it is now (clipped or not) as the gradient.
+
+    Args:
+        held: the blocks' sums.
+        params: by name.
+        mean: the loss is a mean over examples.
+
+    Raises:
+        InputError: there was no block.
+    """
+    if held is None:
+        raise InputError(
+            "step() without a closure uses what was collected in `with opt.sampled_params():`, but nothing was. Put the "
+            "forward and backward pass into such a block, or pass a closure: opt.step(lambda: loss_fn(model(x), y))"
+        )
+    held.grads = {n: p.grad.detach() for n, p in params.items() if p.grad is not None}
+    held.grad_scale = held.size if mean else 1.0
     return held
 
 

@@ -11,7 +11,6 @@ put the mean back; update. Whatever the closure does, the parameters hold the me
 from __future__ import annotations
 
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,14 +25,15 @@ from aftermap.curvature.closures import ClosureWatcher
 from aftermap.curvature.diagonal import DiagonalBlock
 from aftermap.curvature.factors import Block
 from aftermap.distributed import broadcast_, is_distributed, make_mesh, unsynchronised, unwrapped
-from aftermap.errors import InputError, NumericalWarning
+from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
-from aftermap.optim.collected import Collected, add_block
+from aftermap.optim.collected import Collected, add_block, from_blocks, in_chunks
 from aftermap.optim.estimates import back_propagate, digest, ggn_of, kind_of_loss
 from aftermap.optim.noise import NoiseSource, mix
 from aftermap.optim.posterior import TrainedPosterior, trained_posterior
 from aftermap.optim.priors import prior_of, store_prior
 from aftermap.optim.readers import GradientReader, loss_of, with_loss
+from aftermap.optim.reports import LeftOut, warn_of_left_gradients, warn_of_skipped_step
 from aftermap.optim.settings import Settings, as_generator_seed, check_group
 from aftermap.optim.state import check_state, load_extra, saved_extra
 from aftermap.params import named_parameters
@@ -52,6 +52,9 @@ class VariationalOptimizer(Optimizer, ABC):
         defaults: of the groups: lr, momentum, new_curvature_weight, prior_precision, prior_mean, damping, deterministic.
         settings: everything else.
         generator: gives the seed of the private noise.
+
+    Attributes:
+        skip_without_loss: a closure that returns None leaves its batch out (in Lightning); otherwise it is an error.
     """
 
     def __init__(
@@ -68,7 +71,8 @@ class VariationalOptimizer(Optimizer, ABC):
         self._known = {} if self._inner is None else {id(p): n for n, p in named_parameters(self._inner).items()}
         self.steps = self.skipped_steps = 0
         self.loss_kind: str | None = None
-        self._active = False
+        self.skip_without_loss = False
+        self._active = self._cleared = self._warned_of_left = False
         self._held: Collected | None = None
         self._draws = 0
         self._reader: tuple[tuple[str, ...], ClosureWatcher | GradientReader] | None = None
@@ -109,7 +113,7 @@ class VariationalOptimizer(Optimizer, ABC):
         curvature: list[Tensor],
         scales: tuple[float, float],
     ) -> None:
-        """Moves the means of one group; the mean gradient is scales[0] · grads, the curvature scales[1] · curvature."""
+        """Moves means of one group; the mean gradient is scales[0] · grads, the curvature scales[1] · curvature."""
 
     def _needs_noise(self, group: Group, parameter: Tensor) -> bool:
         """Whether a parameter is drawn now: not where it is deterministic, frozen, or has no curvature yet."""
@@ -226,7 +230,9 @@ class VariationalOptimizer(Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ``.grad``; outside `sampled_params` also what was collected there."""
         super().zero_grad(set_to_none)
-        if not self._active:
+        if self._active:
+            self._cleared = True
+        else:
             self._held = None
 
     def _read(self) -> ClosureWatcher | GradientReader:
@@ -256,6 +262,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """One draw, one closure."""
         reader = self._read()
         params = self._trained()
+        self._cleared = False
         with self._drawn(sample, sampling=self.settings.sampling) as noise:
             before = {n: p.grad for n, p in params.items()}
             try:
@@ -263,6 +270,9 @@ class VariationalOptimizer(Optimizer, ABC):
                     p.grad = None
                 with self._watching(reader, size) as reading:
                     result = closure()
+                    nothing = result is None and not reading.gradients_came
+                    if nothing and self.skip_without_loss and not is_distributed():  # the others would wait for a sum
+                        raise LeftOut
                     loss = loss_of(result)
                     ggn = self.settings.curvature == "ggn"
                     back_propagate(reading, loss, ggn=ggn, only_parameters=self.model is None)
@@ -279,6 +289,8 @@ class VariationalOptimizer(Optimizer, ABC):
             total = total * moments.size if self.settings.reduction == "mean" else total
             part = digest(moments, noise, total, self.settings, curvature, known=self.model is not None)
             self.loss_kind = kind_of_loss(loss) or self.loss_kind
+        if not self._cleared and not self._warned_of_left:
+            self._warned_of_left = warn_of_left_gradients(before)
         if given:  # the closure ran its own backward pass, and may have clipped
             part.grads.update(given)
         return part, result
@@ -289,7 +301,8 @@ class VariationalOptimizer(Optimizer, ABC):
         Args:
             closure: runs the model and returns the loss, or a tuple (loss, …) or a mapping with "loss". It need not call
                 ``backward`` (cheaper); if it does, ``.grad`` as it leaves it is the gradient, clipped or not. None: uses
-                what was collected in `sampled_params`.
+                what was collected in `sampled_params`. Gradients that are in ``.grad`` before the call are not used (a
+                warning says so once) and are there afterwards.
             batch_size: examples in a batch of this process, where the model's input does not tell.
 
         Returns:
@@ -300,7 +313,8 @@ class VariationalOptimizer(Optimizer, ABC):
             InputError: the closure returned no loss, a batch larger than n_data, or nothing was collected.
         """
         if closure is None:
-            self._finish(self._from_blocks())
+            held, self._held = self._held, None
+            self._finish(from_blocks(held, self._trained(), mean=self.settings.reduction == "mean"))
             return None
         if self._active:
             raise InputError("step() was called inside sampled_params(): leave the block first")
@@ -308,7 +322,11 @@ class VariationalOptimizer(Optimizer, ABC):
         total: Collected | None = None
         result: Any = None
         for sample in range(self.settings.mc_samples if drawn else 1):
-            part, result = self._run(closure, sample, batch_size)
+            try:
+                part, result = self._run(closure, sample, batch_size)
+            except LeftOut:
+                self.skipped_steps += 1
+                return None
             if total is None:
                 total = part
             else:
@@ -318,17 +336,6 @@ class VariationalOptimizer(Optimizer, ABC):
         loss = self._finish(total)
         return with_loss(result, loss)
 
-    def _from_blocks(self) -> Collected:
-        if self._held is None:
-            raise InputError(
-                "step() without a closure uses what was collected in `with opt.sampled_params():`, but nothing was. Put the "
-                "forward and backward pass into such a block, or pass a closure: opt.step(lambda: loss_fn(model(x), y))"
-            )
-        held, self._held = self._held, None
-        held.grads = {n: p.grad.detach() for n, p in self._trained().items() if p.grad is not None}
-        held.grad_scale = held.size if self.settings.reduction == "mean" else 1.0
-        return held
-
     @torch.no_grad()
     def _finish(self, total: Collected) -> Tensor:
         """Sums over processes, checks, and updates."""
@@ -337,12 +344,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self._draws = 0
         if not total.is_finite():
             self.skipped_steps += 1
-            warnings.warn(
-                "a step was skipped (opt.skipped_steps counts them): the loss or a gradient is not finite. Parameters and "
-                "statistics are unchanged. Check the data, or lower the learning rate or the temperature",
-                NumericalWarning,
-                stacklevel=4,
-            )
+            warn_of_skipped_step()
             self.steps += 1  # new noise: the same draw would fail again
             return loss
         if self.settings.max_grad_norm is not None:
@@ -360,11 +362,10 @@ class VariationalOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             named = [(self._known[id(p)], p) for p in group["params"] if p.requires_grad]
             used = [(n, p) for n, p in named if n in total.grads and n in total.curvature]
-            if used:
-                params = [p for _, p in used]
-                self._update_group(
-                    group, params, [total.grads[n] for n, _ in used], [total.curvature[n] for n, _ in used], scales
-                )
+            for part in in_chunks(used):  # working memory is that of a part, and a part's sums are let go
+                grads, curvature = ([sums.pop(n) for n, _ in part] for sums in (total.grads, total.curvature))
+                self._update_group(group, [p for _, p in part], grads, curvature, scales)
+                del grads, curvature
 
     def posterior(self, likelihood: str | Likelihood | None = None) -> TrainedPosterior:
         """The Gaussian over the weights as it is now: it predicts, samples, saves, and serves as the next task's prior.

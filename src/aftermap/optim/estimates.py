@@ -62,7 +62,7 @@ def digest(
 
     Args:
         moments: sums for the loss as it was returned.
-        noise: ε by parameter name.
+        noise: ε by parameter name; overwritten where the curvature is reparametrised.
         loss: Σ of the loss over examples.
         settings: which estimate, and the reduction of the loss.
         ggn: the diagonal of the GGN of the sum loss, where that was asked for.
@@ -82,7 +82,8 @@ def digest(
         return Collected(moments.sums, ggn, scale, 1.0, size, loss)
     if settings.curvature == "reparametrised":
         # ε ∘ g: each process with its own noise, before any average (Price's theorem needs the pair).
-        products = {n: g * noise[n] for n, g in moments.sums.items() if n in noise}
+        # The noise is used up here, so its memory serves.
+        products = {n: noise[n].mul_(g) for n, g in moments.sums.items() if n in noise}
         return Collected(moments.sums, products, scale, scale, size, loss)
     if settings.curvature == "micro_batch":
         squares = {n: g.square() for n, g in moments.sums.items()}

@@ -155,9 +155,10 @@ class IVON(VariationalOptimizer):
         add_momentum_(momentum, grads, scales[0], [], 0.0, 0.0, beta1, normalised=True)
         if all(c.numel() == k.numel() for c, k in zip(curvature, known, strict=True)):
             drawn = all(id(p) in self._roots for p in params)
-            root = [self._roots[id(p)] for p in params] if drawn else self._root(group, params)
+            root = [self._roots.pop(id(p)) for p in params] if drawn else self._root(group, params)
             scale = scales[1] / self.noise_scale()  # 1/σ = √(N/τ) √(h + c)
             ivon_curvature_(known, curvature, root, scale, group["new_curvature_weight"])
+            del root
         below = denominator(known, prior, damping)
         data = [p.data for p in params]
         rate = group["lr"]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from aftermap.distributed import unwrapped
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
+from aftermap.optim.collected import in_chunks
 from aftermap.optim.core import Group, VariationalOptimizer
 from aftermap.optim.diagonal import add_curvature_, add_momentum_, denominator, draw, move_
 from aftermap.optim.schedules import Schedule
@@ -35,9 +36,13 @@ class DiagonalOptimizer(VariationalOptimizer):
     """A diagonal posterior whose mean moves by MATH 4.1; abstract in spirit: use VOGN or OGN."""
 
     def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
-        prior, _ = self._prior(group, params)
-        below = denominator([self.state[p]["curvature"] for p in params], prior, group["damping"])
-        return draw([p.data for p in params], noise, below, self.noise_scale())
+        drawn: list[Tensor] = []
+        for part in in_chunks(list(zip(noise, params, strict=True))):
+            few = [p for _, p in part]
+            prior, _ = self._prior(group, few)
+            below = denominator([self.state[p]["curvature"] for p in few], prior, group["damping"])
+            drawn += draw([p.data for p in few], [e for e, _ in part], below, self.noise_scale())
+        return drawn
 
     def _update_group(
         self,
@@ -101,7 +106,7 @@ class VOGN(DiagonalOptimizer):
         new_curvature_weight: β₂, the weight of the *new* curvature.
         prior_precision: δ.
         prior_mean: μ₀.
-        damping: γ.
+        damping: γ; no weight's noise exceeds √(τ/(Nγ)). Where noise of that size drowns the weights, raise γ together with lr.
         temperature: τ, a number or a `Schedule`; warm up from about 0.1 if training is unstable.
         augmentation: ρ, multiplies N when the data are augmented.
         curvature: "squares", "ggn" (needs likelihood), "reparametrised" (needs initial_curvature) or "micro_batch".

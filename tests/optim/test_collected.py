@@ -1,0 +1,58 @@
+"""Working in parts changes nothing but the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aftermap.optim import IVON, KFAC, OGN, VOGN, core, vogn
+from aftermap.optim.collected import in_chunks
+from tests.optim.problems import classifier
+
+
+def test_chunks_keep_order_and_bounds() -> None:
+    items = [(i, torch.zeros(n)) for i, n in enumerate((3, 4, 9, 1, 1, 5, 2))]
+    parts = list(in_chunks(items, 7))
+    assert [i for part in parts for i, _ in part] == list(range(7))
+    assert [[p.numel() for _, p in part] for part in parts] == [[3, 4], [9], [1, 1, 5], [2]]
+    assert list(in_chunks([], 7)) == []
+
+
+@pytest.mark.parametrize("with_prior", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda net: VOGN(net, lr=0.02, n_data=11, mc_samples=2),
+        lambda net: VOGN(net, lr=0.02, n_data=11, curvature="reparametrised", initial_curvature=0.5),
+        lambda net: OGN(net, lr=0.02, n_data=11),
+        lambda net: IVON(net, lr=0.1, n_data=11, mc_samples=2, clip_radius=0.5),
+        lambda net: KFAC(net, lr=0.02, n_data=11),
+    ],
+    ids=["VOGN", "VOGN reparametrised", "OGN", "IVON", "KFAC"],
+)
+def test_a_step_in_parts_is_the_same_step(
+    make: Callable[[Any], Any], with_prior: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[Tensor]] = []
+    for numbers in (None, 7):
+        if numbers is not None:
+            for module in (core, vogn):
+                monkeypatch.setattr(module, "in_chunks", partial(in_chunks, numbers=numbers))
+        net, x, y = classifier(norm=True)
+        net.eval()
+        torch.manual_seed(0)
+        opt = make(net)
+        if with_prior and not isinstance(opt, KFAC):
+            weight = net[0].weight
+            opt.set_prior({"0.weight": torch.ones_like(weight)}, {"0.weight": torch.full_like(weight, 2.0)})
+        for _ in range(4):
+            opt.step(lambda net=net, x=x, y=y: F.cross_entropy(net(x), y))
+        states = [s for p in net.parameters() for s in opt.state[p].values() if isinstance(s, Tensor)]
+        found.append([*(p.detach() for p in net.parameters()), *states])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
