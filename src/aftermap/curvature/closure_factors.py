@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from aftermap.curvature.closure_plan import Arrived
+from aftermap.curvature.gram_sum import GramSum
 from aftermap.curvature.kron import add_grad_gram_
 from aftermap.curvature.layout import Layout
 from aftermap.curvature.rows import MatrixRows
 from aftermap.errors import UnsupportedError
-from aftermap.linalg import mirror_upper_
 
 __all__ = ["kron_sums"]
 
@@ -17,8 +17,7 @@ __all__ = ["kron_sums"]
 def kron_sums(layout: Layout, calls: Arrived) -> tuple[Tensor, Tensor, int]:
     """Σ a aᵀ [g, i, i] and Σ g gᵀ [g, o, o] over examples and shared positions (expand), and rows per example."""
     like = calls[0][1]
-    inputs = like.new_zeros(layout.groups, layout.in_, layout.in_)
-    outputs = like.new_zeros(layout.groups, layout.out, layout.out)
+    inputs, outputs = (GramSum(layout.groups, width, like.dtype, like.device) for width in (layout.in_, layout.out))
     rows = 0
     for call, grads in calls:
         if not isinstance(call.rows, MatrixRows):
@@ -26,4 +25,4 @@ def kron_sums(layout: Layout, calls: Arrived) -> tuple[Tensor, Tensor, int]:
         call.rows.add_gram_(inputs)
         add_grad_gram_(outputs, grads)
         rows += max(call.rows.lengths())
-    return mirror_upper_(inputs), mirror_upper_(outputs), rows
+    return inputs.full(), outputs.full(), rows

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
+from aftermap.curvature.gram_sum import GramSum
 from aftermap.curvature.rows import DenseRows, MatrixRows, append_ones, budget, merged_vectors, split_vectors
-from aftermap.linalg import add_upper_gram_
 
 __all__ = ["ConvRows"]
 
@@ -129,20 +129,20 @@ class ConvRows(MatrixRows):
         rows = self.examples_first().transpose(-1, -2)
         return append_ones(rows) if self.ones else rows
 
-    def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
-        width = self.width
-        if self.ones and weight is None:
-            out[:, width, width] += self.batch * self.shared
-        for start, part in self._chunks() if self.weights or weight is not None else ():
+    def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
+        if not self.weights and weight is None:
+            out.add_ones(self.inputs.new_zeros(self.groups, 0), self.batch * self.shared)
+            return
+        for start, part in self._chunks():
             if weight is not None:
                 rows = part.examples_first().transpose(-1, -2)  # [b, g, t, i]
                 DenseRows(rows, self.ones).add_gram_(out, weight[start : start + part.batch])
                 continue
             lines = part.features_first()
             for g in range(self.groups):
-                add_upper_gram_(out[g, :width, :width], lines[g].T)
+                out.add(lines[g].T, g)
             if self.ones:
-                out[:, :width, width] += lines.sum(-1, dtype=out.dtype)
+                out.add_ones(lines.sum(-1, dtype=out.dtype), part.batch * self.shared)
 
     def total(self) -> Tensor:
         parts = []

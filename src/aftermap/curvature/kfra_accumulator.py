@@ -40,7 +40,7 @@ class KfraAccumulator(Accumulator):
         found = kfra_factors(model, step.batch.inputs, self.likelihood, step.batch.targets, names)
         for part, name in zip(self.parts, names, strict=True):
             part.on_batch(step)
-            part.outputs += found[name].to(part.outputs.dtype)
+            part.outputs.add_products(found[name].to(part.outputs.dtype).expand(part.outputs.groups, -1, -1))
 
     def on_vectors(self, step: VectorStep) -> None:
         """Nothing: the recursion needs no vectors."""

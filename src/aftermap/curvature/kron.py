@@ -20,11 +20,12 @@ from torch import Tensor
 
 from aftermap.curvature.accumulate import Accumulator
 from aftermap.curvature.factors import Block
+from aftermap.curvature.gram_sum import GramSum
 from aftermap.curvature.layout import Layout
 from aftermap.curvature.rows import MatrixRows, budget
 from aftermap.curvature.step import BatchStep, VectorStep
 from aftermap.errors import InputError
-from aftermap.linalg import add_upper_gram_, kron, mirror_upper_
+from aftermap.linalg import kron
 
 __all__ = ["APPROACHES", "KronAccumulator", "KronBlock", "add_grad_gram_"]
 
@@ -104,8 +105,8 @@ class KronBlock(Block):
         return self.layout.split(outer[:, :, None] * inner[:, None, :])
 
 
-def add_grad_gram_(out: Tensor, grads: Tensor) -> None:
-    """Adds Σ_vbt g gᵀ of gradients [v, b, g, t, o] to the upper triangles of ``out`` [g, o, o]."""
+def add_grad_gram_(out: GramSum, grads: Tensor) -> None:
+    """Adds Σ_vbt g gᵀ of gradients [v, b, g, t, o] to ``out`` [g, o, o]."""
     vectors, batch, groups, shared, width = grads.shape
     if shared > 1 and grads.stride(-2) == 1:
         # A convolution's gradient lies feature by feature: multiply the lines where they are.
@@ -113,17 +114,13 @@ def add_grad_gram_(out: Tensor, grads: Tensor) -> None:
         step = budget(groups * width * width, 1 << 20)
         for start in range(0, len(lines), step):
             part = lines[start : start + step]
-            out += (part @ part.transpose(-1, -2)).sum(0)
+            out.add_products((part @ part.transpose(-1, -2)).sum(0))
         return
-    rows = grads.permute(2, 0, 1, 3, 4).reshape(groups, -1, width)
-    if groups == 1:
-        add_upper_gram_(out[0], rows[0])
-    else:
-        add_upper_gram_(out, rows)
+    out.add(grads.permute(2, 0, 1, 3, 4).reshape(groups, -1, width))
 
 
 class KronAccumulator(Accumulator):
-    """Sums A and B of one site; until `results` only their upper triangles are right."""
+    """Sums A and B of one site."""
 
     def __init__(
         self,
@@ -137,9 +134,8 @@ class KronAccumulator(Accumulator):
         self.site, self.layout, self.approach = site, layout, approach
         self.needs = (site,)
         groups, out, width = layout.groups, layout.out, layout.in_
-        shape = (groups, width) if one_hot else (groups, width, width)
-        self.inputs = torch.zeros(shape, dtype=dtype, device=device)
-        self.outputs = torch.zeros(groups, out, out, dtype=dtype, device=device)
+        self.inputs = GramSum(groups, width, dtype, device, diagonal=one_hot)
+        self.outputs = GramSum(groups, out, dtype, device)
         self.rows = torch.zeros(groups, dtype=torch.float64, device=device)
 
     def on_batch(self, step: BatchStep) -> None:
@@ -157,10 +153,10 @@ class KronAccumulator(Accumulator):
         total = sum((r.total() for r in rows[1:]), rows[0].total())  # [b, g, i]
         if weight is not None:
             total = total * weight.to(total.dtype).sqrt()[:, None, None]
-        if self.inputs.dim() == 2:
-            self.inputs += total.square().sum(0)
+        if self.inputs.diagonal is not None:
+            self.inputs.add_diagonal(total.square().sum(0))
         else:
-            add_upper_gram_(self.inputs, total.transpose(0, 1))
+            self.inputs.add(total.transpose(0, 1))
         self.rows += count * lengths.square()
 
     def on_vectors(self, step: VectorStep) -> None:
@@ -172,8 +168,7 @@ class KronAccumulator(Accumulator):
                 add_grad_gram_(self.outputs, each)
             return
         total = sum((g.sum(3) for g in grads[1:]), grads[0].sum(3))  # [v, b, g, o]
-        add_upper_gram_(self.outputs, total.flatten(0, 1).transpose(0, 1))
+        self.outputs.add(total.flatten(0, 1).transpose(0, 1))
 
     def results(self) -> list[Block]:
-        inputs = self.inputs if self.inputs.dim() == 2 else mirror_upper_(self.inputs)
-        return [KronBlock(self.layout, inputs, mirror_upper_(self.outputs), self.rows, approach=self.approach)]
+        return [KronBlock(self.layout, self.inputs.full(), self.outputs.full(), self.rows, approach=self.approach)]

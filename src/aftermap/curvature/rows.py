@@ -19,7 +19,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from aftermap.linalg import add_product_, add_upper_gram_
+from aftermap.curvature.gram_sum import GramSum
+from aftermap.linalg import add_product_
 
 __all__ = [
     "DenseRows",
@@ -107,8 +108,8 @@ class MatrixRows(Rows):
     """Rows of a layer with a weight matrix, which can also be correlated among themselves."""
 
     @abstractmethod
-    def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
-        """Adds Σ_bt w_b a aᵀ to the upper triangles of ``out`` [g, i, i], or its diagonal to [g, i] (one-hot rows)."""
+    def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
+        """Adds Σ_bt w_b a aᵀ [g, i, i] to ``out``, or its diagonal [g, i] (one-hot rows)."""
 
     @abstractmethod
     def total(self) -> Tensor:
@@ -155,20 +156,15 @@ class DenseRows(MatrixRows):
         """[b, g, t, i] with the ones."""
         return append_ones(self.data) if self.ones else self.data
 
-    def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
+    def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
         if weight is not None:
             root = weight.to(self.data.dtype).sqrt()[:, None, None, None]
             DenseRows(self.dense() * root, ones=False).add_gram_(out)
             return
         rows = self.data.transpose(0, 1).flatten(1, 2)  # [g, bt, i]
-        width = rows.shape[-1]
-        if self.groups == 1:
-            add_upper_gram_(out[0, :width, :width], rows[0])
-        else:
-            add_upper_gram_(out[:, :width, :width], rows)
+        out.add(rows)
         if self.ones:
-            out[:, :width, width] += rows.sum(1, dtype=out.dtype)
-            out[:, width, width] += rows.shape[1]
+            out.add_ones(rows.sum(1, dtype=out.dtype), rows.shape[1])
 
     def total(self) -> Tensor:
         summed = self.data.sum(2)
@@ -341,10 +337,10 @@ class OneHotRows(MatrixRows):
     def shared(self) -> int:  # type: ignore[override]
         return self.index.shape[1]
 
-    def add_gram_(self, out: Tensor, weight: Tensor | None = None) -> None:
+    def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
         used = self.index >= 0
         counts = None if weight is None else weight[:, None].expand_as(self.index)[used].to(torch.float64)
-        out[0] += torch.bincount(self.index[used], counts, minlength=self.features)
+        out.add_diagonal(torch.bincount(self.index[used], counts, minlength=self.features)[None])
 
     def total(self) -> Tensor:
         out = torch.zeros(self.batch, self.features, dtype=self.dtype, device=self.index.device)
