@@ -36,6 +36,7 @@ ROOT = Path(os.environ.get("AFTERMAP_DATA", Path(__file__).resolve().parents[1] 
 UNUSUAL = ("mnist", "kmnist", "notmnist")
 MEAN, DEVIATION = 0.286, 0.353  # of the training images of Fashion-MNIST, for all sets
 BATCH = 64
+FEWEST = 30  # images that a bin of the reliability diagram must hold to be drawn
 Split = tuple[Tensor, Tensor]
 COLUMNS = ["accuracy", "nll", "ece", "brier", "auroc_errors", *(f"{name}/entropy/auroc" for name in UNUSUAL)]
 
@@ -198,19 +199,21 @@ def draw(results: dict[str, Results], path: Path) -> None:
     """Reliability, and the inverse ECDF of the entropy on each unusual set (matplotlib)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4 * (1 + len(UNUSUAL)), 4), layout="constrained")
+    figure = Figure(figsize=(4 * (1 + len(UNUSUAL)), 4.6), layout="constrained")
     axes = figure.subplots(1, 1 + len(UNUSUAL))
     for i, (name, found) in enumerate(results.items()):
         style: dict[str, Any] = {"color": f"C{i % 10}", "linestyle": ("-", "--")[i // 10], "label": name}
         bins = found.curves["reliability"]
-        axes[0].plot(bins["confidence"], bins["accuracy"], marker=".", **style)
+        # A bin of a handful of images says nothing about calibration.
+        full = [k for k, count in enumerate(bins["count"]) if count >= FEWEST]
+        axes[0].plot([bins["confidence"][k] for k in full], [bins["accuracy"][k] for k in full], marker=".", **style)
         for axis, other in zip(axes[1:], UNUSUAL, strict=True):
             curve = found.curves[f"entropy/{other}"]
             axis.plot(curve["threshold"], curve["share_above"], **style)
             axis.set(title=other, xlabel="entropy h in nats", ylabel="share above h", xlim=(0, 2.31), ylim=(0, 1))
     axes[0].plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     axes[0].set(title="Fashion-MNIST", xlabel="confidence", ylabel="accuracy")
-    axes[0].legend(fontsize=7)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=8, frameon=False)
     figure.savefig(path, dpi=120)
 
 

@@ -187,11 +187,11 @@ class SWAG(Baseline):
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
         """Weights: name -> [count, *shape]."""
         count, columns = check_count("count", count), len(self._columns)
-        first = next(iter(self.mean.values()))
+        first, variance = next(iter(self.mean.values())), self.variance
         shared = normal_like(first.new_zeros(count, columns), generator)  # z₂ is one for all parameters
         drawn: Params = {}
         for name, mean in self.mean.items():
-            noise = normal_like(mean.expand(count, *mean.shape), generator) * self.variance[name].sqrt()
+            noise = normal_like(mean.expand(count, *mean.shape), generator) * variance[name].sqrt()
             if columns > 1:
                 matrix = torch.stack([c[name] for c in self._columns])
                 noise = noise + torch.tensordot(shared.to(matrix), matrix, 1) / (columns - 1) ** 0.5
