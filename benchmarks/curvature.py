@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.methods import METHODS, QUANTITIES, Method
 from benchmarks.models import MODELS, Batch, make
-from benchmarks.timing import compare, peak_memory, unit
+from benchmarks.timing import compare, peak_memory, ratios, unit
 
 __all__ = ["TARGETS", "best_peer", "measure", "scaling", "table"]
 
@@ -62,8 +62,8 @@ def measure(name: str, *, repeats: int, memory: bool, methods: Sequence[str] | N
     """
     model, data = make(name, batches=BATCHES[name])
     units = [unit(model, batch) for batch in data]
-    functions: dict[str, Callable[[], Any]] = {"u": lambda: [u() for u in units]}
-    scales, found = {"u": 1.0}, {}
+    functions: dict[str, Callable[[], Any]] = {}
+    scales, found = {}, {}
     chosen = {k: m for k, m in METHODS.items() if methods is None or k in methods}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -75,13 +75,12 @@ def measure(name: str, *, repeats: int, memory: bool, methods: Sequence[str] | N
                     raise
                 text = " ".join(f"{type(reason).__name__}: {reason}".split())
                 found[key] = {"skipped": text[:160]}
-        seconds = compare(functions, repeats, budget=20, often="u")
-    u = seconds["u"]
+        times, u = ratios(functions, lambda: [each() for each in units], repeats, budget=20)
     quantities: dict[str, dict[str, Entry]] = {q: {} for q in QUANTITIES}
     for key, method in chosen.items():
         entry: Entry = {"library": method.library}
-        if key in seconds:
-            entry["ratio"] = round(seconds[key] * scales[key] / u, 3)
+        if key in times:
+            entry["ratio"] = round(times[key] * scales[key], 3)
             if method.note:
                 entry["note"] = method.note
         quantities[method.quantity][key] = entry | found.get(key, {})

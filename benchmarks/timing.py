@@ -1,7 +1,7 @@
 """How time and memory are measured.
 
-Time: all functions in one process, one after another, round after round; the minimum of each. Interleaving shares
-out the machine's slow phases, the minimum removes what other processes added.
+Time: all functions in one process, one after another, round after round; of ratios the median over rounds, each against its
+neighbours in time, of seconds the minimum.
 
 Memory: each function in a fresh process, the largest resident set while it runs minus the resident set just before.
 """
@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks.models import Batch
 
-__all__ = ["compare", "machine", "peak_memory", "source", "unit"]
+__all__ = ["compare", "machine", "peak_memory", "ratios", "source", "unit"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,34 +38,64 @@ def unit(model: nn.Module, batch: Batch) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(F.cross_entropy(model(x), y), parameters)
 
 
-def compare(
-    functions: Mapping[str, Callable[[], Any]], repeats: int, *, budget: float = math.inf, often: str | None = None
-) -> dict[str, float]:
+def _seconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def compare(functions: Mapping[str, Callable[[], Any]], repeats: int, *, budget: float = math.inf) -> dict[str, float]:
     """Minimum seconds of each function over interleaved repeats, after one call of each to warm up.
 
     Args:
         functions: by name.
         repeats: rounds; at least 1.
         budget: seconds that one function may use in total; a slow one sits out the later rounds, never the first.
-        often: a function that runs again before each of the others: the unit that all are divided by must be as sure
-            of a quiet moment as they are together.
     """
     best = dict.fromkeys(functions, math.inf)
     spent = dict.fromkeys(functions, 0.0)
-    order = list(functions)
-    if often is not None:
-        order = [n for name in functions if name != often for n in (often, name)]
     for number in range(repeats + 1):
-        for name in order:
-            if number > 1 and spent[name] > budget and name != often:
+        for name, function in functions.items():
+            if number > 1 and spent[name] > budget:
                 continue
-            start = time.perf_counter()
-            functions[name]()
-            taken = time.perf_counter() - start
+            taken = _seconds(function)
             spent[name] += taken
             if number > 0:
                 best[name] = min(best[name], taken)
     return best
+
+
+def ratios(
+    functions: Mapping[str, Callable[[], Any]], unit: Callable[[], Any], repeats: int, *, budget: float = math.inf
+) -> tuple[dict[str, float], float]:
+    """How many units each function takes: the median over rounds of its time against the units just before and after it.
+
+    A machine that is shared has slow phases, longer than a run. Neighbours share them; minima of a long run and of a short
+    one do not, as the short one finds a quiet moment sooner.
+
+    Args:
+        functions: by name.
+        unit: what they are measured in.
+        repeats: rounds; at least 1.
+        budget: seconds that one function may use in total; a slow one sits out the later rounds, never the first.
+
+    Returns:
+        name -> ratio, and the least seconds of the unit.
+    """
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    spent = dict.fromkeys(functions, 0.0)
+    for function in (unit, *functions.values()):
+        function()
+    before = best = _seconds(unit)
+    for number in range(repeats):
+        for name, function in functions.items():
+            if number > 0 and spent[name] > budget:
+                continue
+            taken, after = _seconds(function), _seconds(unit)
+            found[name].append(2 * taken / (before + after))
+            spent[name] += taken
+            before, best = after, min(best, after)
+    return {name: statistics.median(each) for name, each in found.items()}, best
 
 
 def peak_memory(model: str, method: str, *, threads: int | None = None, timeout: float = 300) -> dict[str, float]:
