@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import aftermap as am
-from aftermap.posteriors.informed import Informed
+from aftermap.posteriors.informed import Informed, rotation_costs
 from aftermap.posteriors.kron import KronBlockPosterior
 
 
@@ -34,7 +34,7 @@ def test_the_map_from_noise_to_draws_has_the_covariance_of_the_block(into: int, 
     block = few_data_block(into, out, count)
     informed = block._informed(standard_deviations(block))
     assert informed is not None
-    outer_first, inner_first = informed._costs(out, into + 1)
+    outer_first, inner_first = rotation_costs(*informed.change.shape[1:], out, into + 1)
     assert (outer_first < inner_first) == (out > into)
     size = out * (into + 1)
     units = torch.eye(size, dtype=torch.float64).view(size, 1, out, into + 1)

@@ -14,7 +14,16 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-__all__ = ["Informed"]
+__all__ = ["Informed", "rotation_costs"]
+
+
+def rotation_costs(rows: int, columns: int, out: int, into: int) -> tuple[int, int]:
+    """Multiplications of one draw of [o, i] with r × c informed directions: the outer side first, or the inner one.
+
+    >>> rotation_costs(1, 2, 3, 4)
+    (40, 60)
+    """
+    return 2 * rows * into * (out + columns), 2 * columns * out * (into + rows)
 
 
 class Informed:
@@ -41,18 +50,9 @@ class Informed:
         self.outer, self.inner = outer, inner
         self.prior_deviation, self.change = prior_deviation, deviations - prior_deviation
 
-    def _costs(self, out: int, into: int) -> tuple[int, int]:
-        """Multiplications when the outer side goes first, and when the inner one does."""
-        rows, columns = self.change.shape[1:]
-        return 2 * rows * into * (out + columns), 2 * columns * out * (into + rows)
-
-    def cost(self, out: int, into: int) -> int:
-        """Multiplications of one draw of a block [o, i]."""
-        return min(self._costs(out, into))
-
     def draw(self, noise: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> None:
         """Writes the columns of draws that ``noise`` [s, g, o, i] makes into each part's tensor [s, g, o, columns]."""
-        outer_first, inner_first = self._costs(*noise.shape[-2:])
+        outer_first, inner_first = rotation_costs(*self.change.shape[1:], *noise.shape[-2:])
         back = self.outer.transpose(-1, -2)
         if outer_first < inner_first:
             middle = (back @ noise) @ self.inner * self.change

@@ -27,7 +27,7 @@ from aftermap.likelihoods.draws import normal_like
 from aftermap.params import Params
 from aftermap.posteriors.blocks import BlockPosterior
 from aftermap.posteriors.contraction import site_covariance, site_of
-from aftermap.posteriors.informed import Informed
+from aftermap.posteriors.informed import Informed, rotation_costs
 from aftermap.posteriors.prior import Prior
 
 __all__ = ["DAMPINGS", "EigenTable", "KronBlockPosterior", "kron_block_posterior"]
@@ -58,6 +58,14 @@ class EigenTable:
         if self.outputs is None or self.inputs is None:
             raise InputError("an eigenvalue table needs E, or both μ and λ")
         return self.outputs[:, :, None] * self.inputs[:, None, :]
+
+    def exceed(self, least: Tensor) -> tuple[Tensor, Tensor]:
+        """Where any eigenvalue of an output direction [g, o], and of an input direction [g, i], is above ``least``."""
+        if self.table is None and self.outputs is not None and self.inputs is not None:
+            outputs, inputs = self.outputs, self.inputs
+            return outputs * inputs.amax(-1, keepdim=True) > least, inputs * outputs.amax(-1, keepdim=True) > least
+        above = self.values() > least
+        return above.any(-1), above.any(-2)
 
     def to(self, dtype: torch.dtype) -> EigenTable:
         """The same in another precision."""
@@ -169,17 +177,14 @@ class KronBlockPosterior(BlockPosterior):
         """The directions about which the data say more than rounding; None where they are too many to gain from."""
         if self.damping != "exact" or self.inner is None:
             return None
-        values = self.eigen.values().detach()
-        told = self.scale * values > _ROUNDING * torch.finfo(self.outer.dtype).eps * self.prior  # [g, o, i]
-        rows, columns = (told.any(0).any(d).nonzero()[:, 0] for d in (1, 0))
-        made = Informed(
-            self.outer[:, :, rows],
-            self.inner[:, :, columns],
-            self.prior.to(table.dtype).rsqrt(),
-            table[:, rows][:, :, columns],
-        )
+        least = _ROUNDING * torch.finfo(self.outer.dtype).eps * self.prior / self.scale
+        rows, columns = (told.any(0).nonzero()[:, 0] for told in self.eigen.exceed(least))
         out, into = table.shape[1:]
-        return made if made.cost(out, into) < 0.7 * out * into * (out + into) else None
+        # Counted before anything is copied: most blocks have data for every direction.
+        if min(rotation_costs(len(rows), len(columns), out, into)) >= 0.7 * out * into * (out + into):
+            return None
+        root, chosen = self.prior.to(table.dtype).rsqrt(), table[:, rows][:, :, columns]
+        return Informed(self.outer[:, :, rows], self.inner[:, :, columns], root, chosen)
 
     def _apply(self, values: Params, table: Tensor) -> Params:
         block = self.layout.join(values)
