@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from aftermap.cli.store import load_fitted
 from aftermap.cli.training import CHECKPOINT, OPTIMIZERS
 from aftermap.optim import TrainedPosterior
 from tests.cli.common import answer, invoke, words
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ["train", "--model", "builtin:mlp", "--data", "toy:blobs", "--epochs", "3", "--batch-size", "50"]
@@ -166,12 +166,6 @@ def test_regression_in_the_units_of_the_targets(tmp_path: Path) -> None:
     assert json.loads(attempt(*command, "--json").stdout)["posterior"] == str(place / "posterior")
     saved = json.loads((place / "posterior" / "config.json").read_text())["laplace"]
     assert saved["likelihood"]["noise"] == pytest.approx(11, rel=0.3)  # half the deviation of x³ on [-4, 4]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 
 from aftermap.curvature import reference
 from aftermap.distributed import all_reduce_, is_distributed, rank, same_everywhere, shared_out, together, world_size
@@ -18,6 +16,7 @@ from aftermap.errors import DataError
 from aftermap.likelihoods import Categorical
 from aftermap.metrics.streaming import StreamingAccuracy, StreamingBrier, StreamingECE, StreamingNLL
 from tests.curvature.distributed_worker import STRUCTURES, data, fit_all, run, scores, switching
+from tests.processes import from_two_processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 
@@ -25,13 +24,8 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reaso
 @functools.cache
 def everything() -> tuple[Any, Any]:
     """What each of two processes says to every job; a hang ends in gloo's own time limit."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(run, args=(port, folder), nprocs=2, join=True)
-        found = [torch.load(Path(folder) / f"{r}.pt", weights_only=True) for r in range(2)]
-    return found[0], found[1]
+        return from_two_processes(run, Path(folder))
 
 
 def both(job: str) -> tuple[Any, Any]:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from torch.testing import assert_close
 
 from tests.hessian_free.worker import results, run
+from tests.processes import from_two_processes
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run, args=(port, str(tmp_path)), nprocs=2, join=True)
-    parts = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(2)]
+    parts = from_two_processes(run, tmp_path)
     alone = results()
     for part in parts:
         assert bool(part.pop("refused"))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from torch.testing import assert_close
 
 from aftermap.curvature.ggn_operator import GGNOperator
@@ -15,15 +13,12 @@ from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical
 from tests.laplace.dimension_worker import normalised, results, run
 from tests.laplace.problems import classes
+from tests.processes import from_two_processes
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run, args=(port, str(tmp_path)), nprocs=2, join=True)
-    first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(2))
+    first, second = from_two_processes(run, tmp_path)
     alone = results(classes())
     # Both processes end with the same posterior, to the last bit.
     assert_close(first, second, rtol=0, atol=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,14 +17,9 @@ from aftermap.optim.noise import NoiseSource
 from tests.optim.elastic import STEPS
 from tests.optim.problems import classifier, make_regression
 from tests.optim.ranks import PRESETS, flat, reparametrised_mean, steps
+from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-import socket
 from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from torch.testing import assert_close
 
 from aftermap.curvature import reference
 from aftermap.params import flatten
 from tests.posteriors.matrix_free_cases import CASES
 from tests.posteriors.matrix_free_worker import SAMPLES, results, run
+from tests.processes import from_two_processes
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 def test_two_processes_equal_one(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run, args=(port, str(tmp_path)), nprocs=2, join=True)
-    first, second = (torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(2))
+    first, second = from_two_processes(run, tmp_path)
     alone = results(0, 9)
     for found in (first, second):
         assert_close(found["solved"], alone["solved"], rtol=1e-6, atol=1e-8)
