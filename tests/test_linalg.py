@@ -3,14 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aftermap import linalg
 from aftermap.errors import NumericalError, NumericalWarning
 from aftermap.linalg import (
     add_product_,
-    add_upper_gram_,
-    gram,
     kron,
-    mirror_upper_,
     psd_eigh,
     safe_cholesky,
     symmetrise,
@@ -21,25 +17,11 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("width", [3, 7, 16])
-@pytest.mark.parametrize("lead", [(), (2,)])
-def test_gram_with_and_without_halving(monkeypatch: pytest.MonkeyPatch, width: int, lead: tuple[int, ...]) -> None:
-    monkeypatch.setattr(linalg, "_SPLIT_WIDTH", 4)
-    rows = normal(*lead, 5, width)
-    expected = rows.transpose(-1, -2) @ rows
-    torch.testing.assert_close(gram(rows), expected)
-    strided = normal(*lead, width, 5).transpose(-1, -2)
-    torch.testing.assert_close(gram(strided), strided.transpose(-1, -2) @ strided)
-    start = normal(*lead, width, width, seed=1)
-    start = start + start.transpose(-1, -2)
-    torch.testing.assert_close(mirror_upper_(add_upper_gram_(start.clone(), rows)), start + expected)
-
-
 def test_sums_in_another_dtype() -> None:
     rows = normal(5, 3).float()
     out = torch.zeros(3, 3, dtype=torch.float64)
-    add_upper_gram_(out, rows)
-    torch.testing.assert_close(mirror_upper_(out), (rows.T @ rows).double())
+    add_product_(out, rows, rows)
+    torch.testing.assert_close(out, (rows.T @ rows).double())
     wide = torch.zeros(2, 3, 4, dtype=torch.float64)
     left, right = normal(2, 5, 3), normal(2, 5, 4, seed=1)
     add_product_(wide, left, right)

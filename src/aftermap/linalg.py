@@ -1,4 +1,4 @@
-"""Dense linear algebra that the rest stands on: Gram matrices, safe decompositions, Kronecker products.
+"""Dense linear algebra that the rest stands on: products into sums, safe decompositions, Kronecker products.
 
 Every decomposition is done in float64, whatever the dtype of its input: factors of neural networks are
 often close to singular, and their small eigenvalues decide the posterior.
@@ -16,54 +16,14 @@ from aftermap.errors import NumericalError, NumericalWarning
 
 __all__ = [
     "add_product_",
-    "add_upper_gram_",
-    "gram",
     "kron",
-    "mirror_upper_",
     "psd_eigh",
     "safe_cholesky",
     "symmetrise",
 ]
 
-# Up to this width one matrix product is faster than several products of halves.
-_SPLIT_WIDTH = 384
 # An eigenvalue below -TOLERANCE * largest is no rounding error: the matrix was not p.s.d.
 _NEGATIVE_TOLERANCE = 1e-5
-
-
-def gram(rows: Tensor) -> Tensor:
-    """Σ over rows of x xᵀ.
-
-    Args:
-        rows: [..., R, D], of any strides, with at most one leading dimension.
-
-    Returns:
-        [..., D, D], symmetric.
-
-    >>> x = torch.arange(6.0).reshape(3, 2)
-    >>> bool(torch.equal(gram(x), x.T @ x))
-    True
-    """
-    width = rows.shape[-1]
-    return mirror_upper_(add_upper_gram_(rows.new_zeros(*rows.shape[:-2], width, width), rows))
-
-
-def add_upper_gram_(out: Tensor, rows: Tensor) -> Tensor:
-    """Adds the Gram matrix of ``rows`` [..., R, D] to the upper triangle of ``out`` [..., D, D], in place.
-
-    A general matrix product computes both triangles. With the columns halved, X = [X₁ X₂], only X₁ᵀX₁, X₂ᵀX₂
-    (recursively) and X₁ᵀX₂ are needed: up to half of the work. What is below the diagonal is undefined until
-    :func:`mirror_upper_`.
-    """
-    width = rows.shape[-1]
-    if width > _SPLIT_WIDTH:
-        half = width // 2
-        add_upper_gram_(out[..., :half, :half], rows[..., :half])
-        add_upper_gram_(out[..., half:, half:], rows[..., half:])
-        add_product_(out[..., :half, half:], rows[..., :half], rows[..., half:])
-    else:
-        add_product_(out, rows, rows)
-    return out
 
 
 def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -77,17 +37,6 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
         out.addmm_(left, right)
     else:
         out.baddbmm_(left, right)
-
-
-def mirror_upper_(matrix: Tensor) -> Tensor:
-    """Copies the upper triangle of [..., D, D] to the lower one, in place and without a copy of the whole."""
-    size, step = matrix.shape[-1], 256
-    for start in range(0, size, step):
-        stop = min(start + step, size)
-        corner = matrix[..., start:stop, start:stop]
-        corner.copy_(corner.triu() + corner.triu(1).transpose(-1, -2))
-        matrix[..., stop:, start:stop] = matrix[..., start:stop, stop:].transpose(-1, -2)
-    return matrix
 
 
 def symmetrise(matrix: Tensor) -> Tensor:

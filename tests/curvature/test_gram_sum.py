@@ -28,6 +28,9 @@ def test_everything_that_is_added_adds_up(groups: int, width: int) -> None:
     expected = torch.zeros(groups, width + 1, width + 1, dtype=torch.float64)
     sums.add(rows)
     expected[:, :width, :width] += rows.transpose(-1, -2) @ rows
+    strided = normal(groups, width, 5, seed=3).transpose(-1, -2)
+    sums.add(strided)
+    expected[:, :width, :width] += strided.transpose(-1, -2) @ strided
     sums.add(one, groups - 1)
     expected[-1, :width, :width] += one.T @ one
     sums.add_products(whole @ whole.transpose(-1, -2))

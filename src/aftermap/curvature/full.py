@@ -11,7 +11,8 @@ from torch import Tensor
 
 from aftermap.curvature.accumulate import ExampleSum
 from aftermap.curvature.factors import Block
-from aftermap.linalg import gram, symmetrise
+from aftermap.curvature.gram_sum import GramSum
+from aftermap.linalg import symmetrise
 
 __all__ = ["FullBlock", "FullSum"]
 
@@ -63,11 +64,11 @@ class FullSum(ExampleSum):
     def __init__(self, label: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         self.label, self.shapes, self.names = label, dict(shapes), tuple(shapes)
         size = sum(math.prod(s) for s in shapes.values())
-        self.matrix = torch.zeros(size, size, dtype=dtype, device=device)
+        self.sums = GramSum(1, size, dtype, device)
 
     def add(self, found: Mapping[str, Tensor]) -> None:
         lines = torch.cat([found[n].reshape(math.prod(found[n].shape[:2]), -1) for n in self.names], dim=1)
-        self.matrix += gram(lines)
+        self.sums.add(lines[None])
 
     def result(self) -> FullBlock:
-        return FullBlock(self.label, self.shapes, self.matrix)
+        return FullBlock(self.label, self.shapes, self.sums.full()[0])

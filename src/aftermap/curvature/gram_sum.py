@@ -69,7 +69,7 @@ class GramSum:
         self.diagonal += values
 
     def full(self) -> Tensor:
-        """The symmetric matrices [g, D, D], or their diagonal [g, D]; the strips are given up on the way."""
+        """The symmetric matrices [g, D, D], or their diagonal [g, D]. Once: the strips are given up on the way."""
         if self.diagonal is not None:
             return self.diagonal
         found = torch.empty(self.groups, self.width, self.width, dtype=self.dtype, device=self.device)

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from aftermap.batches import Unpack, check_device
 from aftermap.curvature.accumulate import ExampleAccumulator, ExampleSum
 from aftermap.curvature.factors import Block, Factors, Treatment, same_names
+from aftermap.curvature.gram_sum import GramSum
 from aftermap.curvature.probe import agreed, probe
 from aftermap.curvature.stream import Stream
 from aftermap.distributed import together
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
-from aftermap.linalg import gram, symmetrise
+from aftermap.linalg import symmetrise
 from aftermap.params import named_parameters
 
 __all__ = ["SubsetBlock", "SubsetSum", "fit_subset", "gathered", "scattered"]
@@ -135,13 +136,13 @@ class SubsetSum(ExampleSum):
     ):
         self.label, self.shapes, self.names, self.entries = label, dict(shapes), tuple(shapes), dict(entries)
         size = sum(len(p) for p in entries.values())
-        self.matrix = torch.zeros(size, size, dtype=dtype, device=device)
+        self.sums = GramSum(1, size, dtype, device)
 
     def add(self, found: Mapping[str, Tensor]) -> None:
-        self.matrix += gram(gathered(found, self.entries, 2).flatten(0, 1))
+        self.sums.add(gathered(found, self.entries, 2).flatten(0, 1)[None])
 
     def result(self) -> SubsetBlock:
-        return SubsetBlock(self.label, self.shapes, self.entries, self.matrix)
+        return SubsetBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
 
 
 @torch.inference_mode(False)
