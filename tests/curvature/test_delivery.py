@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from aftermap.batches import unpack_batch
 from aftermap.curvature.accumulate import Accumulator
-from aftermap.curvature.capture import arriving_gradients, backpropagate, capture, gradients_for
+from aftermap.curvature.capture import arriving_gradients, backpropagate, capture, gradients_for, last_edges
 from aftermap.curvature.delivery import deliver
 from aftermap.curvature.factors import Block
 from aftermap.curvature.probe import probe
@@ -72,7 +72,7 @@ def test_the_same_gradients_as_when_autograd_holds_them_all(net: Branches) -> No
     vector = torch.randn(1, 4, 2, dtype=torch.float64)
     expected = next(backpropagate(outputs, edges, vector, batched=False, keep=True))
     arrived: dict[int, Tensor] = {}
-    arriving_gradients(outputs, edges, vector[0], arrived.__setitem__, keep=True)
+    arriving_gradients(outputs, edges, vector[0], arrived.__setitem__, last=last_edges(edges), keep=True)
     assert set(arrived) == {n for n, g in enumerate(expected) if g is not None}
     assert len(arrived) == 5  # of six calls, one does not reach the outputs
     for number, grad in arrived.items():

@@ -9,7 +9,7 @@ was: hooks, ``forward``, ``requires_grad``, ``.grad`` and modes.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "backpropagate",
     "capture",
     "gradients_for",
+    "last_edges",
     "observe",
 ]
 
@@ -297,6 +298,7 @@ def arriving_gradients(
     vector: Tensor,
     receive: Callable[[int, Tensor], None],
     *,
+    last: Collection[int],
     keep: bool,
 ) -> None:
     """Back-propagates one vector and hands out the gradient at each edge as soon as it is complete.
@@ -309,9 +311,9 @@ def arriving_gradients(
         edges: of the layer outputs.
         vector: [b, ..., c].
         receive: called with an edge's number and its gradient; never for an edge that the outputs do not depend on.
+        last: what `last_edges` finds.
         keep: the graph is needed again afterwards.
     """
-    last = _last_edges(edges)
 
     def looking_at(number: int) -> Callable[[Sequence[Tensor | None]], None]:
         place = edges[number].output_nr
@@ -334,7 +336,7 @@ def arriving_gradients(
             receive(number, grad)
 
 
-def _last_edges(edges: Sequence[GradientEdge]) -> set[int]:
+def last_edges(edges: Sequence[GradientEdge]) -> set[int]:
     """Numbers of the edges from whose nodes no other edge's node can be reached."""
     nodes = {edge.node for edge in edges}
     last = set()

@@ -20,7 +20,15 @@ from torch import Tensor
 from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from aftermap.curvature.gram_sum import GramSum
-from aftermap.curvature.rows import DenseRows, MatrixRows, append_ones, budget, merged_vectors, split_vectors
+from aftermap.curvature.rows import (
+    DenseRows,
+    MatrixRows,
+    append_ones,
+    budget,
+    merged_vectors,
+    split_vectors,
+    sum_into_,
+)
 
 __all__ = ["ConvRows"]
 
@@ -31,10 +39,12 @@ _GROUPED_NUMBERS = 1 << 20
 # Below this many positions the grouped kernel spends its time on fresh memory (measured: 4 ms against 1.4 ms for 8×8).
 _GROUPED_POSITIONS = 128
 _WEIGHT_GRADIENTS = (conv1d_weight, conv2d_weight, conv3d_weight)
-# Windows of at most this many numbers are copied at a time (measured: 1-4 MB is fastest).
-_WINDOW_NUMBERS = 1 << 18
-# Windows of at most this many numbers are kept for several vectors (16 MB in float32).
-_KEPT_NUMBERS = 1 << 22
+# Windows of at most this many numbers are copied at a time for a Gram matrix (measured: 4 MB is fastest) ...
+_WINDOW_NUMBERS = 1 << 20
+# ... and for what stays in the cache while it is worked on: per-example products, turned windows.
+_CACHED_NUMBERS = 1 << 18
+# Windows of at most this many numbers are kept for several vectors (32 MB in float32).
+_KEPT_NUMBERS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -92,6 +102,8 @@ class ConvRows(MatrixRows):
         return self.width + int(self.ones)
 
     def narrow(self, start: int, length: int) -> ConvRows:
+        if start == 0 and length >= self.batch:
+            return self
         return replace(self, inputs=self.inputs[start : start + length])
 
     def _windows(self) -> Tensor:
@@ -107,8 +119,8 @@ class ConvRows(MatrixRows):
         )
         return view.flip(tuple(range(2, 2 + n))) if self.flipped else view
 
-    def _chunks(self) -> Iterator[tuple[int, ConvRows]]:
-        step = budget(max(1, self.width) * self.groups * self.shared, _WINDOW_NUMBERS)
+    def _chunks(self, numbers: int = _WINDOW_NUMBERS) -> Iterator[tuple[int, ConvRows]]:
+        step = budget(max(1, self.width) * self.groups * self.shared, numbers)
         for start in range(0, self.batch, step):
             yield start, self.narrow(start, min(step, self.batch - start))
 
@@ -159,26 +171,52 @@ class ConvRows(MatrixRows):
         result = lines.new_empty(*lines.shape[:-1], self.features)
         if self.ones:
             torch.sum(lines, -1, out=result[..., -1])
-        if not self.weights:
-            return split_vectors(result, len(grads))
-        out = grads.shape[-1]
-        if self._shiftable(out) and not self._groupable(out, grads):
-            view = result[..., : self.width].unflatten(-1, (-1, math.prod(self.kernel)))
-            for start, products in self._shifted_products(lines):
-                view[start : start + products.shape[1]] = products.movedim(0, -1)
-            return split_vectors(result, len(grads))
-        found = self._grouped_products(lines) if self._groupable(out, grads) else self._window_products(lines)
-        for start, product in found:
-            result[start : start + len(product), ..., : self.width] = product
+        if self.weights:
+            view = self._by_offset(result)
+            for start, product in self._products(lines, grads.shape[-1]):
+                view[start : start + len(product)] = product
         return split_vectors(result, len(grads))
 
     def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
         self._add_moments_(None, out, grads)
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        total, squares = grads.new_zeros(2, self.groups, grads.shape[-1], self.features)
-        self._add_moments_(total, squares, grads)
+        total, squares = grads.new_empty(2, self.groups, grads.shape[-1], self.features)
+        self._add_moments_(total, squares, grads, fresh=True)
         return total, squares
+
+    def _add_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor, *, fresh: bool = False) -> None:
+        """Adds Σ_vb G (if asked for) and Σ_vb G² to [g, o, i], a few per-example gradients at a time; fresh: overwrites them."""
+        sums = [] if total is None else [total]
+        views = [self._by_offset(each) for each in (*sums, squares)] if self.weights else []
+        for number, each in enumerate(grads.unbind()):
+            lines = each.transpose(-1, -2)  # [b, g, o, t]
+            new = fresh and number == 0
+            if self.ones:
+                summed = lines.sum(-1)
+                for out in sums:
+                    sum_into_(out[..., -1], summed, fresh=new)
+                sum_into_(squares[..., -1], summed.square_(), fresh=new)
+            if not self.weights:
+                continue
+            for start, product in self._products(lines, grads.shape[-1]):
+                for view in views[:-1]:
+                    sum_into_(view, product, fresh=new and start == 0)
+                sum_into_(views[-1], product.square_(), fresh=new and start == 0)
+
+    def _by_offset(self, block: Tensor) -> Tensor:
+        """View [..., channels, kernel offsets] of the weights in [..., i]."""
+        return block[..., : self.width].unflatten(-1, (self.channels, math.prod(self.kernel)))
+
+    def _products(self, lines: Tensor, out: int) -> Iterator[tuple[int, Tensor]]:
+        """Per-example gradients of the weights for lines [b, g, o, t], some examples at a time, in the fastest way.
+
+        Returns:
+            An iterator over (first example, products [b, g, o, channels, kernel offsets], of any strides).
+        """
+        if self._groupable(out, lines):
+            return self._grouped_products(lines)
+        return self._shifted_products(lines) if self._shiftable(out) else self._window_products(lines)
 
     def for_reuse(self) -> MatrixRows:
         """Windows that are kept when several vectors will meet them and they are not many."""
@@ -190,7 +228,12 @@ class ConvRows(MatrixRows):
             or self._groupable(_SHIFT_CHANNELS, self.inputs)
         ):
             return self
-        return DenseRows(self.examples_first().transpose(-1, -2), self.ones)
+        # Features next to each other, copied once: products with such rows are up to a third faster than with [.., i, t],
+        # and a column of ones among them costs less than a sum for each vector.
+        rows = self.inputs.new_ones(self.batch, self.groups, self.shared, self.features)
+        for start, part in self._chunks(_CACHED_NUMBERS):
+            rows[start : start + part.batch, ..., : self.width] = part.examples_first().transpose(-1, -2)
+        return DenseRows(rows, ones=False)
 
     def _groupable(self, out: int, grads: Tensor) -> bool:
         """Whether the grouped kernel is the fastest: measured on CPU in float32, the only place that has it."""
@@ -205,7 +248,7 @@ class ConvRows(MatrixRows):
         """Per-example gradients as the weight gradient of one convolution whose groups are the examples.
 
         Yields:
-            (first example, products [b, g, o, channels·kernel]).
+            (first example, products [b, g, o, c, k]).
         """
         batch, groups, out, _ = lines.shape
         n = len(self.kernel)
@@ -228,7 +271,7 @@ class ConvRows(MatrixRows):
                 len(some) * groups,
             )
             found = found.flip(tuple(range(2, 2 + n))) if self.flipped else found
-            yield start, found.reshape(-1, groups, out, self.width)
+            yield start, found.reshape(-1, groups, out, self.channels, math.prod(self.kernel))
 
     def _shiftable(self, out: int) -> bool:
         channels = self.channels
@@ -246,7 +289,7 @@ class ConvRows(MatrixRows):
         With input and gradient flattened to lines of one width, an offset is a shift: a strided view, no windows.
 
         Yields:
-            (first example, products [k, b, g, o, c]).
+            (first example, products [b, g, o, c, k], a view).
         """
         batch, groups, out, _ = lines.shape
         before = self.inputs.shape[2:]
@@ -263,7 +306,7 @@ class ConvRows(MatrixRows):
             offsets = [o + j * dil * step for o in offsets for j in range(k)]
         size = math.prod(space)
         # A few examples at a time: their lines stay in the cache while all offsets pass over them.
-        stride = budget(groups * (channels + out) * size, _WINDOW_NUMBERS)
+        stride = budget(groups * (channels + out) * size, _CACHED_NUMBERS)
         for start in range(0, batch, stride):
             some = lines[start : start + stride].reshape(-1, out, *self.space)
             grid = F.pad(some, pads).flatten(2) if any(pads) else some.flatten(2)
@@ -274,43 +317,16 @@ class ConvRows(MatrixRows):
             products = lines.new_empty(len(offsets), len(grid), out, channels)
             for product, offset in zip(products.unbind(), offsets, strict=True):
                 torch.bmm(grid, flat[..., offset : offset + length].transpose(1, 2), out=product)
-            yield start, products.unflatten(1, (-1, groups))
+            yield start, products.unflatten(1, (-1, groups)).movedim(0, -1)
 
     def _window_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Per-example gradients from copied windows, some examples at a time.
 
         Yields:
-            (first example, products [b, g, o, channels·kernel]).
+            (first example, products [b, g, o, c, k]).
         """
-        for start, part in self._chunks():
-            windows = part.examples_first().to(lines.dtype)  # [b, g, i, t]
-            yield start, lines[start : start + part.batch] @ windows.transpose(-1, -2)
-
-    def _add_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor) -> None:
-        """Adds Σ_vb G (if asked for) and Σ_vb G² to [g, o, i], a few per-example gradients at a time."""
-        out, width = grads.shape[-1], self.width
-        for each in grads.unbind():
-            lines = each.transpose(-1, -2)  # [b, g, o, t]
-            if self.ones:
-                summed = lines.sum(-1)
-                if total is not None:
-                    total[..., width] += summed.sum(0)
-                squares[..., width] += summed.square_().sum(0)
-            if not self.weights:
-                continue
-            weights, squared = None if total is None else total[..., :width], squares[..., :width]
-            if self._shiftable(out) and not self._groupable(out, grads):
-                # Offsets first, as the products come: [k, g, o, c] against columns c·k.
-                order = (self.channels, math.prod(self.kernel))
-                weights = None if weights is None else weights.unflatten(-1, order).permute(3, 0, 1, 2)
-                squared, axis = squared.unflatten(-1, order).permute(3, 0, 1, 2), 1
-                products = self._shifted_products(lines)
-            else:
-                axis = 0
-                products = (
-                    self._grouped_products(lines) if self._groupable(out, grads) else self._window_products(lines)
-                )
-            for _, product in products:
-                if weights is not None:
-                    weights += product.sum(axis)
-                squared += product.square_().sum(axis)
+        for start, part in self._chunks(_CACHED_NUMBERS):
+            windows = part.examples_first().to(lines.dtype).flatten(0, 1)  # [bg, i, t]
+            some = lines[start : start + part.batch]
+            product = torch.bmm(some.flatten(0, 1), windows.transpose(-1, -2))
+            yield start, product.view(*some.shape[:3], self.channels, -1)

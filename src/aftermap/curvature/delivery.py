@@ -81,5 +81,5 @@ def deliver(step: BatchStep, vector: Tensor, accumulators: Sequence[Accumulator]
     """
     desk = _Desk(step, vector, accumulators)
     if step.edges:
-        arriving_gradients(step.outputs, step.edges, vector[0], desk.receive, keep=keep)
+        arriving_gradients(step.outputs, step.edges, vector[0], desk.receive, last=step.last_edges, keep=keep)
     desk.close()

@@ -21,7 +21,8 @@ from aftermap.curvature.accumulate import Accumulator
 from aftermap.curvature.factors import Block
 from aftermap.curvature.kron import KronBlock
 from aftermap.curvature.layout import Layout
-from aftermap.curvature.rows import DenseRows, OneHotRows, Rows, budget
+from aftermap.curvature.one_hot_rows import OneHotRows
+from aftermap.curvature.rows import DenseRows, Rows, budget
 from aftermap.curvature.step import ArrangedCall, VectorStep
 from aftermap.distributed import shared_out
 from aftermap.errors import InputError

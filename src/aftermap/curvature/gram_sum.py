@@ -60,8 +60,8 @@ class GramSum:
         """Adds what a last feature that is always 1 makes of ``count`` rows whose other features sum to [g, D − 1]."""
         for (start, end), strip in zip(self.bounds, self.strips, strict=True):
             part = sums[:, start:end]
-            strip[:, : part.shape[1], -1] += part
-        self.strips[-1][:, -1, -1] += count
+            strip[:, : part.shape[1], -1].add_(part)
+        self.strips[-1][:, -1, -1].add_(count)
 
     def add_diagonal(self, values: Tensor) -> None:
         """Adds to the diagonal [g, D], where nothing else is held."""

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from aftermap.curvature.convolution import ConvRows
 from aftermap.curvature.layout import Layout, Piece
-from aftermap.curvature.rows import DenseRows, OneHotRows, Rows, ScaleRows
+from aftermap.curvature.one_hot_rows import OneHotRows
+from aftermap.curvature.rows import DenseRows, Rows, ScaleRows
 from aftermap.errors import InputError
 
 __all__ = ["LayerRule", "Named", "find_rule", "matrix_layout", "register", "registered_rules"]

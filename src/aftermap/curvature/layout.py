@@ -38,6 +38,10 @@ class Piece:
     def to_parameter(self, columns: Tensor) -> Tensor:
         """[..., groups, out, stop − start] -> [..., *shape]."""
         lead = columns.shape[:-3]
+        if self.order == tuple(
+            range(len(self.order))
+        ):  # nothing to permute: most layers, and once per layer and step of an optimiser
+            return columns.reshape(*lead, *self.shape)
         permuted = [self.view[i] for i in self.order]
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         columns = columns.reshape(*lead, *permuted)

@@ -13,7 +13,7 @@ and every curvature is a contraction of a and g. A `Rows` knows its a, in the ch
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -25,13 +25,13 @@ from aftermap.linalg import add_product_
 __all__ = [
     "DenseRows",
     "MatrixRows",
-    "OneHotRows",
     "Rows",
     "ScaleRows",
     "append_ones",
     "budget",
     "merged_vectors",
     "split_vectors",
+    "sum_into_",
 ]
 
 # Working memory of one contraction, in numbers: large enough to keep the cores busy, small enough for the cache.
@@ -62,6 +62,17 @@ def merged_vectors(grads: Tensor) -> Tensor:
 def split_vectors(products: Tensor, vectors: int) -> Tensor:
     """[b, g, v·o, i] -> [v, b, g, o, i]; undoes `merged_vectors` after a product."""
     return products.unflatten(2, (vectors, -1)).permute(2, 0, 1, 3, 4)
+
+
+def sum_into_(out: Tensor, values: Tensor, *, fresh: bool) -> None:
+    """Adds the sum over the first dimension of ``values`` to ``out``; fresh: ``out`` was empty."""
+    if values.is_contiguous():
+        torch.sum(values, 0, out=out) if fresh else out.add_(values.sum(0))
+        return
+    # In the order in which the values lie in memory; a sum right into another order would be slow.
+    order = sorted(range(1, values.dim()), key=values.stride, reverse=True)
+    summed, out = values.permute(0, *order).sum(0), out.permute([d - 1 for d in order])
+    out.copy_(summed) if fresh else out.add_(summed)
 
 
 class Rows(ABC):
@@ -127,11 +138,13 @@ class DenseRows(MatrixRows):
     Attributes:
         data: [b, g, t, i] without the ones; i may be 0 (only a bias).
         only_group: the one group that this call concerns (the others hold zeros); None for all.
+        reused: several vectors will meet the rows; what is made of them is kept.
     """
 
     data: Tensor
     ones: bool
     only_group: int | None = None
+    reused: bool = False
 
     @property
     def batch(self) -> int:  # type: ignore[override]
@@ -188,9 +201,20 @@ class DenseRows(MatrixRows):
             return
         # Without sharing Σ_vb g² a² is one matrix product per group: no per-example tensor exists.
         weights = grads[:, :, :, 0].square().sum(0).transpose(0, 1)  # [g, b, o]
-        rows = self.dense()[:, :, 0].square().transpose(0, 1)  # [g, b, i]
+        rows = self._squares if self.reused else self._squared()
         for group in range(self.groups):
             add_product_(out[group], weights[group], rows[group])
+
+    def _squared(self) -> Tensor:
+        """Squares of unshared rows: [g, b, i]."""
+        return self.dense()[:, :, 0].square().transpose(0, 1)
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        return self._squared()
+
+    def for_reuse(self) -> DenseRows:
+        return replace(self, reused=True)
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         vectors, _, groups, _, out = grads.shape
@@ -224,10 +248,10 @@ class DenseRows(MatrixRows):
             if self.ones:
                 parts.append((slice(width, None), lines.sum(-1, keepdim=True)))
             for columns, each in parts:
-                each = each.unflatten(2, (vectors, out))
+                each = each if vectors == 1 else each.unflatten(2, (vectors, out)).transpose(1, 2).flatten(0, 1)
                 if total is not None:
-                    total[..., columns] += each.sum((0, 2))
-                squares[..., columns] += each.square_().sum((0, 2))
+                    total[..., columns].add_(each.sum(0))
+                squares[..., columns].add_(each.square_().sum(0))
 
     def narrow(self, start: int, length: int) -> DenseRows:
         return DenseRows(self.data[start : start + length], self.ones, self.only_group)
@@ -286,14 +310,22 @@ class ScaleRows(Rows):
             super().add_outer_squared_(out, grads)
             return
         for each in grads[..., 0].unbind():
-            out[:, 0] += self._normalised_sums(each)[: self.features].square_().sum(1).T
+            out[:, 0].T.add_(self._normalised_sums(each)[: self.features].square_().sum(1))
+
+    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        if self.affine is None or self.data is None or len(grads) > 1:
+            return super().outer_moments(grads)
+        sums = self._normalised_sums(grads[0, ..., 0])[: self.features]  # [2, b, g]
+        total = sums.sum(1)
+        return total.T[:, None], sums.square_().sum(1).T[:, None]
 
     @cached_property
     def _statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and variance of every example and group [b·g], kept for the next vector."""
         mean, variance, _ = self.affine  # type: ignore[misc]
         dtype, batch = self.data.dtype, self.shape[0]  # type: ignore[union-attr]
-        return mean.to(dtype).repeat(batch), variance.to(dtype).repeat(batch)
+        both = torch.stack([mean, variance]).to(dtype)[:, None].expand(-1, batch, -1).reshape(2, -1)
+        return both[0], both[1]
 
     def _normalised_sums(self, grads: Tensor) -> Tensor:
         """Σ_t g x̂ and Σ_t g of every example, [b, g, t] -> [2, b, g]: examples as channels of PyTorch's own kernel."""
@@ -313,67 +345,3 @@ class ScaleRows(Rows):
     def narrow(self, start: int, length: int) -> ScaleRows:
         data = None if self.data is None else self.data[start : start + length]
         return ScaleRows(data, self.ones, (length, *self.shape[1:]), self.affine)
-
-
-@dataclass(frozen=True)
-class OneHotRows(MatrixRows):
-    """Rows that are one-hot (embeddings): only the index is kept, Σ a aᵀ is the diagonal of counts.
-
-    Attributes:
-        index: [b, t] integer; a negative index is a row of zeros (padding).
-        features: vocabulary.
-    """
-
-    index: Tensor
-    features: int
-    dtype: torch.dtype
-    groups: int = 1
-
-    @property
-    def batch(self) -> int:  # type: ignore[override]
-        return self.index.shape[0]
-
-    @property
-    def shared(self) -> int:  # type: ignore[override]
-        return self.index.shape[1]
-
-    def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
-        used = self.index >= 0
-        counts = None if weight is None else weight[:, None].expand_as(self.index)[used].to(torch.float64)
-        out.add_diagonal(torch.bincount(self.index[used], counts, minlength=self.features)[None])
-
-    def total(self) -> Tensor:
-        out = torch.zeros(self.batch, self.features, dtype=self.dtype, device=self.index.device)
-        ones = (self.index >= 0).to(self.dtype)
-        return out.scatter_add_(1, self.index.clamp_min(0), ones)[:, None]
-
-    def outer(self, grads: Tensor) -> Tensor:
-        vectors, batch, _, shared, out = grads.shape
-        result = grads.new_zeros(vectors, batch, self.features, out)
-        used = (self.index >= 0).to(grads.dtype)[None, :, :, None]
-        place = self.index.clamp_min(0)[None, :, :, None].expand(vectors, batch, shared, out)
-        result.scatter_add_(2, place, grads[:, :, 0] * used)
-        return result.transpose(2, 3)[:, :, None]
-
-    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
-        # Sum what one example says about one token, square, then sum over examples: never [b, vocabulary, o].
-        used = self.index >= 0
-        example = torch.arange(self.batch, device=self.index.device)[:, None].expand_as(self.index)
-        pairs, place = torch.unique(example[used] * self.features + self.index[used], return_inverse=True)
-        result = grads.new_zeros(self.features, grads.shape[-1])
-        for each in grads[:, :, 0]:  # [b, t, o]
-            sums = each.new_zeros(len(pairs), each.shape[-1]).index_add_(0, place, each[used])
-            result.index_add_(0, pairs % self.features, sums.square_())
-        out[0] += result.T
-
-    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        used = self.index >= 0
-        total = grads.new_zeros(self.features, grads.shape[-1])
-        for each in grads[:, :, 0]:  # [b, t, o]
-            total.index_add_(0, self.index[used], each[used])
-        squares = grads.new_zeros(1, grads.shape[-1], self.features)
-        self.add_outer_squared_(squares, grads)
-        return total.T[None], squares
-
-    def narrow(self, start: int, length: int) -> OneHotRows:
-        return OneHotRows(self.index[start : start + length], self.features, self.dtype)

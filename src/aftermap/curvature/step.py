@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch
 from aftermap.curvature.attention import PackedProjectionRule
-from aftermap.curvature.capture import Call, backpropagate
+from aftermap.curvature.capture import Call, backpropagate, last_edges
 from aftermap.curvature.fallback import per_example_products
 from aftermap.curvature.rows import Rows
 from aftermap.curvature.sites import Site, Sites
@@ -163,6 +164,11 @@ class BatchStep:
     def size(self) -> int:
         """B."""
         return self.batch.size
+
+    @cached_property
+    def last_edges(self) -> set[int]:
+        """Numbers of the edges behind which there is no other; the graph is the same for every vector."""
+        return last_edges(self.edges)
 
     @staticmethod
     def make(

@@ -25,9 +25,9 @@ __all__ = ["Seen", "Stream", "is_convolutional"]
 
 # Back-propagated at once: so many numbers of gradients (8 MB in float32).
 _GRADIENT_NUMBERS = 1 << 21
-# Examples are worked on together while their layers' outputs hold at most this many numbers (4 MB in float32), but never
+# Examples are worked on together while their layers' outputs hold at most this many numbers (8 MB in float32), but never
 # fewer than so many: small pieces waste time on overhead.
-_PIECE_NUMBERS = 1 << 20
+_PIECE_NUMBERS = 1 << 21
 _LEAST_EXAMPLES = 16
 
 
@@ -153,7 +153,7 @@ class Stream:
         for call in (c for calls in step.calls.values() for c in calls):
             call.reused = vectors.count > 2
         done = 0
-        for part in vectors.chunks(self._chunk(step)):
+        for part in vectors.chunks(self._chunk(step, batched=batched)):
             if batched and len(part) > 1:
                 done += len(part)
                 for moved in step.backpropagate(part, batched=True, keep=done < vectors.count):
@@ -165,8 +165,10 @@ class Stream:
                 done += 1
                 deliver(step, vector, accumulators, keep=done < vectors.count)
 
-    def _chunk(self, step: BatchStep) -> int:
+    def _chunk(self, step: BatchStep, *, batched: bool) -> int:
+        """How many vectors are made at a time, and back-propagated at a time where they go together."""
         if self.chunk is not None:
             return self.chunk
-        numbers = sum(math.prod(call.call.out_shape) for calls in step.calls.values() for call in calls)
+        calls = [call for calls in step.calls.values() for call in calls] if batched else []
+        numbers = sum(math.prod(call.call.out_shape) for call in calls) + step.outputs.numel()
         return max(1, _GRADIENT_NUMBERS // max(1, numbers))

@@ -87,9 +87,15 @@ class Collected:
         """Whether loss, gradients and curvature are finite."""
         if not bool(torch.isfinite(self.loss)):
             return False
-        values = [*self.grads.values(), *self.curvature.values()]
-        # A sum is finite only if every entry is; it is several times cheaper than a norm.
-        return not values or bool(torch.isfinite(torch.stack([v.sum().to("cpu", torch.float64) for v in values]).sum()))
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for value in (*self.grads.values(), *self.curvature.values()):
+            alike.setdefault((value.device, value.dtype), []).append(value)
+        # A norm is finite only if every entry is. In half precision it would be infinite long before an entry is.
+        norms = (
+            torch.stack(torch._foreach_norm(v, dtype=torch.promote_types(k[1], torch.float32)))
+            for k, v in alike.items()
+        )
+        return all(bool(torch.isfinite(each).all()) for each in norms)
 
     def clip(self, longest: float) -> None:
         """Shortens the mean gradient to ``longest`` by its scale."""

@@ -15,6 +15,7 @@ from aftermap.optim.core import Group, VariationalOptimizer
 from aftermap.optim.diagonal import add_momentum_, denominator, ivon_curvature_, move_
 from aftermap.optim.schedules import Schedule
 from aftermap.optim.settings import make_groups, make_settings
+from aftermap.optim.state import momenta
 
 __all__ = ["IVON"]
 
@@ -148,7 +149,7 @@ class IVON(VariationalOptimizer):
         curvature: list[Tensor],
         scales: tuple[float, float],
     ) -> None:
-        momentum = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+        momentum = momenta(self, params)
         known = [self.state[p]["curvature"] for p in params]
         prior, prior_mean = self._prior(group, params)
         beta1, damping = group["momentum"], group["damping"]

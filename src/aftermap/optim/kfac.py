@@ -20,6 +20,7 @@ from aftermap.optim.diagonal import add_momentum_
 from aftermap.optim.kron import DAMPING_FORMS, Basis, decompose, deviation, eigenvalues, precondition
 from aftermap.optim.readers import GradientReader
 from aftermap.optim.settings import Settings, check_count, check_word, make_groups, make_settings
+from aftermap.optim.state import momenta
 from aftermap.optim.vogn import DiagonalOptimizer, check_model
 
 __all__ = ["KFAC", "KronOptimizer"]
@@ -191,7 +192,7 @@ class KronOptimizer(DiagonalOptimizer):
             return
         by_name = self._by_name()
         params = [by_name[n] for n in layout.names]
-        momentum = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+        momentum = momenta(self, params)
         prior, prior_mean = self._prior(group, [])
         data = [p.data for p in params]
         normalised, beta = self.settings.momentum_form == "normalised", group["momentum"]

@@ -1,20 +1,30 @@
-"""Saving and loading an optimiser's state."""
+"""An optimiser's state: what it keeps per parameter, saving and loading."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from aftermap.errors import InputError
 from aftermap.optim.noise import NoiseSource
 from aftermap.optim.schedules import parse_schedule
 
-__all__ = ["check_state", "load_extra", "saved_extra"]
+__all__ = ["check_state", "load_extra", "momenta", "saved_extra"]
 
 _VERSION = 1
+
+
+def momenta(optimizer: Optimizer, params: Sequence[Tensor]) -> list[Tensor]:
+    """The momentum of each parameter, 0 before its first step."""
+    for p in params:
+        if "momentum" not in optimizer.state[p]:
+            optimizer.state[p]["momentum"] = torch.zeros_like(p)
+    return [optimizer.state[p]["momentum"] for p in params]
 
 
 def saved_extra(optimizer: Any) -> dict[str, Any]:

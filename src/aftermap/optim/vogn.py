@@ -16,6 +16,7 @@ from aftermap.optim.core import Group, VariationalOptimizer
 from aftermap.optim.diagonal import add_curvature_, add_momentum_, denominator, draw, move_
 from aftermap.optim.schedules import Schedule
 from aftermap.optim.settings import make_groups, make_settings
+from aftermap.optim.state import momenta
 
 __all__ = ["OGN", "VOGN", "DiagonalOptimizer", "check_model"]
 
@@ -54,7 +55,7 @@ class DiagonalOptimizer(VariationalOptimizer):
     ) -> None:
         settings = self.settings
         self._first_curvature(params, curvature, scales[1])
-        momentum = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
+        momentum = momenta(self, params)
         known = [self.state[p]["curvature"] for p in params]
         prior, prior_mean = self._prior(group, params)
         data = [p.data for p in params]
