@@ -80,7 +80,7 @@ def measure(name: str, *, repeats: int, memory: bool, methods: Sequence[str] | N
     for key, method in chosen.items():
         entry: Entry = {"library": method.library}
         if key in times:
-            entry["ratio"] = round(times[key] * scales[key], 3)
+            entry["ratio"], entry["least"] = (round(r * scales[key], 3) for r in times[key])
             if method.note:
                 entry["note"] = method.note
         quantities[method.quantity][key] = entry | found.get(key, {})
@@ -165,7 +165,7 @@ def _memory_note(entry: Entry, found: Entry) -> str:
 
 
 def table(results: Entry) -> str:
-    """The results for people: one line per method, ratios to u."""
+    """The results for people: one line per method, ratios to u (median over rounds, in brackets the minimum)."""
     lines = []
     for name, found in results["models"].items():
         head = f"{name}: {found['parameters']:,} parameters, batches of {found['batch']}, u = {found['u_ms']} ms"
@@ -186,6 +186,7 @@ def table(results: Entry) -> str:
                 if entry["library"] == "aftermap":
                     said = [_verdict(name, quantity, entry["ratio"], peer), _memory_note(entry, found)]
                 note = "; ".join(s for s in said if s)
-                lines.append(f"    {key:36} {entry['ratio']:8.2f} u {cost}  {note}".rstrip())
+                least = f"({entry['least']:.2f})" if "least" in entry else ""
+                lines.append(f"    {key:36} {entry['ratio']:8.2f} u {least:>9} {cost}  {note}".rstrip())
         lines.append("")
     return "\n".join(lines)

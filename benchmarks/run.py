@@ -26,7 +26,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--only", choices=BENCHMARKS, help="one benchmark instead of all")
     parser.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
-    parser.add_argument("--repeats", type=int, default=None, help="interleaved rounds; the minimum counts (default 7)")
+    parser.add_argument("--repeats", type=int, default=None, help="interleaved rounds (default 7)")
     parser.add_argument("--quick", action="store_true", help="two rounds, no memory: to see that everything runs")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (default: its own choice)")

@@ -1,7 +1,7 @@
 """How time and memory are measured.
 
-Time: all functions in one process, one after another, round after round; of ratios the median over rounds, each against its
-neighbours in time, of seconds the minimum.
+Time: all functions in one process, one after another, round after round; of ratios the median and the minimum over rounds,
+each against its neighbours in time, of seconds the minimum.
 
 Memory: each function in a fresh process, the largest resident set while it runs minus the resident set just before.
 """
@@ -67,8 +67,8 @@ def compare(functions: Mapping[str, Callable[[], Any]], repeats: int, *, budget:
 
 def ratios(
     functions: Mapping[str, Callable[[], Any]], unit: Callable[[], Any], repeats: int, *, budget: float = math.inf
-) -> tuple[dict[str, float], float]:
-    """How many units each function takes: the median over rounds of its time against the units just before and after it.
+) -> tuple[dict[str, tuple[float, float]], float]:
+    """How many units each function takes: median and minimum over rounds of its time against the units before and after it.
 
     A machine that is shared has slow phases, longer than a run. Neighbours share them; minima of a long run and of a short
     one do not, as the short one finds a quiet moment sooner.
@@ -80,7 +80,7 @@ def ratios(
         budget: seconds that one function may use in total; a slow one sits out the later rounds, never the first.
 
     Returns:
-        name -> ratio, and the least seconds of the unit.
+        name -> (median, minimum), and the least seconds of the unit.
     """
     found: dict[str, list[float]] = {name: [] for name in functions}
     spent = dict.fromkeys(functions, 0.0)
@@ -95,7 +95,7 @@ def ratios(
             found[name].append(2 * taken / (before + after))
             spent[name] += taken
             before, best = after, min(best, after)
-    return {name: statistics.median(each) for name, each in found.items()}, best
+    return {name: (statistics.median(each), min(each)) for name, each in found.items()}, best
 
 
 def peak_memory(model: str, method: str, *, threads: int | None = None, timeout: float = 300) -> dict[str, float]:

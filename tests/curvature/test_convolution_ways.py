@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from aftermap.curvature import fit_curvature, reference
 from aftermap.curvature.convolution import ConvRows
 from aftermap.curvature.layers import find_rule
+from aftermap.curvature.lined_windows import LinedConvRows
 from aftermap.likelihoods import Categorical
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -24,11 +25,16 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "without a bias": (nn.Conv2d(16, 17, 3, bias=False), (5, 6)),
     "lines": (nn.Conv1d(8, 16, 3, padding=1), (7,)),
     "volumes": (nn.Conv3d(8, 16, 2, padding=1), (3, 4, 5)),
+    "much padding": (nn.Conv2d(8, 16, (2, 3), padding=(3, 2)), (4, 5)),
+    "no row of the kernel meets all rows": (nn.Conv2d(8, 16, 2, padding=1), (4, 5)),
+    "strided along the width": (nn.Conv2d(8, 16, 3, stride=(1, 2), padding=1), (6, 7)),
+    "few channels": (nn.Conv2d(2, 3, (5, 3), padding=2, dilation=(2, 1)), (9, 8)),
+    "grouped, few channels": (nn.Conv2d(4, 6, 3, groups=2, padding=1), (9, 8)),
     "transposed": (nn.ConvTranspose2d(8, 16, 3, stride=2, padding=1), (3, 4)),
 }
 # PyTorch tells that it copies such an input.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
-WAYS = ("grouped", "shifted", "windows")
+WAYS = ("grouped", "shifted", "lined", "windows")
 
 
 def rows_and_grads(name: str, dtype: torch.dtype) -> tuple[ConvRows, Tensor]:
@@ -54,6 +60,11 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = lambda self, out: way == "shifted" and all(s == 1 for s in self.stride) and not self.flipped  # noqa: E731
     monkeypatch.setattr(ConvRows, "_shiftable", allowed)
     assert own is not ConvRows._shiftable
+    # Lines are for two dimensions and a stride of one between them.
+    flat = lambda self, out, grads: (
+        way == "lined" and len(self.kernel) == 2 and self.stride[0] == 1 and not self.flipped
+    )  # noqa: E731
+    monkeypatch.setattr(LinedConvRows, "_lined", flat)
 
 
 def brute_force(rows: ConvRows, grads: Tensor) -> Tensor:
@@ -70,9 +81,11 @@ def test_every_way_equals_the_product_with_all_windows(name: str, way: str, monk
     total, squares = rows.outer_moments(grads)
     torch.testing.assert_close(total, expected.sum((0, 1)))
     torch.testing.assert_close(squares, expected.square().sum((0, 1)))
-    added = torch.ones_like(squares)
-    rows.add_outer_squared_(added, grads)
-    torch.testing.assert_close(added, 1 + expected.square().sum((0, 1)))
+    for each in (rows, rows.for_reuse()):
+        added = torch.ones_like(squares)
+        each.add_outer_squared_(added, grads)
+        torch.testing.assert_close(added, 1 + expected.square().sum((0, 1)))
+        torch.testing.assert_close(each.narrow(1, 3).outer(grads[:, 1:4]), expected[:, 1:4])
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from aftermap.batches import unpack_batch
 from aftermap.curvature.accumulate import Accumulator
-from aftermap.curvature.capture import arriving_gradients, backpropagate, capture, gradients_for, last_edges
+from aftermap.curvature.capture import arriving_gradients, backpropagate, capture, gradients_for
 from aftermap.curvature.delivery import deliver
 from aftermap.curvature.factors import Block
 from aftermap.curvature.probe import probe
@@ -72,7 +72,9 @@ def test_the_same_gradients_as_when_autograd_holds_them_all(net: Branches) -> No
     vector = torch.randn(1, 4, 2, dtype=torch.float64)
     expected = next(backpropagate(outputs, edges, vector, batched=False, keep=True))
     arrived: dict[int, Tensor] = {}
-    arriving_gradients(outputs, edges, vector[0], arrived.__setitem__, last=last_edges(edges), keep=True)
+    passes: list[int] = []
+    arriving_gradients(outputs, edges, vector, arrived.__setitem__, lambda: passes.append(len(arrived)), keep=True)
+    assert passes == [5]
     assert set(arrived) == {n for n, g in enumerate(expected) if g is not None}
     assert len(arrived) == 5  # of six calls, one does not reach the outputs
     for number, grad in arrived.items():
@@ -98,6 +100,27 @@ def test_consumers_are_served_in_the_order_of_the_backward_pass(net: Branches) -
     assert sorted(order) == sorted([*labels, "everything", "nothing"])
     assert dict(log) == {"head": 1, "twice": 2, "left": 1, "right": 1, "beside": 0, "everything": 5, "nothing": 0}
     torch.testing.assert_close(everything.seen[sites["left"]][0], each[0].seen[sites["left"]][0])
+
+
+def test_several_vectors_are_delivered_as_each_would_be(net: Branches) -> None:
+    step, first = stepped(net)
+    vectors = torch.cat([first, torch.randn(2, 4, 2, dtype=torch.float64)])
+    alone: list[dict[int, list[Tensor]]] = []
+    for vector in vectors.split(1):
+        recorder = Recorder("all", None, [])
+        deliver(step, vector, [recorder], keep=True)
+        alone.append(recorder.seen)
+    seen: list[dict[int, list[Tensor]]] = []
+
+    class Keeper(Recorder):
+        def on_vectors(self, step: VectorStep) -> None:
+            super().on_vectors(step)
+            seen.append(dict(self.seen))
+
+    deliver(step, vectors, [Keeper("all", None, [])], keep=False)
+    assert len(seen) == 3
+    for found, expected in zip(seen, alone, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_an_error_of_a_consumer_arrives_and_leaves_no_hook(net: Branches) -> None:

@@ -295,13 +295,14 @@ def backpropagate(
 def arriving_gradients(
     outputs: Tensor,
     edges: Sequence[GradientEdge],
-    vector: Tensor,
+    vectors: Tensor,
     receive: Callable[[int, Tensor], None],
+    passed: Callable[[], None],
     *,
-    last: Collection[int],
     keep: bool,
+    last: Collection[int] | None = None,
 ) -> None:
-    """Back-propagates one vector and hands out the gradient at each edge as soon as it is complete.
+    """Back-propagates one vector after another and hands out the gradient at each edge as soon as it is complete.
 
     Autograd holds the gradients that are asked of it until the pass is over. So it is asked only for the last edges, those
     with no other edge behind them; at the others, a hook on the node looks at what passes by.
@@ -309,11 +310,14 @@ def arriving_gradients(
     Args:
         outputs: [b, ..., c].
         edges: of the layer outputs.
-        vector: [b, ..., c].
+        vectors: [v, b, ..., c].
         receive: called with an edge's number and its gradient; never for an edge that the outputs do not depend on.
-        last: what `last_edges` finds.
+        passed: called at the end of each vector's pass.
         keep: the graph is needed again afterwards.
+        last: what `last_edges` finds, if that is known.
     """
+    wanted = sorted(last_edges(edges) if last is None else last)
+    asked = [edges[n] for n in wanted]
 
     def looking_at(number: int) -> Callable[[Sequence[Tensor | None]], None]:
         place = edges[number].output_nr
@@ -325,15 +329,19 @@ def arriving_gradients(
 
         return look
 
+    def hand_out(found: Sequence[Tensor | None]) -> None:  # and forget: the next vector needs the memory
+        for number, grad in zip(wanted, found, strict=True):
+            if grad is not None:
+                receive(number, grad)
+
     with ExitStack() as stack:
         for number, edge in enumerate(edges):
-            if number not in last:
+            if number not in wanted:
                 stack.callback(edge.node.register_prehook(looking_at(number)).remove)
-        wanted = sorted(last)
-        found = torch.autograd.grad(outputs, [edges[n] for n in wanted], vector, retain_graph=keep, allow_unused=True)
-    for number, grad in zip(wanted, found, strict=True):
-        if grad is not None:
-            receive(number, grad)
+        for place, vector in enumerate(vectors):
+            again = keep or place < len(vectors) - 1
+            hand_out(torch.autograd.grad(outputs, asked, vector, retain_graph=again, allow_unused=True))
+            passed()
 
 
 def last_edges(edges: Sequence[GradientEdge]) -> set[int]:

@@ -43,8 +43,6 @@ _WEIGHT_GRADIENTS = (conv1d_weight, conv2d_weight, conv3d_weight)
 _WINDOW_NUMBERS = 1 << 20
 # ... and for what stays in the cache while it is worked on: per-example products, turned windows.
 _CACHED_NUMBERS = 1 << 18
-# Windows of at most this many numbers are kept for several vectors (32 MB in float32).
-_KEPT_NUMBERS = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -205,35 +203,18 @@ class ConvRows(MatrixRows):
                 sum_into_(views[-1], product.square_(), fresh=new and start == 0)
 
     def _by_offset(self, block: Tensor) -> Tensor:
-        """View [..., channels, kernel offsets] of the weights in [..., i]."""
-        return block[..., : self.width].unflatten(-1, (self.channels, math.prod(self.kernel)))
+        """View [..., channels, *kernel] of the weights in [..., i]."""
+        return block[..., : self.width].unflatten(-1, (self.channels, *self.kernel))
 
     def _products(self, lines: Tensor, out: int) -> Iterator[tuple[int, Tensor]]:
         """Per-example gradients of the weights for lines [b, g, o, t], some examples at a time, in the fastest way.
 
         Returns:
-            An iterator over (first example, products [b, g, o, channels, kernel offsets], of any strides).
+            An iterator over (first example, products [b, g, o, c, *kernel], of any strides).
         """
         if self._groupable(out, lines):
             return self._grouped_products(lines)
         return self._shifted_products(lines) if self._shiftable(out) else self._window_products(lines)
-
-    def for_reuse(self) -> MatrixRows:
-        """Windows that are kept when several vectors will meet them and they are not many."""
-        few = self.batch * self.groups * self.width * self.shared <= _KEPT_NUMBERS
-        if (
-            not self.weights
-            or not few
-            or self._shiftable(_SHIFT_CHANNELS)
-            or self._groupable(_SHIFT_CHANNELS, self.inputs)
-        ):
-            return self
-        # Features next to each other, copied once: products with such rows are up to a third faster than with [.., i, t],
-        # and a column of ones among them costs less than a sum for each vector.
-        rows = self.inputs.new_ones(self.batch, self.groups, self.shared, self.features)
-        for start, part in self._chunks(_CACHED_NUMBERS):
-            rows[start : start + part.batch, ..., : self.width] = part.examples_first().transpose(-1, -2)
-        return DenseRows(rows, ones=False)
 
     def _groupable(self, out: int, grads: Tensor) -> bool:
         """Whether the grouped kernel is the fastest: measured on CPU in float32, the only place that has it."""
@@ -248,7 +229,7 @@ class ConvRows(MatrixRows):
         """Per-example gradients as the weight gradient of one convolution whose groups are the examples.
 
         Yields:
-            (first example, products [b, g, o, c, k]).
+            (first example, products [b, g, o, c, *kernel]).
         """
         batch, groups, out, _ = lines.shape
         n = len(self.kernel)
@@ -271,7 +252,7 @@ class ConvRows(MatrixRows):
                 len(some) * groups,
             )
             found = found.flip(tuple(range(2, 2 + n))) if self.flipped else found
-            yield start, found.reshape(-1, groups, out, self.channels, math.prod(self.kernel))
+            yield start, found.reshape(-1, groups, out, self.channels, *self.kernel)
 
     def _shiftable(self, out: int) -> bool:
         channels = self.channels
@@ -289,7 +270,7 @@ class ConvRows(MatrixRows):
         With input and gradient flattened to lines of one width, an offset is a shift: a strided view, no windows.
 
         Yields:
-            (first example, products [b, g, o, c, k], a view).
+            (first example, products [b, g, o, c, *kernel], a view).
         """
         batch, groups, out, _ = lines.shape
         before = self.inputs.shape[2:]
@@ -317,16 +298,16 @@ class ConvRows(MatrixRows):
             products = lines.new_empty(len(offsets), len(grid), out, channels)
             for product, offset in zip(products.unbind(), offsets, strict=True):
                 torch.bmm(grid, flat[..., offset : offset + length].transpose(1, 2), out=product)
-            yield start, products.unflatten(1, (-1, groups)).movedim(0, -1)
+            yield start, products.unflatten(1, (-1, groups)).movedim(0, -1).unflatten(-1, self.kernel)
 
     def _window_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Per-example gradients from copied windows, some examples at a time.
 
         Yields:
-            (first example, products [b, g, o, c, k]).
+            (first example, products [b, g, o, c, *kernel]).
         """
         for start, part in self._chunks(_CACHED_NUMBERS):
             windows = part.examples_first().to(lines.dtype).flatten(0, 1)  # [bg, i, t]
             some = lines[start : start + part.batch]
             product = torch.bmm(some.flatten(0, 1), windows.transpose(-1, -2))
-            yield start, product.view(*some.shape[:3], self.channels, -1)
+            yield start, product.view(*some.shape[:3], self.channels, *self.kernel)

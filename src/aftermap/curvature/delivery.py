@@ -19,25 +19,26 @@ __all__ = ["deliver"]
 
 
 class _Desk:
-    """Gradients that have arrived and are still waited for, and who waits for which."""
+    """Who waits for which gradients of a batch; of one vector at a time, what has arrived and is still waited for."""
 
-    def __init__(self, step: BatchStep, vector: Tensor, accumulators: Sequence[Accumulator]):
-        self.step, self.vector = step, vector
-        self.arrived: dict[int, Tensor] = {}
+    def __init__(self, step: BatchStep, accumulators: Sequence[Accumulator]):
+        self.step = step
         self.waiting: list[tuple[Accumulator, tuple[int, ...], set[int]]] = []
-        self.readers: dict[int, int] = {}
-        for each in accumulators:
+        self.interested: dict[int, list[int]] = {}
+        for number, each in enumerate(accumulators):
             sites = tuple(step.calls) if each.needs is None else tuple(s for s in each.needs if s in step.calls)
             edges = {call.edge for s in sites for call in step.calls[s]}
             self.waiting.append((each, sites, edges))
             for edge in edges:
-                self.readers[edge] = self.readers.get(edge, 0) + 1
+                self.interested.setdefault(edge, []).append(number)
+
+    def open(self, vector: Tensor) -> None:
+        """A vector [1, b, ..., c] sets off."""
+        self.vector = vector
+        self.arrived: dict[int, Tensor] = {}
         self.missing = [set(edges) for _, _, edges in self.waiting]
         self.served = [False] * len(self.waiting)
-        self.interested: dict[int, list[int]] = {}
-        for number, (_, _, edges) in enumerate(self.waiting):
-            for edge in edges:
-                self.interested.setdefault(edge, []).append(number)
+        self.readers = {edge: len(numbers) for edge, numbers in self.interested.items()}
 
     def receive(self, edge: int, grad: Tensor) -> None:
         """A gradient has arrived."""
@@ -70,16 +71,27 @@ class _Desk:
                 self.serve(number)
 
 
-def deliver(step: BatchStep, vector: Tensor, accumulators: Sequence[Accumulator], *, keep: bool) -> None:
-    """Back-propagates one vector and serves the accumulators on the way.
+def deliver(step: BatchStep, vectors: Tensor, accumulators: Sequence[Accumulator], *, keep: bool) -> None:
+    """Back-propagates vectors one by one and serves the accumulators on the way.
 
     Args:
         step: the batch after its forward pass.
-        vector: [1, b, ..., c].
-        accumulators: called once each, in the order in which the backward pass reaches their layers.
+        vectors: [v, b, ..., c].
+        accumulators: called once per vector each, in the order in which the backward pass reaches their layers.
         keep: the graph is needed again afterwards.
     """
-    desk = _Desk(step, vector, accumulators)
+    desk = _Desk(step, accumulators)
+    ahead = iter(vectors.split(1))
+    desk.open(next(ahead))
+
+    def passed() -> None:
+        desk.close()
+        following = next(ahead, None)
+        if following is not None:
+            desk.open(following)
+
     if step.edges:
-        arriving_gradients(step.outputs, step.edges, vector[0], desk.receive, last=step.last_edges, keep=keep)
-    desk.close()
+        arriving_gradients(step.outputs, step.edges, vectors, desk.receive, passed, keep=keep, last=step.last_edges)
+    else:
+        for _ in vectors:
+            passed()

@@ -17,8 +17,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aftermap.curvature.convolution import ConvRows
 from aftermap.curvature.layout import Layout, Piece
+from aftermap.curvature.lined_windows import LinedConvRows
 from aftermap.curvature.one_hot_rows import OneHotRows
 from aftermap.curvature.rows import DenseRows, Rows, ScaleRows
 from aftermap.errors import InputError
@@ -160,7 +160,7 @@ class ConvRule(_AnyConv):
                 pads += [0, 0]
             else:
                 pads += [module.padding[d]] * 2
-        return ConvRows(
+        return LinedConvRows(
             inputs=inputs,
             pads=tuple(pads),
             mode="constant" if module.padding_mode == "zeros" else str(module.padding_mode),
@@ -203,7 +203,7 @@ class ConvTransposeRule(_AnyConv):
                 # Whatever output_size or output_padding added stands at the end.
                 pads += [before, size[d] + reach - before - spread[d]]
             inputs = canvas
-        return ConvRows(
+        return LinedConvRows(
             inputs=inputs,
             pads=tuple(pads),
             mode="constant",

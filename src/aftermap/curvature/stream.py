@@ -154,16 +154,15 @@ class Stream:
             call.reused = vectors.count > 2
         done = 0
         for part in vectors.chunks(self._chunk(step, batched=batched)):
-            if batched and len(part) > 1:
-                done += len(part)
-                for moved in step.backpropagate(part, batched=True, keep=done < vectors.count):
-                    for each in accumulators:
-                        each.on_vectors(moved)
-                    del moved
+            done += len(part)
+            keep = done < vectors.count
+            if not batched or len(part) == 1:
+                deliver(step, part, accumulators, keep=keep)
                 continue
-            for vector in part.split(1):
-                done += 1
-                deliver(step, vector, accumulators, keep=done < vectors.count)
+            for moved in step.backpropagate(part, batched=True, keep=keep):
+                for each in accumulators:
+                    each.on_vectors(moved)
+                del moved
 
     def _chunk(self, step: BatchStep, *, batched: bool) -> int:
         """How many vectors are made at a time, and back-propagated at a time where they go together."""
