@@ -60,11 +60,12 @@ def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     allowed = lambda self, out: way == "shifted" and all(s == 1 for s in self.stride) and not self.flipped  # noqa: E731
     monkeypatch.setattr(ConvRows, "_shiftable", allowed)
     assert own is not ConvRows._shiftable
-    # Lines are for two dimensions and a stride of one between them.
-    flat = lambda self, out, grads: (
-        way == "lined" and len(self.kernel) == 2 and self.stride[0] == 1 and not self.flipped
-    )  # noqa: E731
-    monkeypatch.setattr(LinedConvRows, "_lined", flat)
+
+    def lined(self: LinedConvRows, out: int, grads: Tensor) -> bool:
+        # Lines are for two dimensions and a stride of one between them.
+        return way == "lined" and len(self.kernel) == 2 and self.stride[0] == 1 and not self.flipped
+
+    monkeypatch.setattr(LinedConvRows, "_lined", lined)
 
 
 def brute_force(rows: ConvRows, grads: Tensor) -> Tensor:
