@@ -231,17 +231,36 @@ def _verify(
     moved = step.moved([None if g is None else g[None] for g in raw[len(names) :]], vector[None])
     found = moved.per_example(list(by_parameter), 0, 1)
     # The other examples must get no gradient anywhere; where one does, the layer mixes examples.
-    mixing = {s for s, calls_ in moved.grads.items() if any(bool(g[:, 1:].any()) for _, g in calls_)}
+    others = [(s, g[:, 1:].any()) for s, calls_ in moved.grads.items() for _, g in calls_]
+    reached = torch.stack([r for _, r in others]).tolist() if others else []
+    mixing = {s for (s, _), r in zip(others, reached, strict=True) if r}
     tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
+    sizes = dict(zip(names, _lengths([outputs.new_zeros(()) if t is None else t for t in truth]), strict=True))
     # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.
-    noise = 32 * torch.finfo(outputs.dtype).eps * max((float(t.norm()) for t in truth if t is not None), default=0.0)
+    noise = 32 * torch.finfo(outputs.dtype).eps * max(sizes.values(), default=0.0)
+    away = {
+        n: found[n][0, 0] if t is None else found[n][0, 0].sub_(t)
+        for n, t in zip(names, truth, strict=True)
+        if n in found
+    }
     wrong: dict[str, str] = {}
-    for name, true in zip(names, truth, strict=True):
-        if name not in found:
-            continue
-        expected = torch.zeros_like(found[name][0, 0]) if true is None else true
-        error, size = float((found[name][0, 0] - expected).norm()), float(expected.norm())
-        if error > tolerance * size + noise or mixing.intersection(by_parameter[name]):
+    for name, error in zip(away, _lengths(list(away.values())), strict=True):
+        # Not "error > ...": a NaN is wrong, too.
+        if not error <= tolerance * sizes[name] + noise or mixing.intersection(by_parameter[name]):
             wrong[name] = "it is also used outside its layer's call (or the layer mixes examples)"
     # A parameter that is wrong spoils only itself: the others keep their rule, but not in a common block.
     return {n: s for n, s in by_parameter.items() if n not in wrong}, wrong, unused
+
+
+def _lengths(values: Sequence[Tensor]) -> list[float]:
+    """Norms of all, with one look at the device."""
+    found: dict[torch.dtype, list[int]] = {}
+    for number, value in enumerate(values):
+        found.setdefault(value.dtype, []).append(number)
+    lengths = [0.0] * len(values)
+    for dtype, numbers in found.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        norms = torch._foreach_norm([values[n] for n in numbers], dtype=wide)
+        for number, length in zip(numbers, torch.stack(norms).tolist(), strict=True):
+            lengths[number] = length
+    return lengths
