@@ -8,6 +8,7 @@ Memory: each function in a fresh process, the largest resident set while it runs
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -39,9 +40,15 @@ def unit(model: nn.Module, batch: Batch) -> Callable[[], Any]:
 
 
 def _seconds(function: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+    """Of one call, without Python's garbage collector (as `timeit`): the peers' libraries alone hold a million objects,
+    and whoever happens to set off a collection would pay for them."""
+    gc.disable()
+    try:
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    finally:
+        gc.enable()
 
 
 def compare(functions: Mapping[str, Callable[[], Any]], repeats: int, *, budget: float = math.inf) -> dict[str, float]:
