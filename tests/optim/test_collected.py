@@ -1,7 +1,8 @@
-"""Working in parts changes nothing but the memory."""
+"""What closures add up to: working in parts changes nothing but the memory, and bad numbers are noticed."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aftermap.optim import IVON, KFAC, OGN, VOGN, core, vogn
-from aftermap.optim.collected import in_chunks
+from aftermap.optim.collected import Collected, in_chunks
 from tests.optim.problems import classifier
 
 
@@ -22,6 +23,23 @@ def test_chunks_keep_order_and_bounds() -> None:
     assert [i for part in parts for i, _ in part] == list(range(7))
     assert [[p.numel() for _, p in part] for part in parts] == [[3, 4], [9], [1, 1, 5], [2]]
     assert list(in_chunks([], 7)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_large_numbers_are_finite_and_only_bad_ones_are_not(dtype: torch.dtype) -> None:
+    large = torch.full((50,), 0.5 * min(torch.finfo(dtype).max, 1e30), dtype=dtype)
+
+    def collected(grad: Tensor, curvature: Tensor, loss: float = 1.0) -> Collected:
+        grads = {"a": grad, "b": torch.ones(2)}  # of two dtypes
+        return Collected(grads, {"a": curvature}, 1.0, 1.0, 4, torch.tensor(loss, dtype=torch.float64))
+
+    assert collected(large, large).is_finite()
+    assert not collected(large, large, math.nan).is_finite()
+    for bad in (math.nan, math.inf, -math.inf):
+        spoilt = large.clone()
+        spoilt[7] = bad
+        assert not collected(spoilt, large).is_finite()
+        assert not collected(large, spoilt).is_finite()
 
 
 @pytest.mark.parametrize("with_prior", [False, True])

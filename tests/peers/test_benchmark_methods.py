@@ -121,6 +121,7 @@ def test_ratios_are_medians_against_neighbours(monkeypatch: pytest.MonkeyPatch) 
     functions = {"a": lambda: spend(3.0), "b": lambda: spend(5.0)}
     found, unit = timing.ratios(functions, lambda: spend(1.0), 3)
     assert {n: median for n, (median, _) in found.items()} == {"a": pytest.approx(3.0), "b": pytest.approx(5.0)}
-    assert all(least <= median for median, least in found.values())
+    # Once "b" ran fast between a slow unit and a fast one: the minimum is fooled, the median is not.
+    assert {n: least for n, (_, least) in found.items()} == {"a": pytest.approx(3.0), "b": pytest.approx(5 / 5.5)}
     assert unit == pytest.approx(1.0)
     assert calls[0] == 3 + 1 + 3 * 4  # warming up, the first unit, three rounds of two with a unit after each

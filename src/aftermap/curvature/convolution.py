@@ -41,7 +41,7 @@ _GROUPED_POSITIONS = 128
 _WEIGHT_GRADIENTS = (conv1d_weight, conv2d_weight, conv3d_weight)
 # Windows of at most this many numbers are copied at a time for a Gram matrix (measured: 4 MB is fastest) ...
 _WINDOW_NUMBERS = 1 << 20
-# ... and for what stays in the cache while it is worked on: per-example products, turned windows.
+# ... and for per-example products, which stay in the cache while they are squared and summed.
 _CACHED_NUMBERS = 1 << 18
 
 

@@ -90,12 +90,12 @@ class Collected:
         alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for value in (*self.grads.values(), *self.curvature.values()):
             alike.setdefault((value.device, value.dtype), []).append(value)
-        # A norm is finite only if every entry is. In half precision it would be infinite long before an entry is.
-        norms = (
-            torch.stack(torch._foreach_norm(v, dtype=torch.promote_types(k[1], torch.float32)))
-            for k, v in alike.items()
+        # A sum is finite only if every entry is; unlike a norm it squares nothing, which could overflow.
+        sums = (
+            torch.stack([v.sum(dtype=torch.promote_types(dtype, torch.float32)) for v in values])
+            for (_, dtype), values in alike.items()
         )
-        return all(bool(torch.isfinite(each).all()) for each in norms)
+        return all(bool(torch.isfinite(each).all()) for each in sums)
 
     def clip(self, longest: float) -> None:
         """Shortens the mean gradient to ``longest`` by its scale."""
