@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.linalg import all_finite
 
 __all__ = [
     "Batch",
@@ -266,7 +267,7 @@ def check_inputs(inputs: Any, dtype: torch.dtype | None) -> None:
     for tensor in tensors_of(inputs):
         if not tensor.is_floating_point():
             continue
-        if not bool(torch.isfinite(tensor).all()):
+        if not all_finite(tensor):
             bad = torch.nonzero(~torch.isfinite(tensor))[0].tolist()
             raise DataError(
                 f"the inputs are not finite: {tensor[tuple(bad)].item()} at index {bad}. Clean or mask them first"

@@ -16,6 +16,7 @@ from aftermap.errors import NumericalError, NumericalWarning
 
 __all__ = [
     "add_product_",
+    "all_finite",
     "kron",
     "psd_eigh",
     "safe_cholesky",
@@ -37,6 +38,15 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
         out.addmm_(left, right)
     else:
         out.baddbmm_(left, right)
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether every number is finite; a sum tells it in one pass, unless it overflows.
+
+    >>> all_finite(torch.tensor([1e38, 3e38])), all_finite(torch.tensor([1.0, float("nan")]))
+    (True, False)
+    """
+    return math.isfinite(float(values.detach().sum())) or bool(torch.isfinite(values).all())
 
 
 def symmetrise(matrix: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def narrow_strips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram_sum, "_STRIP", 4)
+    monkeypatch.setattr(gram_sum, "_ALIGNED", 2)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -39,10 +39,8 @@ _GROUPED_NUMBERS = 1 << 20
 # Below this many positions the grouped kernel spends its time on fresh memory (measured: 4 ms against 1.4 ms for 8×8).
 _GROUPED_POSITIONS = 128
 _WEIGHT_GRADIENTS = (conv1d_weight, conv2d_weight, conv3d_weight)
-# Windows of at most this many numbers are copied at a time for a Gram matrix (measured: 4 MB is fastest) ...
+# Windows, or padded lines, of at most this many numbers are copied at a time (measured: 4 MB is fastest).
 _WINDOW_NUMBERS = 1 << 20
-# ... and for per-example products, which stay in the cache while they are squared and summed.
-_CACHED_NUMBERS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ class ConvRows(MatrixRows):
         )
         return view.flip(tuple(range(2, 2 + n))) if self.flipped else view
 
-    def _chunks(self, numbers: int = _WINDOW_NUMBERS) -> Iterator[tuple[int, ConvRows]]:
-        step = budget(max(1, self.width) * self.groups * self.shared, numbers)
+    def _chunks(self) -> Iterator[tuple[int, ConvRows]]:
+        step = budget(max(1, self.width) * self.groups * self.shared, _WINDOW_NUMBERS)
         for start in range(0, self.batch, step):
             yield start, self.narrow(start, min(step, self.batch - start))
 
@@ -286,8 +284,7 @@ class ConvRows(MatrixRows):
         for k, dil, step in zip(self.kernel, self.dilation, inner, strict=True):
             offsets = [o + j * dil * step for o in offsets for j in range(k)]
         size = math.prod(space)
-        # A few examples at a time: their lines stay in the cache while all offsets pass over them.
-        stride = budget(groups * (channels + out) * size, _CACHED_NUMBERS)
+        stride = budget(groups * max((channels + out) * size, out * self.width), _WINDOW_NUMBERS)
         for start in range(0, batch, stride):
             some = lines[start : start + stride].reshape(-1, out, *self.space)
             grid = F.pad(some, pads).flatten(2) if any(pads) else some.flatten(2)
@@ -306,7 +303,7 @@ class ConvRows(MatrixRows):
         Yields:
             (first example, products [b, g, o, c, *kernel]).
         """
-        for start, part in self._chunks(_CACHED_NUMBERS):
+        for start, part in self._chunks():
             windows = part.examples_first().to(lines.dtype).flatten(0, 1)  # [bg, i, t]
             some = lines[start : start + part.batch]
             product = torch.bmm(some.flatten(0, 1), windows.transpose(-1, -2))

@@ -13,6 +13,8 @@ __all__ = ["GramSum"]
 
 # Rows of a strip: narrower ones save more of the lower triangle, but make thinner products (measured on CPU).
 _STRIP = 128
+# Strips start, and their rows lie, at multiples of so many numbers: products into other places are slower (measured on CPU).
+_ALIGNED = 16
 
 
 class GramSum:
@@ -37,19 +39,34 @@ class GramSum:
         self.diagonal = torch.zeros(groups, width, dtype=dtype, device=device) if diagonal else None
         # Strips of even size: a narrow last one would be a thin product.
         count = max(1, round(width / _STRIP))
-        ends = [width * k // count for k in range(count + 1)]
-        self.bounds = [] if diagonal else list(pairwise(ends))
-        self.strips = [torch.zeros(groups, e - s, width - s, dtype=dtype, device=device) for s, e in self.bounds]
+        ends = [round(width * k / count / _ALIGNED) * _ALIGNED for k in range(count)]
+        self.bounds = [] if diagonal else list(pairwise([*ends, width]))
+        self.strips = [_strip(groups, e - s, width - s, dtype, device) for s, e in self.bounds]
+        self._views: dict[tuple[int, int | None], list[tuple[int, int, Tensor]]] = {}
+        self._ones: Tensor | None = None  # [g, D − 1]: what a last feature that is always 1 adds, with ...
+        self._count = 0.0  # ... so many rows
 
     def add(self, rows: Tensor, group: int | None = None) -> None:
         """Adds the outer products of rows [g, R, w], or [R, w] of one group; w ≤ D features, the first ones."""
-        width = rows.shape[-1]
         if group is None and self.groups == 1:
             rows, group = rows[0], 0
-        for (start, end), strip in zip(self.bounds, self.strips, strict=True):
-            if start < width:
-                block = strip[:, : min(end, width) - start, : width - start]
-                add_product_(block if group is None else block[group], rows[..., start:end], rows[..., start:])
+        for start, end, block in self._blocks(rows.shape[-1], group):
+            add_product_(block, rows[..., start:end], rows[..., start:])
+
+    def _blocks(self, width: int, group: int | None) -> list[tuple[int, int, Tensor]]:
+        """(first row, row behind the last, view) of every strip for so many features; made once, as data come in many parts."""
+        key = (width, group)
+        if key not in self._views:
+            self._views[key] = [
+                (
+                    start,
+                    min(end, width),
+                    (strip if group is None else strip[group])[..., : width - start, : width - start],
+                )
+                for (start, end), strip in zip(self.bounds, self.strips, strict=True)
+                if start < width
+            ]
+        return self._views[key]
 
     def add_products(self, products: Tensor) -> None:
         """Adds whole matrices [g, D, D]."""
@@ -58,10 +75,8 @@ class GramSum:
 
     def add_ones(self, sums: Tensor, count: float) -> None:
         """Adds what a last feature that is always 1 makes of ``count`` rows whose other features sum to [g, D − 1]."""
-        for (start, end), strip in zip(self.bounds, self.strips, strict=True):
-            part = sums[:, start:end]
-            strip[:, : part.shape[1], -1].add_(part)
-        self.strips[-1][:, -1, -1].add_(count)
+        self._ones = sums.clone() if self._ones is None else self._ones.add_(sums)
+        self._count += count
 
     def add_diagonal(self, values: Tensor) -> None:
         """Adds to the diagonal [g, D], where nothing else is held."""
@@ -72,12 +87,23 @@ class GramSum:
         """The symmetric matrices [g, D, D], or their diagonal [g, D]. Once: the strips are given up on the way."""
         if self.diagonal is not None:
             return self.diagonal
+        self._views.clear()
         found = torch.empty(self.groups, self.width, self.width, dtype=self.dtype, device=self.device)
         for start, end in reversed(self.bounds):
             strip = self.strips.pop()
+            if self._ones is not None:
+                part = self._ones[:, start:end]
+                strip[:, : part.shape[1], -1].add_(part)
+                strip[:, part.shape[1] :, -1].add_(self._count)  # the last row of the last strip
             found[:, start:end, end:] = strip[:, :, end - start :]
             found[:, end:, start:end] = strip[:, :, end - start :].transpose(-1, -2)
             corner = strip[:, :, : end - start]
             # The products of a square block may differ in their last digit across the diagonal.
             found[:, start:end, start:end] = corner.triu() + corner.triu(1).transpose(-1, -2)
         return found
+
+
+def _strip(groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros [g, rows, columns] whose rows are a multiple of ``_ALIGNED`` numbers apart."""
+    apart = -(-columns // _ALIGNED) * _ALIGNED
+    return torch.zeros(groups, rows, apart, dtype=dtype, device=device)[..., :columns]

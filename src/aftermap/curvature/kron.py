@@ -136,7 +136,7 @@ class KronAccumulator(Accumulator):
         groups, out, width = layout.groups, layout.out, layout.in_
         self.inputs = GramSum(groups, width, dtype, device, diagonal=one_hot)
         self.outputs = GramSum(groups, out, dtype, device)
-        self.rows = torch.zeros(groups, dtype=torch.float64, device=device)
+        self.rows, self.device = [0.0] * groups, device
 
     def on_batch(self, step: BatchStep) -> None:
         weight = step.batch.weight
@@ -144,11 +144,11 @@ class KronAccumulator(Accumulator):
         if not rows:
             return
         count = step.size if weight is None else float(weight.sum())
-        lengths = torch.tensor([r.lengths() for r in rows], dtype=torch.float64, device=self.rows.device).sum(0)
+        lengths = [sum(each) for each in zip(*(r.lengths() for r in rows), strict=True)]  # by group
         if self.approach == "expand":
             for each in rows:
                 each.add_gram_(self.inputs, weight)
-            self.rows += count * lengths
+            self.rows = [r + count * n for r, n in zip(self.rows, lengths, strict=True)]
             return
         total = sum((r.total() for r in rows[1:]), rows[0].total())  # [b, g, i]
         if weight is not None:
@@ -157,7 +157,7 @@ class KronAccumulator(Accumulator):
             self.inputs.add_diagonal(total.square().sum(0))
         else:
             self.inputs.add(total.transpose(0, 1))
-        self.rows += count * lengths.square()
+        self.rows = [r + count * n**2 for r, n in zip(self.rows, lengths, strict=True)]
 
     def on_vectors(self, step: VectorStep) -> None:
         grads = [g for _, g in step.grads[self.site]]
@@ -171,4 +171,5 @@ class KronAccumulator(Accumulator):
         self.outputs.add(total.flatten(0, 1).transpose(0, 1))
 
     def results(self) -> list[Block]:
-        return [KronBlock(self.layout, self.inputs.full(), self.outputs.full(), self.rows, approach=self.approach)]
+        rows = torch.tensor(self.rows, dtype=torch.float64, device=self.device)
+        return [KronBlock(self.layout, self.inputs.full(), self.outputs.full(), rows, approach=self.approach)]

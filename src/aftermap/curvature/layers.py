@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aftermap.curvature.kept import kept
 from aftermap.curvature.layout import Layout, Piece
 from aftermap.curvature.lined_windows import LinedConvRows
 from aftermap.curvature.one_hot_rows import OneHotRows
@@ -282,20 +283,26 @@ class BatchNormRule(_ScaleRule):
         return None
 
     def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
-        rows = super().rows(module, inputs, space, named)
-        if module.training or module.running_mean is None or not isinstance(rows, ScaleRows):
-            return rows
-        if "weight" not in named:
-            return rows
-        return replace(rows, affine=(module.running_mean, module.running_var, module.eps))
+        if module.training or module.running_mean is None or "weight" not in named:
+            return super().rows(module, inputs, space, named)
+        data = self.arranged(module, inputs, 1)
+        shape = (data.shape[0], data.shape[1], data.shape[2])
+        statistics = kept((id(module), shape[0], data.dtype), lambda: _for_examples(module, shape[0], data.dtype))
+        return ScaleRows(data, "bias" in named, shape, (*statistics, module.eps))
 
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:
         if module.training or module.running_mean is None:  # only optimisers ask for this: see `find_sites`
             return F.batch_norm(inputs, None, None, None, None, True, 0.0, module.eps)
-        return inputs  # running statistics are applied to sums, see `rows`
+        return inputs  # only a shift is selected, which does not look at them; else see `rows`
 
     def arranged(self, module: Any, values: Tensor, lead: int) -> Tensor:
         return values.reshape(*values.shape[: lead + 1], -1)
+
+
+def _for_examples(module: Any, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Running mean and variance [b·g] of a BatchNorm, repeated for every example."""
+    found = (s.to(dtype).expand(batch, -1).reshape(-1) for s in (module.running_mean, module.running_var))
+    return next(found), next(found)
 
 
 @register(nn.GroupNorm)

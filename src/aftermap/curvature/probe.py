@@ -23,6 +23,7 @@ from aftermap.curvature.sites import Sites, find_sites
 from aftermap.curvature.step import BatchStep
 from aftermap.distributed import all_reduce_
 from aftermap.errors import InputError, ShapeError, UnsupportedError
+from aftermap.linalg import all_finite
 
 __all__ = ["Probe", "agreed", "check_modes", "check_outputs", "probe"]
 
@@ -88,7 +89,7 @@ def check_outputs(outputs: Tensor, size: int) -> None:
         raise ShapeError(
             f"the model returned {outputs.dtype}; the outputs must be floating-point (logits, means, log rates)"
         )
-    if not bool(torch.isfinite(outputs).all()):
+    if not all_finite(outputs):
         bad = torch.nonzero(~torch.isfinite(outputs.detach()))[0].tolist()
         raise InputError(
             f"the model's outputs are not finite: {outputs[tuple(bad)].item()} at index {bad}. "
@@ -231,9 +232,9 @@ def _verify(
     moved = step.moved([None if g is None else g[None] for g in raw[len(names) :]], vector[None])
     found = moved.per_example(list(by_parameter), 0, 1)
     # The other examples must get no gradient anywhere; where one does, the layer mixes examples.
-    others = [(s, g[:, 1:].any()) for s, calls_ in moved.grads.items() for _, g in calls_]
-    reached = torch.stack([r for _, r in others]).tolist() if others else []
-    mixing = {s for (s, _), r in zip(others, reached, strict=True) if r}
+    others = [(s, g[:, 1:]) for s, calls_ in moved.grads.items() for _, g in calls_]
+    largest = _lengths([g for _, g in others], math.inf)
+    mixing = {s for (s, _), most in zip(others, largest, strict=True) if most != 0}
     tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
     sizes = dict(zip(names, _lengths([outputs.new_zeros(()) if t is None else t for t in truth]), strict=True))
     # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.
@@ -252,7 +253,7 @@ def _verify(
     return {n: s for n, s in by_parameter.items() if n not in wrong}, wrong, unused
 
 
-def _lengths(values: Sequence[Tensor]) -> list[float]:
+def _lengths(values: Sequence[Tensor], order: float = 2) -> list[float]:
     """Norms of all, with one look at the device."""
     found: dict[torch.dtype, list[int]] = {}
     for number, value in enumerate(values):
@@ -260,7 +261,7 @@ def _lengths(values: Sequence[Tensor]) -> list[float]:
     lengths = [0.0] * len(values)
     for dtype, numbers in found.items():
         wide = torch.promote_types(dtype, torch.float32)
-        norms = torch._foreach_norm([values[n] for n in numbers], dtype=wide)
+        norms = torch._foreach_norm([values[n] for n in numbers], order, dtype=wide)
         for number, length in zip(numbers, torch.stack(norms).tolist(), strict=True):
             lengths[number] = length
     return lengths

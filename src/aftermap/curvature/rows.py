@@ -265,7 +265,8 @@ class ScaleRows(Rows):
         data: [b, g, t]; None where only the shift is selected.
         ones: whether a shift belongs to the block.
         shape: (b, g, t).
-        affine: (mean [g], variance [g], ε) where x̂ = (data − mean) / √(variance + ε) is left undone: only its sums are needed.
+        affine: (mean [b·g], variance [b·g], ε) where x̂ = (data − mean) / √(variance + ε) is left undone: only its sums are
+            needed.
     """
 
     data: Tensor | None
@@ -292,8 +293,7 @@ class ScaleRows(Rows):
     def outer(self, grads: Tensor) -> Tensor:
         flat = grads[..., 0]  # [v, b, g, t]
         if self.affine is not None and self.data is not None:
-            found = torch.stack([self._normalised_sums(each) for each in flat.unbind()])  # [v, 2, b, g]
-            return found[:, : self.features].movedim(1, -1)[..., None, :]
+            return torch.stack([self._normalised_sums(each) for each in flat.unbind()])[..., None, :]
         # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
         one = len(flat) == 1
         parts = []
@@ -310,38 +310,37 @@ class ScaleRows(Rows):
             super().add_outer_squared_(out, grads)
             return
         for each in grads[..., 0].unbind():
-            out[:, 0].T.add_(self._normalised_sums(each)[: self.features].square_().sum(1))
+            out[:, 0].add_(self._normalised_sums(each).square_().sum(0))
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         if self.affine is None or self.data is None or len(grads) > 1:
             return super().outer_moments(grads)
-        sums = self._normalised_sums(grads[0, ..., 0])[: self.features]  # [2, b, g]
-        total = sums.sum(1)
-        return total.T[:, None], sums.square_().sum(1).T[:, None]
-
-    @cached_property
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance of every example and group [b·g], kept for the next vector."""
-        mean, variance, _ = self.affine  # type: ignore[misc]
-        dtype, batch = self.data.dtype, self.shape[0]  # type: ignore[union-attr]
-        both = torch.stack([mean, variance]).to(dtype)[:, None].expand(-1, batch, -1).reshape(2, -1)
-        return both[0], both[1]
+        sums = self._normalised_sums(grads[0, ..., 0])  # [b, g, i]
+        total = sums.sum(0)
+        return total[:, None], sums.square_().sum(0)[:, None]
 
     def _normalised_sums(self, grads: Tensor) -> Tensor:
-        """Σ_t g x̂ and Σ_t g of every example, [b, g, t] -> [2, b, g]: examples as channels of PyTorch's own kernel."""
-        scale, shift = torch.ops.aten.native_batch_norm_backward(
+        """Σ_t g x̂ and Σ_t g of every example, [b, g, t] -> [b, g, i]: examples as channels of PyTorch's own kernel."""
+        mean, variance, tiny = self.affine  # type: ignore[misc]
+        scale, shift = torch.ops.aten.native_batch_norm_backward.default(
             grads.reshape(1, -1, self.shape[2]),
             self.data.reshape(1, -1, self.shape[2]),  # type: ignore[union-attr]
             None,
-            *self._statistics,
+            mean,
+            variance,
             None,
             None,
             False,
-            self.affine[2],  # type: ignore[index]
-            [False, True, True],
+            tiny,
+            [False, True, self.ones],
         )[1:]
-        return torch.stack([scale, shift]).view(2, *self.shape[:2])
+        return (torch.stack([scale, shift], -1) if self.ones else scale).view(*self.shape[:2], -1)
 
     def narrow(self, start: int, length: int) -> ScaleRows:
         data = None if self.data is None else self.data[start : start + length]
-        return ScaleRows(data, self.ones, (length, *self.shape[1:]), self.affine)
+        affine = None
+        if self.affine is not None:
+            groups = self.shape[1]
+            part = slice(start * groups, (start + length) * groups)
+            affine = (self.affine[0][part], self.affine[1][part], self.affine[2])
+        return ScaleRows(data, self.ones, (length, *self.shape[1:]), affine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -32,6 +33,11 @@ class Site:
     rule: LayerRule
     named: dict[str, tuple[str, Tensor]]
     layout: Layout
+
+    @cached_property
+    def reads_inputs(self) -> bool:
+        """Whether the block depends on a call's input: not where only a bias is selected."""
+        return set(self.named) != {"bias"}
 
 
 @dataclass(frozen=True)

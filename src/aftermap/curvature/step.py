@@ -50,7 +50,7 @@ class ArrangedCall:
 
     def fresh_rows(self) -> Rows:
         """Input rows, not kept: for what is done once per batch."""
-        if set(self.site.named) != {"bias"}:  # a bias alone does not look at the input
+        if self.site.reads_inputs:
             self.call.check_unchanged()
         rule, group = self.site.rule, self.call.group
         if group is not None and isinstance(rule, PackedProjectionRule):

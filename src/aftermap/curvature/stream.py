@@ -14,6 +14,7 @@ from aftermap.batches import Batch, Unpack, call_model, check_device, iterate
 from aftermap.curvature.accumulate import Accumulator
 from aftermap.curvature.capture import capture, gradients_for
 from aftermap.curvature.delivery import deliver
+from aftermap.curvature.kept import keeping
 from aftermap.curvature.probe import Probe, check_outputs
 from aftermap.curvature.step import BatchStep
 from aftermap.curvature.vectors import make_vectors, resolve_kind
@@ -101,7 +102,7 @@ class Stream:
         """Passes over the data; returns what was seen, per pass."""
         seen = Seen()
         slow = is_convolutional(self.model)
-        with gradients_for(self.model, self.names):
+        with gradients_for(self.model, self.names), keeping():
             for batch in self.pieces(found, description):
                 with capture(found.sites) as calls:
                     outputs = call_model(self.model, batch.inputs)

@@ -116,7 +116,8 @@ class Vectors:
             chunk = self._likelihood.hessian_root_mv(self._outputs, basis, self._targets)
         else:
             # one draw after the other, so that the random numbers do not depend on the size of the chunk
-            chunk = torch.stack([self._draw() for _ in range(start, stop)]) / math.sqrt(self.count)
+            chunk = torch.stack([self._draw() for _ in range(start, stop)])
+            chunk = chunk if self.count == 1 else chunk / math.sqrt(self.count)
         if self.kind == "rademacher":
             chunk = self._likelihood.hessian_root_mv(self._outputs, chunk, self._targets)
         return chunk if self._root_weight is None else chunk * self._root_weight

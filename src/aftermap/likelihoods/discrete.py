@@ -135,31 +135,35 @@ class Categorical(Likelihood):
             )
         self._check_shapes(outputs, targets)
         n_classes = outputs.shape[-1]
+        if not targets.numel() or (int(targets.min()) >= 0 and int(targets.max()) < n_classes):
+            return
         bad = ((targets < 0) | (targets >= n_classes)) & (targets != self.ignore_index)
         allowed = f"in 0 ... {n_classes - 1}, or ignore_index = {self.ignore_index}"
         check_values(targets, bad, "targets", allowed, "Categorical")
 
-    def _labels(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Labels that are safe to gather with, and the factor w_y of each position (0 where ignored)."""
+    def _labels(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Labels that are safe to gather with: [N, ...]."""
         self._check_shapes(outputs, targets)
-        ignored = targets == self.ignore_index
-        labels = torch.where(ignored, 0, targets).long()
-        factor = torch.ones_like(labels, dtype=outputs.dtype, device=outputs.device)
+        return targets.masked_fill(targets == self.ignore_index, 0).long()
+
+    def _weighted(self, outputs: Tensor, targets: Tensor, values: Tensor, power: float = 1.0) -> Tensor:
+        """Values [..., N, ..., K] times a power of w_y, with exact zeros where w_y = 0 or the target is ignored."""
         if isinstance(self.weight, Tensor):
-            factor = self.weight.to(outputs)[labels]
-        return labels, factor.masked_fill(ignored, 0)
+            factor = self.weight.to(outputs)[self._labels(outputs, targets)].pow(power).unsqueeze(-1)
+            # where, not a product: 0 * inf would be NaN
+            values = torch.where(factor == 0, 0, factor * values)
+        return values.masked_fill((targets == self.ignore_index).unsqueeze(-1), 0)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The weighted cross-entropy -w_y log p_y, summed over positions: [N]."""
-        labels, factor = self._labels(outputs, targets)
-        picked = -F.log_softmax(_over(outputs, self.temperature), -1).gather(-1, labels.unsqueeze(-1))
-        # where, not a product: 0 * inf at an ignored position would be NaN
-        return sum_positions(torch.where(factor.unsqueeze(-1) == 0, 0, factor.unsqueeze(-1) * picked)).sum(-1)
+        labels = self._labels(outputs, targets).unsqueeze(-1)
+        picked = F.log_softmax(_over(outputs, self.temperature), -1).gather(-1, labels).neg()
+        return sum_positions(self._weighted(outputs, targets, picked)).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The gradient w_y (p - e_y) / T: [N, ..., C]."""
-        labels, factor = self._labels(outputs, targets)
-        return _scaled(_residual(self.mean(outputs), labels), factor / self.temperature)
+        residual = _residual(self.mean(outputs), self._labels(outputs, targets))
+        return self._weighted(outputs, targets, _over(residual, self.temperature))
 
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
@@ -173,7 +177,7 @@ class Categorical(Likelihood):
         # right=True skips classes of probability zero; the clamp is for a height rounded up to the total
         drawn = torch.searchsorted(cumulative, height, right=True).clamp(max=outputs.shape[-1] - 1)
         gradient = _over(_residual(probabilities, drawn.squeeze(-1)), self.temperature)
-        return gradient if targets is None else _scaled(gradient, self._labels(outputs, targets)[1].sqrt())
+        return gradient if targets is None else self._weighted(outputs, targets, gradient, 0.5)
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
         """Products with the C - 1 columns of the class docstring over T, S never formed: [V, N, ..., C]."""
@@ -189,7 +193,7 @@ class Categorical(Likelihood):
         total = scaled.sum(-1, keepdim=True)
         product = (scaled - total * root_p.square() / (1 + root_top)).scatter(-1, top, -root_top * total)
         product = _over(product, self.temperature)
-        return product if targets is None else _scaled(product, self._labels(outputs, targets)[1].sqrt())
+        return product if targets is None else self._weighted(outputs, targets, product, 0.5)
 
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """The C - 1 columns of the class docstring: [N, ..., C, C - 1]."""
@@ -216,11 +220,6 @@ def _residual(probabilities: Tensor, labels: Tensor) -> Tensor:
     index = labels.unsqueeze(-1)
     others = probabilities.scatter(-1, index, 0.0)
     return others.scatter(-1, index, -others.sum(-1, keepdim=True))
-
-
-def _scaled(values: Tensor, factor: Tensor) -> Tensor:
-    """Multiply values [..., C] by factor [...], and exactly zero where the factor is zero."""
-    return torch.where(factor.unsqueeze(-1) == 0, 0.0, factor.unsqueeze(-1) * values)
 
 
 @final
