@@ -36,6 +36,9 @@ __all__ = [
 ]
 
 
+_NOTHING = torch.empty(0)
+
+
 @dataclass(frozen=True)
 class Call:
     """One call of a layer.
@@ -57,6 +60,10 @@ class Call:
     edge: GradientEdge
     out_shape: tuple[int, ...]
     group: int | None = None
+
+    def spent(self) -> Call:
+        """The same call without its input, whose memory may go."""
+        return Call(self.site, self.module, _NOTHING, self.version, self.edge, self.out_shape, self.group)
 
     def check_unchanged(self) -> None:
         """Raises if the input was overwritten after the call (autograd would refuse to train such a model, too)."""

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch
-from aftermap.curvature.capture import Call, RootCall, Seen, observe
+from aftermap.curvature.capture import Call, RootCall, Seen, last_edges, observe
 from aftermap.curvature.closure_factors import kron_sums
 from aftermap.curvature.closure_plan import Arrived, Plan, evaluating, inputs_of, is_low_precision, outer_of_calls
 from aftermap.curvature.fallback import per_example_products
@@ -141,8 +141,8 @@ class ClosureWatcher:
     def factored(self, plan: Plan, number: int) -> bool:
         """Whether a site gives Kronecker factors: it has a weight matrix and shares no parameter with another site."""
         site = self.sites.sites[number]
-        alone = all(plan.by_parameter.get(n) == [number] for n in site.layout.names)
-        return self.factors and site.rule.matrix and not site.rule.one_hot and alone
+        matrix = self.factors and site.rule.matrix and not site.rule.one_hot
+        return matrix and all(plan.by_parameter.get(n) == [number] for n in site.layout.names)
 
     def demote(self, names: Mapping[str, str]) -> None:
         """These parameters turned out to have no rule after all."""
@@ -227,7 +227,7 @@ class ClosureWatch:
         waiting = self._waiting.setdefault(cluster, [])
         waiting.append((call, grad))
         # The list is the last to hold the input: once the cluster is done its memory is free.
-        self.seen.calls[number] = replace(call, inputs=call.inputs.new_empty(0))
+        self.seen.calls[number] = call.spent()
         if len(waiting) == self._expected[cluster]:
             self._process(plan, cluster)
 
@@ -241,20 +241,19 @@ class ClosureWatch:
     def _arranged(self, plan: Plan, call: Call, grad: Tensor) -> Arrived:
         site = self.watcher.sites.sites[call.site]
         axis = plan.axes.get((call.site, id(call.module)), 0)
-        if len(call.out_shape) <= axis or call.out_shape[axis] % self.size:
+        size = self.size
+        if len(call.out_shape) <= axis or call.out_shape[axis] % size:
             raise UnsupportedError(
-                f"{site.name} was called on a shape {tuple(call.inputs.shape)} that does not fit a batch of {self.size} "
+                f"{site.name} was called on a shape {tuple(call.inputs.shape)} that does not fit a batch of {size} "
                 "examples. Pass batch_size= to step() if the number of examples was misread"
             )
         call.check_unchanged()
         dtype = next(iter(site.named.values()))[1].dtype
-        if (
-            call.inputs.is_floating_point() and call.inputs.dtype != dtype
-        ):  # autocast: sums in the parameters' precision
+        if call.inputs.dtype != dtype and call.inputs.is_floating_point():  # autocast: sums in the parameters' precision
             kept = call.inputs.to(dtype)
             call = replace(call, inputs=kept, version=kept._version)
-        raw = grad.detach().to(dtype)[None]
-        return [(each, each.grads(raw)) for each in arrange(call, site, 0, axis, self.size)]
+        raw = grad.detach() if grad.dtype == dtype else grad.detach().to(dtype)
+        return [(each, each.grads(raw[None])) for each in arrange(call, site, 0, axis, size)]
 
     def consume(self, plan: Plan, arrived: Mapping[int, Arrived]) -> None:
         """Adds the sums of one cluster of sites."""
@@ -305,7 +304,9 @@ class ClosureWatch:
         """One backward pass from the loss to the layers (and to parameters that need autograd's own gradient)."""
         watcher = self.watcher
         leaves = [watcher.parameters[n] for n in watcher.leaves() if watcher.parameters[n].requires_grad]
-        wanted: list[Any] = [c.edge for c in self.seen.calls] + leaves
+        edges = [c.edge for c in self.seen.calls]
+        # Autograd holds what it is asked for until the end; on its way to the last edges it passes by all others.
+        wanted: list[Any] = [edges[n] for n in sorted(last_edges(edges))] + leaves
         wanted += [r.output for r in self.seen.roots if r.output is not None and leaves]
         if wanted:  # the hooks take what arrives
             torch.autograd.grad(loss, wanted, retain_graph=keep, allow_unused=True)

@@ -41,6 +41,8 @@ _GROUPED_POSITIONS = 128
 _WEIGHT_GRADIENTS = (conv1d_weight, conv2d_weight, conv3d_weight)
 # Windows, or padded lines, of at most this many numbers are copied at a time (measured: 4 MB is fastest).
 _WINDOW_NUMBERS = 1 << 20
+# Per-example gradients of at most this many numbers are made at a time by products of shifted views.
+_PRODUCT_NUMBERS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -284,7 +286,8 @@ class ConvRows(MatrixRows):
         for k, dil, step in zip(self.kernel, self.dilation, inner, strict=True):
             offsets = [o + j * dil * step for o in offsets for j in range(k)]
         size = math.prod(space)
-        stride = budget(groups * max((channels + out) * size, out * self.width), _WINDOW_NUMBERS)
+        few = budget(groups * out * self.width, _PRODUCT_NUMBERS)
+        stride = min(few, budget(groups * (channels + out) * size, _WINDOW_NUMBERS))
         for start in range(0, batch, stride):
             some = lines[start : start + stride].reshape(-1, out, *self.space)
             grid = F.pad(some, pads).flatten(2) if any(pads) else some.flatten(2)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.errors import InputError
+from aftermap.linalg import all_finite
 
 __all__ = ["Collected", "Factor", "add_block", "from_blocks", "in_chunks"]
 
 Factor = tuple[Tensor, Tensor, int]
 Item = TypeVar("Item")
-_CHUNK_NUMBERS = 1 << 20  # parameters that are worked on at once: few enough for memory, enough to launch one kernel
+_CHUNK_NUMBERS = 1 << 18  # parameters that are worked on at once: few enough for the cache, enough to launch one kernel
 
 
 @dataclass
@@ -87,15 +88,18 @@ class Collected:
         """Whether loss, gradients and curvature are finite."""
         if not bool(torch.isfinite(self.loss)):
             return False
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for value in (*self.grads.values(), *self.curvature.values()):
-            alike.setdefault((value.device, value.dtype), []).append(value)
-        # A sum is finite only if every entry is; unlike a norm it squares nothing, which could overflow.
-        sums = (
-            torch.stack([v.sum(dtype=torch.promote_types(dtype, torch.float32)) for v in values])
-            for (_, dtype), values in alike.items()
-        )
-        return all(bool(torch.isfinite(each).all()) for each in sums)
+        sums: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for name, grad in self.grads.items():
+            own = self.curvature.get(name)
+            if own is not None and own.dtype == grad.dtype and own.is_contiguous() and grad.is_contiguous():
+                told = torch.dot(grad.view(-1), own.view(-1))  # both at once
+            else:
+                told = grad.sum() if own is None else grad.sum() + own.sum().to(grad.dtype)
+            sums.setdefault((told.device, told.dtype), []).append(told)
+        # A sum is finite only if every entry is; that it overflows is rare and worth a second look.
+        if all(all_finite(torch.stack(each)) for each in sums.values()):
+            return all(all_finite(h) for n, h in self.curvature.items() if n not in self.grads)
+        return all(all_finite(v) for v in (*self.grads.values(), *self.curvature.values()))
 
     def clip(self, longest: float) -> None:
         """Shortens the mean gradient to ``longest`` by its scale."""

@@ -49,8 +49,11 @@ def add_momentum_(
 ) -> None:
     """m ← β₁ m + w (ĝ + c (μ − μ₀)), w = 1 (heavy ball, as published) or 1 − β₁ (normalised); ĝ = scale · grads."""
     weight = 1 - beta if normalised else 1.0
-    torch._foreach_mul_(momentum, beta)
-    torch._foreach_add_(momentum, grads, alpha=scale * weight)  # poster, Algorithm 1, line 17
+    if normalised and scale == 1:
+        torch._foreach_lerp_(momentum, grads, weight)  # the same in one pass
+    else:
+        torch._foreach_mul_(momentum, beta)
+        torch._foreach_add_(momentum, grads, alpha=scale * weight)  # poster, Algorithm 1, line 17
     if isinstance(prior, list):
         away = torch._foreach_sub(mean, prior_mean)
         torch._foreach_addcmul_(momentum, prior, away, value=weight)
@@ -77,15 +80,15 @@ def ivon_curvature_(
 ) -> None:
     """h ← h + β₂ f + ½ β₂² f² / (h + c), f = ĥ − h: a Riemannian step that keeps h + c above 0.
 
+    In terms of q = f / √(h + c) = scale · products − h / √(h + c) it needs no memory of its own.
+
     Args:
         curvature: h, changed in place.
-        products: g ∘ ε, so that ĥ = scale · √(h + c) · products.
+        products: g ∘ ε, so that ĥ = scale · √(h + c) · products; overwritten.
         root: √(h + c) of the curvature before the step.
         scale: of the mean over examples, times √(N/τ).
         beta: β₂, the weight of the new curvature.
     """
-    change = torch._foreach_neg(curvature)
-    torch._foreach_addcmul_(change, products, root, value=scale)
-    torch._foreach_add_(curvature, change, alpha=beta)
-    torch._foreach_div_(change, root)
-    torch._foreach_addcmul_(curvature, change, change, value=0.5 * beta**2)  # Shen et al. 2024, Algorithm 1, line 5
+    torch._foreach_addcdiv_(products, curvature, root, value=-1 / scale)  # q / scale
+    torch._foreach_addcmul_(curvature, root, products, value=beta * scale)
+    torch._foreach_addcmul_(curvature, products, products, value=0.5 * (beta * scale) ** 2)  # Shen et al. 2024, line 5

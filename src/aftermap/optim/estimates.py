@@ -83,7 +83,9 @@ def digest(
     if settings.curvature == "reparametrised":
         # ε ∘ g: each process with its own noise, before any average (Price's theorem needs the pair).
         # The noise is used up here, so its memory serves.
-        products = {n: noise[n].mul_(g) for n, g in moments.sums.items() if n in noise}
+        products = {n: noise[n] for n in moments.sums if n in noise}
+        if products:
+            torch._foreach_mul_(list(products.values()), [moments.sums[n] for n in products])
         return Collected(moments.sums, products, scale, scale, size, loss)
     if settings.curvature == "micro_batch":
         squares = {n: g.square() for n, g in moments.sums.items()}

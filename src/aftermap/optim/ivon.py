@@ -135,9 +135,9 @@ class IVON(VariationalOptimizer):
 
     def _update(self, total: Collected) -> None:
         # Deterministic weights have no noise and so no estimate: their curvature stays what it was.
-        for name, grad in total.grads.items():
-            if name not in total.curvature:
-                total.curvature[name] = grad.new_empty(0)
+        nothing = torch.empty(0)
+        for name in total.grads:
+            total.curvature.setdefault(name, nothing)
         super()._update(total)
         self._roots = {}
 
@@ -166,6 +166,12 @@ class IVON(VariationalOptimizer):
         if self.rescale_lr:
             rate *= (self.settings.initial_curvature or 0.0) + (prior if isinstance(prior, float) else 0.0)
         correction = 1 - beta1 ** (self.steps + 1)
+        clipped = not math.isinf(self.clip_radius)
+        if isinstance(prior, float) and not prior_mean and not clipped:  # needs no memory of its own
+            if prior:
+                move_(data, data, below, rate * prior)
+            move_(data, momentum, below, rate / correction)
+            return
         # m/(1 − β₁ᵗ) + c (μ − μ₀), times (1 − β₁ᵗ): one pass fewer.
         if isinstance(prior, list):
             away = torch._foreach_sub(data, prior_mean)
@@ -174,7 +180,7 @@ class IVON(VariationalOptimizer):
             step = list(torch._foreach_add(momentum, data, alpha=prior * correction))
             if prior and prior_mean:
                 torch._foreach_sub_(step, prior * correction * prior_mean)
-        if math.isinf(self.clip_radius):
+        if not clipped:
             move_(data, step, below, rate / correction)
             return
         torch._foreach_div_(step, below)
