@@ -6,6 +6,7 @@ import torch
 from aftermap.errors import NumericalError, NumericalWarning
 from aftermap.linalg import (
     add_product_,
+    all_finite,
     kron,
     psd_eigh,
     safe_cholesky,
@@ -125,3 +126,14 @@ def test_a_matrix_of_denormal_numbers_is_a_zero_matrix() -> None:
     torch.testing.assert_close(
         psd_eigh(torch.diag(torch.tensor([1e-43, -1e-43])))[0], torch.zeros(2).double(), rtol=0, atol=1e-42
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_all_finite_looks_again_where_a_sum_overflows(dtype: torch.dtype) -> None:
+    values = torch.full((30,), torch.finfo(dtype).max, dtype=dtype)
+    assert all_finite(values)
+    assert all_finite(values[:0])
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoilt = torch.cat([values, -values])
+        spoilt[3] = bad
+        assert not all_finite(spoilt)

@@ -33,6 +33,7 @@ class Collected:
         size: examples, over all closures.
         loss: Σ of the loss over examples, float64.
         factors: site -> Kronecker sums (scaled already), with n of their own in ``size``.
+        derived: the curvature is made of these gradients and finite where they are.
     """
 
     grads: dict[str, Tensor]
@@ -42,11 +43,13 @@ class Collected:
     size: float
     loss: Tensor
     factors: dict[int, Factor] = field(default_factory=dict)
+    derived: bool = False
 
     def add(self, other: Collected) -> None:
         """Adds another closure's sums to this one's."""
         self.grad_scale = _merge(self.grads, self.grad_scale, other.grads, other.grad_scale)
         self.curvature_scale = _merge(self.curvature, self.curvature_scale, other.curvature, other.curvature_scale)
+        self.derived = self.derived and other.derived
         self.size += other.size
         self.loss = self.loss + other.loss
         for site, (inputs, outputs, rows) in other.factors.items():
@@ -90,7 +93,7 @@ class Collected:
             return False
         sums: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for name, grad in self.grads.items():
-            own = self.curvature.get(name)
+            own = None if self.derived else self.curvature.get(name)
             if own is not None and own.dtype == grad.dtype and own.is_contiguous() and grad.is_contiguous():
                 told = torch.dot(grad.view(-1), own.view(-1))  # both at once
             else:
@@ -98,7 +101,7 @@ class Collected:
             sums.setdefault((told.device, told.dtype), []).append(told)
         # A sum is finite only if every entry is; that it overflows is rare and worth a second look.
         if all(all_finite(torch.stack(each)) for each in sums.values()):
-            return all(all_finite(h) for n, h in self.curvature.items() if n not in self.grads)
+            return self.derived or all(all_finite(h) for n, h in self.curvature.items() if n not in self.grads)
         return all(all_finite(v) for v in (*self.grads.values(), *self.curvature.values()))
 
     def clip(self, longest: float) -> None:
@@ -181,6 +184,7 @@ def from_blocks(held: Collected | None, params: Mapping[str, Tensor], *, mean: b
         )
     held.grads = {n: p.grad.detach() for n, p in params.items() if p.grad is not None}
     held.grad_scale = held.size if mean else 1.0
+    held.derived = False  # whoever changed .grad may have put a number where there was none
     return held
 
 

@@ -86,7 +86,7 @@ def digest(
         products = {n: noise[n] for n in moments.sums if n in noise}
         if products:
             torch._foreach_mul_(list(products.values()), [moments.sums[n] for n in products])
-        return Collected(moments.sums, products, scale, scale, size, loss)
+        return Collected(moments.sums, products, scale, scale, size, loss, derived=True)
     if settings.curvature == "micro_batch":
         squares = {n: g.square() for n, g in moments.sums.items()}
         return Collected(moments.sums, squares, scale, scale**2, size, loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,19 @@ from aftermap.optim.settings import make_groups, make_settings
 from aftermap.optim.state import momenta
 
 __all__ = ["IVON"]
+
+
+class _Root(NamedTuple):
+    """√(h + shift) of a curvature h as it was at a version."""
+
+    root: Tensor
+    curvature: Tensor
+    version: int
+    shift: float
+
+    def is_of(self, curvature: Tensor, shift: float) -> bool:
+        """Whether it is still the root of this curvature."""
+        return curvature is self.curvature and curvature._version == self.version and shift == self.shift
 
 
 class IVON(VariationalOptimizer):
@@ -99,7 +112,7 @@ class IVON(VariationalOptimizer):
             sample_groups=sample_groups,
         )
         self.clip_radius, self.rescale_lr = clip_radius, rescale_lr
-        self._roots: dict[int, Tensor] = {}
+        self._roots: dict[int, _Root] = {}  # by the parameter's id
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -121,17 +134,30 @@ class IVON(VariationalOptimizer):
 
     def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
         root = self._root(group, params)
-        # The update of this step needs the root of the noise that was drawn.
-        drawn = torch._foreach_addcdiv([p.data for p in params], noise, root, value=self.noise_scale())
-        self._roots = {**self._roots, **{id(p): r for p, r in zip(params, root, strict=True)}}
-        return list(drawn)
+        return list(torch._foreach_addcdiv([p.data for p in params], noise, root, value=self.noise_scale()))
 
     def _root(self, group: Group, params: list[Tensor]) -> list[Tensor]:
-        """√(h + c + γ)."""
+        """√(h + c + γ): what the last update or draw has left, where nothing has changed since."""
         prior, _ = self._prior(group, params)
-        root = denominator([self.state[p]["curvature"] for p in params], prior, group["damping"])
+        known = [self.state[p]["curvature"] for p in params]
+        if isinstance(prior, float):
+            shift = prior + group["damping"]
+            kept = [self._roots.get(id(p)) for p in params]
+            found = [k.root for k, h in zip(kept, known, strict=True) if k is not None and k.is_of(h, shift)]
+            if len(found) == len(params):
+                return found
+        root = denominator(known, prior, group["damping"])
         torch._foreach_sqrt_(root)
+        self._keep(group, params, prior, root)
         return root
+
+    def _keep(self, group: Group, params: list[Tensor], prior: Any, root: list[Tensor]) -> None:
+        """Keeps roots for the draws and the update that follow."""
+        if isinstance(prior, float):
+            shift = prior + group["damping"]
+            for p, r in zip(params, root, strict=True):
+                curvature = self.state[p]["curvature"]
+                self._roots[id(p)] = _Root(r, curvature, curvature._version, shift)
 
     def _update(self, total: Collected) -> None:
         # Deterministic weights have no noise and so no estimate: their curvature stays what it was.
@@ -139,7 +165,6 @@ class IVON(VariationalOptimizer):
         for name in total.grads:
             total.curvature.setdefault(name, nothing)
         super()._update(total)
-        self._roots = {}
 
     def _update_group(
         self,
@@ -154,18 +179,31 @@ class IVON(VariationalOptimizer):
         prior, prior_mean = self._prior(group, params)
         beta1, damping = group["momentum"], group["damping"]
         add_momentum_(momentum, grads, scales[0], [], 0.0, 0.0, beta1, normalised=True)
-        if all(c.numel() == k.numel() for c, k in zip(curvature, known, strict=True)):
-            drawn = all(id(p) in self._roots for p in params)
-            root = [self._roots.pop(id(p)) for p in params] if drawn else self._root(group, params)
+        estimated = all(c.numel() == k.numel() for c, k in zip(curvature, known, strict=True))
+        if estimated:
             scale = scales[1] / self.noise_scale()  # 1/σ = √(N/τ) √(h + c)
-            ivon_curvature_(known, curvature, root, scale, group["new_curvature_weight"])
-            del root
+            ivon_curvature_(known, curvature, self._root(group, params), scale, group["new_curvature_weight"])
         below = denominator(known, prior, damping)
+        self._move(group, params, momentum, below, prior, prior_mean)
+        if estimated:
+            torch._foreach_sqrt_(below)
+            self._keep(group, params, prior, below)
+
+    def _move(
+        self,
+        group: Group,
+        params: list[Tensor],
+        momentum: list[Tensor],
+        below: list[Tensor],
+        prior: Any,
+        prior_mean: Any,
+    ) -> None:
+        """μ ← μ − α (m/(1 − β₁ᵗ) + c (μ − μ₀)) / (h + c + γ)."""
         data = [p.data for p in params]
         rate = group["lr"]
         if self.rescale_lr:
             rate *= (self.settings.initial_curvature or 0.0) + (prior if isinstance(prior, float) else 0.0)
-        correction = 1 - beta1 ** (self.steps + 1)
+        correction = 1 - group["momentum"] ** (self.steps + 1)
         clipped = not math.isinf(self.clip_radius)
         if isinstance(prior, float) and not prior_mean and not clipped:  # needs no memory of its own
             if prior:
