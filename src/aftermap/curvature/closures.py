@@ -249,9 +249,7 @@ class ClosureWatch:
             )
         call.check_unchanged()
         dtype = next(iter(site.named.values()))[1].dtype
-        if (
-            call.inputs.dtype != dtype and call.inputs.is_floating_point()
-        ):  # autocast: sums in the parameters' precision
+        if call.inputs.dtype != dtype and call.inputs.is_floating_point():  # autocast: sums in the parameters' dtype
             kept = call.inputs.to(dtype)
             call = replace(call, inputs=kept, version=kept._version)
         raw = grad.detach() if grad.dtype == dtype else grad.detach().to(dtype)
