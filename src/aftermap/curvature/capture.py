@@ -74,6 +74,14 @@ class Call:
             )
 
 
+def _edge(output: Tensor) -> GradientEdge:
+    node = output.grad_fn
+    # Where nothing but C++ owns the graph, an edge is no more than this; PyTorch's function looks at every other case.
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(output)
+    return GradientEdge(node, output.output_nr)
+
+
 @contextmanager
 def gradients_for(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Inside, exactly the named parameters require gradients: frozen parts build no graph and cost no memory."""
@@ -113,7 +121,7 @@ def capture(sites: Sites, receive: Callable[[int, Tensor], None] | None = None) 
         # A call under no_grad passes no gradient on, and so contributes nothing.
         if isinstance(inputs, Tensor) and isinstance(output, Tensor) and output.requires_grad:
             kept = inputs.detach()
-            calls.append(Call(site, module, kept, kept._version, get_gradient_edge(output), tuple(output.shape), group))
+            calls.append(Call(site, module, kept, kept._version, _edge(output), tuple(output.shape), group))
             if receive is not None:
                 number = len(calls) - 1
                 # Registered before any in-place activation: the hook stays with the layer's own output.

@@ -293,7 +293,7 @@ class ScaleRows(Rows):
     def outer(self, grads: Tensor) -> Tensor:
         flat = grads[..., 0]  # [v, b, g, t]
         if self.affine is not None and self.data is not None:
-            return torch.stack([self._normalised_sums(each) for each in flat.unbind()])[..., None, :]
+            return torch.stack([self._normalised_sums(each) for each in grads.unbind()])[..., None, :]
         # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
         one = len(flat) == 1
         parts = []
@@ -309,18 +309,18 @@ class ScaleRows(Rows):
         if self.affine is None or self.data is None:
             super().add_outer_squared_(out, grads)
             return
-        for each in grads[..., 0].unbind():
-            out[:, 0].add_(self._normalised_sums(each).square_().sum(0))
+        for vector in range(len(grads)):
+            out[:, 0].add_(self._normalised_sums(grads[vector]).square_().sum(0))
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         if self.affine is None or self.data is None or len(grads) > 1:
             return super().outer_moments(grads)
-        sums = self._normalised_sums(grads[0, ..., 0])  # [b, g, i]
+        sums = self._normalised_sums(grads[0])  # [b, g, i]
         total = sums.sum(0)
         return total[:, None], sums.square_().sum(0)[:, None]
 
     def _normalised_sums(self, grads: Tensor) -> Tensor:
-        """Σ_t g x̂ and Σ_t g of every example, [b, g, t] -> [b, g, i]: examples as channels of PyTorch's own kernel."""
+        """Σ_t g x̂ and Σ_t g of every example, [b, g, t, 1] -> [b, g, i]: examples as channels of PyTorch's own kernel."""
         mean, variance, tiny = self.affine  # type: ignore[misc]
         scale, shift = torch.ops.aten.native_batch_norm_backward.default(
             grads.reshape(1, -1, self.shape[2]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, call_model, check_device, iterate
 from aftermap.curvature.accumulate import Accumulator
-from aftermap.curvature.capture import capture, gradients_for
+from aftermap.curvature.capture import Call, capture, gradients_for
 from aftermap.curvature.delivery import deliver
 from aftermap.curvature.kept import keeping
 from aftermap.curvature.probe import Probe, check_outputs
@@ -102,16 +103,23 @@ class Stream:
         """Passes over the data; returns what was seen, per pass."""
         seen = Seen()
         slow = is_convolutional(self.model)
-        with gradients_for(self.model, self.names), keeping():
+        # One set of hooks for all batches, unless per-example gradients of the rest go through the model in between.
+        once = not found.reasons and not found.sites.attention
+        with gradients_for(self.model, self.names), keeping(), self._listening(found, once) as all_calls:
             for batch in self.pieces(found, description):
-                with capture(found.sites) as calls:
+                with nullcontext(all_calls) if once else capture(found.sites) as calls:
+                    calls.clear()
                     outputs = call_model(self.model, batch.inputs)
                 self._count(outputs, batch, seen)
                 step = BatchStep.make(self.model, batch, outputs, found.sites, found.by_parameter, calls, found.axes)
+                calls.clear()
                 self._vectors(step, batch, accumulators, seen, batched=not slow)
         seen.n_data /= self.passes
         seen.loss /= self.passes
         return seen
+
+    def _listening(self, found: Probe, once: bool) -> AbstractContextManager[list[Call]]:
+        return capture(found.sites) if once else nullcontext([])
 
     def run_loss(self) -> Seen:
         """Only counts the data and sums their loss."""
