@@ -54,18 +54,14 @@ def rows_and_grads(name: str, dtype: torch.dtype) -> tuple[ConvRows, Tensor]:
 
 
 def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ConvRows._shiftable
-    monkeypatch.setattr(ConvRows, "_groupable", lambda self, out, grads: way == "grouped")
-    # A shift needs a stride of one; where it is not, windows are what is left.
-    allowed = lambda self, out: way == "shifted" and all(s == 1 for s in self.stride) and not self.flipped  # noqa: E731
-    monkeypatch.setattr(ConvRows, "_shiftable", allowed)
-    assert own is not ConvRows._shiftable
+    def chosen(self: ConvRows, out: int, grads: Tensor) -> str:
+        # A shift needs a stride of one, lines two dimensions and a stride of one between them; else windows are what is left.
+        steady = all(s == 1 for s in self.stride) and not self.flipped
+        lines = len(self.kernel) == 2 and self.stride[0] == 1 and not self.flipped
+        return "windows" if (way == "shifted" and not steady) or (way == "lined" and not lines) else way
 
-    def lined(self: LinedConvRows, out: int, grads: Tensor) -> bool:
-        # Lines are for two dimensions and a stride of one between them.
-        return way == "lined" and len(self.kernel) == 2 and self.stride[0] == 1 and not self.flipped
-
-    monkeypatch.setattr(LinedConvRows, "_lined", lined)
+    for kind in (ConvRows, LinedConvRows):
+        monkeypatch.setattr(kind, "_way", chosen)
 
 
 def brute_force(rows: ConvRows, grads: Tensor) -> Tensor:

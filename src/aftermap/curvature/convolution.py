@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 
 from aftermap.curvature.gram_sum import GramSum
 from aftermap.curvature.rows import (
@@ -38,7 +37,6 @@ _SHIFT_CHANNELS = 16
 _GROUPED_NUMBERS = 1 << 20
 # Below this many positions the grouped kernel spends its time on fresh memory (measured: 4 ms against 1.4 ms for 8×8).
 _GROUPED_POSITIONS = 128
-_WEIGHT_GRADIENTS = (conv1d_weight, conv2d_weight, conv3d_weight)
 # Windows, or padded lines, of at most this many numbers are copied at a time (measured: 4 MB is fastest).
 _WINDOW_NUMBERS = 1 << 20
 # Per-example gradients of at most this many numbers are made at a time by products of shifted views.
@@ -212,9 +210,16 @@ class ConvRows(MatrixRows):
         Returns:
             An iterator over (first example, products [b, g, o, c, *kernel], of any strides).
         """
-        if self._groupable(out, lines):
+        way = self._way(out, lines)
+        if way == "grouped":
             return self._grouped_products(lines)
-        return self._shifted_products(lines) if self._shiftable(out) else self._window_products(lines)
+        return self._shifted_products(lines) if way == "shifted" else self._window_products(lines)
+
+    def _way(self, out: int, grads: Tensor) -> str:
+        """The fastest way to the per-example gradients of ``out`` channels: "grouped", "shifted" or "windows"."""
+        if self._groupable(out, grads):
+            return "grouped"
+        return "shifted" if self._shiftable(out) else "windows"
 
     def _groupable(self, out: int, grads: Tensor) -> bool:
         """Whether the grouped kernel is the fastest: measured on CPU in float32, the only place that has it."""
@@ -236,21 +241,24 @@ class ConvRows(MatrixRows):
         ends = [(self.pads[-2 * d - 2], self.pads[-2 * d - 1]) for d in range(n)] if self.pads else [(0, 0)] * n
         inside = self.mode == "constant" and all(before == after for before, after in ends)
         padding = tuple(before for before, _ in ends) if inside else (0,) * n
-        weight_gradient = _WEIGHT_GRADIENTS[n - 1]
         stride = budget(groups * out * self.width, _GROUPED_NUMBERS)
         for start in range(0, batch, stride):
             some = lines[start : start + stride]
             part = self.narrow(start, len(some))
             inputs = part.inputs if inside else part._padded()
-            found = weight_gradient(
-                inputs.reshape(1, -1, *inputs.shape[2:]),
-                (len(some) * groups * out, self.channels, *self.kernel),
+            found = torch.ops.aten.convolution_backward.default(
                 some.reshape(1, -1, *self.space),
+                inputs.reshape(1, -1, *inputs.shape[2:]),
+                lines.new_empty(1).expand(len(some) * groups * out, self.channels, *self.kernel),  # only its shape counts
+                None,
                 self.stride,
                 padding,
                 self.dilation,
+                False,
+                [0],
                 len(some) * groups,
-            )
+                [False, True, False],
+            )[1]
             found = found.flip(tuple(range(2, 2 + n))) if self.flipped else found
             yield start, found.reshape(-1, groups, out, self.channels, *self.kernel)
 

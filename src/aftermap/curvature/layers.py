@@ -127,9 +127,9 @@ class LinearRule(LayerRule):
 
 class _AnyConv(LayerRule):
     def grads(self, module: Any, grads: Tensor) -> Tensor:
+        vectors, batch, out = grads.shape[:3]
         groups = int(module.groups)
-        lines = grads.reshape(*grads.shape[:2], groups, grads.shape[2] // groups, -1)
-        return lines.transpose(-1, -2)
+        return grads.reshape(vectors, batch, groups, out // groups, -1).transpose(-1, -2)
 
     def _unbatched(self, module: Any, inputs: Tensor) -> None:
         if inputs.dim() != len(module.kernel_size) + 2:

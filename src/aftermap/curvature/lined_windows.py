@@ -66,15 +66,24 @@ class LinedConvRows(ConvRows):
         shifts = [number * self.dilation[0] - above for number in range(self.kernel[0])]
         return next((n for n, shift in enumerate(shifts) if 0 <= shift <= height - self.space[0]), None)
 
-    def _lined(self, out: int, grads: Tensor) -> bool:
-        """Whether this is the way to go for gradients with ``out`` channels."""
-        plain = len(self.kernel) == 2 and self.stride[0] == 1 and self.weights and not self.flipped
-        return plain and self.shared >= _FEW_POSITIONS and not (self._groupable(out, grads) or self._shiftable(out))
+    def _way(self, out: int, grads: Tensor) -> str:
+        # Asked several times for one call, and always about the same gradients.
+        known: str | None = self.__dict__.get("_known_way")
+        if known is None:
+            known = super()._way(out, grads)
+            plain = len(self.kernel) == 2 and self.stride[0] == 1 and self.weights and not self.flipped
+            if known == "windows" and plain and self.shared >= _FEW_POSITIONS:
+                known = "lined"
+            self.__dict__["_known_way"] = known
+        return known
 
     def for_reuse(self) -> MatrixRows:
-        if not self.weights or self._groupable(_CHANNELS, self.inputs) or self._shiftable(_CHANNELS):
+        if not self.weights:
             return self
-        if self._lined(1, self.inputs):
+        way = replace(self)._way(_CHANNELS, self.inputs)
+        if way in ("grouped", "shifted"):
+            return self
+        if way == "lined":
             few = self.batch * self.groups * self._span[1] * self.space[1] * self._columns <= _KEPT_NUMBERS
             return replace(self, kept=self._unfolded()) if few and self._columns >= _KEPT_COLUMNS else self
         if self.batch * self.groups * self.shared * self.features > _KEPT_NUMBERS:
@@ -142,12 +151,12 @@ class LinedConvRows(ConvRows):
         return products[..., : channels * width].unflatten(-1, (channels, width)).movedim(0, -2)
 
     def _products(self, lines: Tensor, out: int) -> Iterator[tuple[int, Tensor]]:
-        if not self._lined(out, lines):
+        if self._way(out, lines) != "lined":
             return super()._products(lines, out)
         return ((start, self._weights_of(found)) for start, found in self._by_kernel_row(lines))
 
     def _add_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor, *, fresh: bool = False) -> None:
-        if not self._lined(grads.shape[-1], grads):
+        if self._way(grads.shape[-1], grads) != "lined":
             super()._add_moments_(total, squares, grads, fresh=fresh)
             return
         if fresh:

@@ -233,8 +233,8 @@ def _verify(
     found = moved.per_example(list(by_parameter), 0, 1)
     # The other examples must get no gradient anywhere; where one does, the layer mixes examples.
     others = [(s, g[:, 1:]) for s, calls_ in moved.grads.items() for _, g in calls_]
-    largest = _lengths([g for _, g in others], math.inf)
-    mixing = {s for (s, _), most in zip(others, largest, strict=True) if most != 0}
+    reached = _lengths([g for _, g in others], 1)
+    mixing = {s for (s, _), size in zip(others, reached, strict=True) if size != 0}
     tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
     sizes = dict(zip(names, _lengths([outputs.new_zeros(()) if t is None else t for t in truth]), strict=True))
     # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.

@@ -293,7 +293,8 @@ class ScaleRows(Rows):
     def outer(self, grads: Tensor) -> Tensor:
         flat = grads[..., 0]  # [v, b, g, t]
         if self.affine is not None and self.data is not None:
-            return torch.stack([self._normalised_sums(each) for each in grads.unbind()])[..., None, :]
+            found = torch.stack([self._normalised_sums(each) for each in grads.unbind()])  # [v, i, b, g]
+            return found.movedim(1, -1)[..., None, :]
         # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
         one = len(flat) == 1
         parts = []
@@ -310,17 +311,17 @@ class ScaleRows(Rows):
             super().add_outer_squared_(out, grads)
             return
         for vector in range(len(grads)):
-            out[:, 0].add_(self._normalised_sums(grads[vector]).square_().sum(0))
+            out[:, 0].T.add_(self._normalised_sums(grads[vector]).square_().sum(1))
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         if self.affine is None or self.data is None or len(grads) > 1:
             return super().outer_moments(grads)
-        sums = self._normalised_sums(grads[0])  # [b, g, i]
-        total = sums.sum(0)
-        return total[:, None], sums.square_().sum(0)[:, None]
+        sums = self._normalised_sums(grads[0])  # [i, b, g]
+        total = sums.sum(1)
+        return total.T[:, None], sums.square_().sum(1).T[:, None]
 
     def _normalised_sums(self, grads: Tensor) -> Tensor:
-        """Σ_t g x̂ and Σ_t g of every example, [b, g, t, 1] -> [b, g, i]: examples as channels of PyTorch's own kernel."""
+        """Σ_t g x̂ and Σ_t g of every example, [b, g, t, 1] -> [i, b, g]: examples as channels of PyTorch's own kernel."""
         mean, variance, tiny = self.affine  # type: ignore[misc]
         scale, shift = torch.ops.aten.native_batch_norm_backward.default(
             grads.reshape(1, -1, self.shape[2]),
@@ -334,7 +335,7 @@ class ScaleRows(Rows):
             tiny,
             [False, True, self.ones],
         )[1:]
-        return (torch.stack([scale, shift], -1) if self.ones else scale).view(*self.shape[:2], -1)
+        return (torch.cat([scale, shift]) if self.ones else scale).view(-1, *self.shape[:2])
 
     def narrow(self, start: int, length: int) -> ScaleRows:
         data = None if self.data is None else self.data[start : start + length]
