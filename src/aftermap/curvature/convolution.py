@@ -249,7 +249,9 @@ class ConvRows(MatrixRows):
             found = torch.ops.aten.convolution_backward.default(
                 some.reshape(1, -1, *self.space),
                 inputs.reshape(1, -1, *inputs.shape[2:]),
-                lines.new_empty(1).expand(len(some) * groups * out, self.channels, *self.kernel),  # only its shape counts
+                lines.new_empty(1).expand(
+                    len(some) * groups * out, self.channels, *self.kernel
+                ),  # only its shape counts
                 None,
                 self.stride,
                 padding,
