@@ -124,7 +124,11 @@ def make(name: str, *, batches: int = 1, classes: int = 10, size: int | None = N
         torch.manual_seed(0)
         model = case.build(classes).eval()
         for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
+            if (
+                isinstance(module, nn.BatchNorm2d)
+                and module.running_mean is not None
+                and module.running_var is not None
+            ):
                 module.running_mean.normal_(0, 0.1)
                 module.running_var.uniform_(0.5, 1.5)
     generator = torch.Generator().manual_seed(1)

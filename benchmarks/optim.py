@@ -29,7 +29,7 @@ from benchmarks.memory import resident
 from benchmarks.models import Batch, make
 from benchmarks.timing import compare, machine, source
 
-__all__ = ["MODELS", "TARGETS", "measure", "memory", "peak", "run", "steps", "table"]
+__all__ = ["MODELS", "TARGETS", "measure", "memory", "peak", "run", "steps", "table", "thread_counts"]
 
 RESULTS = Path(__file__).resolve().parent / "results"
 N_DATA = 50_000
@@ -154,30 +154,38 @@ def memory(name: str, methods: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def table(results: dict[str, Any]) -> str:
-    lines = []
-    for name, found in results.items():
-        lines.append(f"{name}: Adam {1000 * found['seconds']['adam']:.1f} ms")
-        for method, ratio in found["ratio"].items():
-            target = TARGETS.get(method, {}).get(name)
-            note = "" if target is None else f"  (to reach: {target}x)"
-            lines.append(f"  {method:14s} {ratio:6.2f}x{note}")
+def table(name: str, found: dict[str, Any]) -> str:
+    """One network's results for people."""
+    threads = found["machine"]["threads"]
+    lines = [f"{name}, {threads} thread{'s' * (threads > 1)}: Adam {1000 * found['seconds']['adam']:.1f} ms"]
+    for method, ratio in found["ratio"].items():
+        target = TARGETS.get(method, {}).get(name)
+        note = "" if target is None else f"  (to reach: {target}x)"
+        lines.append(f"  {method:14s} {ratio:6.2f}x{note}")
     return "\n".join(lines)
 
 
-def run(models: Sequence[str], repeats: int, *, slow: bool, peaks: bool, output: Path) -> None:
-    """Measures, prints and writes optim.json; numbers of networks that were not asked for are kept."""
+def run(models: Sequence[str], repeats: int, *, threads: Sequence[int], slow: bool, peaks: bool, output: Path) -> None:
+    """Measures, prints and writes optim.json: network -> threads -> numbers; what was not asked for is kept."""
     path = output / "optim.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     code = source()
     for name in models:
-        results[name] = measure(name, repeats, slow=slow) | {"source": code}
-        if peaks:
-            results[name]["memory"] = memory(name, ("adam", "vogn", "ivon"))
-            print(f"{name} memory in MB: {results[name]['memory']}")
-        print(table({name: results[name]}), flush=True)
+        for count in threads:
+            torch.set_num_threads(count)
+            found = measure(name, repeats, slow=slow) | {"source": code}
+            if peaks:
+                found["memory"] = memory(name, ("adam", "vogn", "ivon"))
+                print(f"{name} memory in MB: {found['memory']}")
+            print(table(name, found), flush=True)
+            results.setdefault(name, {})[str(count)] = found
     output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def thread_counts(asked: int | None) -> list[int]:
+    """What was asked for; else one thread, and as many as PyTorch would take."""
+    return [asked] if asked else sorted({1, torch.get_num_threads()})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -186,12 +194,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--fast", action="store_true", help="without K-FAC and vmap")
     parser.add_argument("--memory", action="store_true", help="also the peak memory of a step")
-    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--threads", type=int, default=None, help="default: one, and as many as PyTorch would take")
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args(arguments)
-    if asked.threads:
-        torch.set_num_threads(asked.threads)
-    run(asked.models.split(","), asked.repeats, slow=not asked.fast, peaks=asked.memory, output=asked.output)
+    run(
+        asked.models.split(","),
+        asked.repeats,
+        threads=thread_counts(asked.threads),
+        slow=not asked.fast,
+        peaks=asked.memory,
+        output=asked.output,
+    )
 
 
 if __name__ == "__main__":

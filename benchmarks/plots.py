@@ -27,14 +27,13 @@ def plot_ratios(results: dict[str, Any], path: Path) -> None:
         for row, quantity in enumerate(names):
             methods = found["quantities"].get(quantity, {})
             ours = [e["ratio"] for e in methods.values() if e["library"] == "aftermap" and "ratio" in e]
-            peer = best_peer(methods)
+            peer, target = best_peer(methods), TARGETS.get((model, quantity))
             if ours:
-                _bar(axis, row - 0.2, ours[0], OURS, f"{ours[0]:.1f}")
+                _bar(axis, row - 0.2, ours[0], OURS, f"{ours[0]:.1f}", target or 0.0)
             if peer:
                 _bar(axis, row + 0.2, peer[1], PEER, f"{peer[1]:.1f}  {methods[peer[0]]['library']}")
             elif ours:
                 axis.text(1, row + 0.2, " no peer can", va="center", fontsize=7, color=INK)
-            target = TARGETS.get((model, quantity))
             if target:
                 axis.plot([target, target], [row - 0.42, row + 0.02], color="black", linewidth=1.2)
         axis.set_xscale("log")
@@ -53,9 +52,9 @@ def plot_ratios(results: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _bar(axis: Any, height: float, value: float, colour: str, text: str) -> None:
+def _bar(axis: Any, height: float, value: float, colour: str, text: str, target: float = 0.0) -> None:
     axis.barh(height, value, 0.38, color=colour)
-    axis.text(value, height, " " + text, va="center", fontsize=7, color=INK)
+    axis.text(max(value, target), height, " " + text, va="center", fontsize=7, color=INK)
 
 
 def plot_scaling(results: dict[str, Any], path: Path) -> None:

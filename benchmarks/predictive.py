@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 import aftermap as am
+from aftermap.laplace.evidence import EvidenceResult
 from benchmarks.memory import resident
 from benchmarks.methods import Loader
 from benchmarks.models import Batch, make
@@ -70,7 +72,7 @@ def _linearised(name: str, repeats: int) -> Entry:
     laplace, peer, x = _fitted(model, data), _peer(model, data), data[0][0]
     small = x[: PEER_BATCH[name]]
     functions: dict[str, Callable[[], Any]] = {
-        f"ours {size}": lambda size=size: laplace.predict(x[:size], link="probit") for size in BATCHES
+        f"ours {size}": partial(laplace.predict, x[:size], link="probit") for size in BATCHES
     }
     functions["peer"] = lambda: peer(small, pred_type="glm", link_approx="probit")
     seconds = compare(functions, repeats, budget=30)
@@ -94,7 +96,7 @@ def _forwards(name: str, repeats: int, size: int = 32) -> Entry:
             return model(x)
 
     functions = {"forward": forward, "predict": lambda: laplace.predict(x, link="probit")}
-    seconds = compare(functions, repeats, often="forward")
+    seconds = compare(functions, repeats)
     return {
         "batch": size,
         "forward_ms_per_input": round(1000 * seconds["forward"] / size, 3),
@@ -138,9 +140,11 @@ def _tuning_and_samples(repeats: int) -> tuple[Entry, Entry]:
         "sample peer": lambda: peer.sample(SAMPLES),
     }
     seconds = compare(functions, repeats, budget=30)
+    tuned = laplace.tuning
+    assert isinstance(tuned, EvidenceResult)
     tuning = {
         "seconds": round(seconds["tune"], 4),
-        "iterations": len(laplace.tuning.history) - 1,
+        "iterations": len(tuned.history) - 1,
         "laplace_torch_seconds": round(seconds["tune peer"], 3),
         "laplace_torch_steps": STEPS,
         "speed": round(seconds["tune peer"] / seconds["tune"], 1),

@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         optim.run(
             [m for m in asked.models if m in optim.MODELS],
             2 * asked.repeats,
+            threads=optim.thread_counts(asked.threads),
             slow=not asked.quick,
             peaks=not (asked.quick or asked.no_memory),
             output=asked.output,

@@ -105,7 +105,7 @@ def ratios(
     return {name: (statistics.median(each), min(each)) for name, each in found.items()}, best
 
 
-def peak_memory(model: str, method: str, *, threads: int | None = None, timeout: float = 300) -> dict[str, float]:
+def peak_memory(model: str, method: str, *, threads: int | None = None, timeout: float = 300) -> dict[str, Any]:
     """Megabytes that a method needs on top of the network and the batch, in a fresh process.
 
     Returns:
