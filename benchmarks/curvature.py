@@ -144,11 +144,11 @@ _OURS = {"exact": "aftermap kron", "rademacher": "aftermap kron rademacher"}
 
 
 def _verdict(name: str, quantity: str, entry: Entry, peer: tuple[str, float] | None) -> str:
-    """Whether a target is reached, by the minimum over rounds: a busy machine only adds. Peers are compared by medians."""
+    """Whether a target is reached and no peer is faster, by medians: a minimum of ratios is fooled by one slow unit."""
     said = []
     target = TARGETS.get((name, quantity))
     if target is not None:
-        said.append(f"target {target:g} {'met' if entry['least'] <= target else 'MISSED'}")
+        said.append(f"target {target:g} {'met' if entry['ratio'] <= target else 'MISSED'}")
     if peer is not None and entry["ratio"] > peer[1]:
         said.append(f"SLOWER than {peer[0]}")
     return ", ".join(said)
