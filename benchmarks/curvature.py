@@ -15,7 +15,6 @@ from benchmarks.timing import compare, peak_memory, ratios, unit
 
 __all__ = ["TARGETS", "best_peer", "measure", "scaling", "table"]
 
-# A fit looks at its first batch once more to find out how the network calls its layers: a cost per fit, not per batch.
 # A fit over this many batches, divided by their number: a fit's fixed costs (its look at the first batch) are spread as in a
 # small data set. Real ones have hundreds of batches.
 BATCHES = dict.fromkeys(MODELS, 16)

@@ -1,11 +1,10 @@
 """Input rows of convolutions in one to three dimensions: windows, never stored whole.
 
 The rows of a convolution are the windows of its padded input, a[b,g,t] ∈ R^{channels·kernel}. A strided view shows them
-without copying; contractions copy a few examples at a time, small enough for the cache. Per-example gradients need no
-windows in two cases. On a CPU, examples become the groups of one grouped convolution, whose weight gradient holds one
-gradient per example (PyTorch's own kernel, three to four times as fast). Elsewhere, where the stride is one, input and
-gradient are flattened to rows of equal width: a kernel offset is a shift of the flat input, and each offset is one
-batched product of strided views.
+without copying; contractions copy a few examples at a time, small enough for the cache. For per-example gradients the
+channels of a window are copied last: then a row of the kernel is one run of numbers, here and in the padded input, and the
+copy costs a fraction of the product. Where the maps are large, a CPU has something better: examples become the groups of
+one grouped convolution, whose weight gradient (PyTorch's own kernel) holds one gradient per example and needs no windows.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -31,16 +31,14 @@ from aftermap.curvature.rows import (
 
 __all__ = ["ConvRows"]
 
-# Below this many channels per group a product of shifted views is too thin to be fast.
-_SHIFT_CHANNELS = 16
+# Windows are copied with the channels last where so many numbers lie side by side (measured; one cache line).
+_SIDE_BY_SIDE = 16
 # Gradients of a grouped convolution are made for so many numbers at a time (measured: beyond 4 MB memory costs more).
 _GROUPED_NUMBERS = 1 << 20
-# Below this many positions the grouped kernel spends its time on fresh memory (measured: 4 ms against 1.4 ms for 8×8).
+# Below this many positions copying windows is faster (measured: 0.5 ms against 0.8 ms for 8×8 and 64 channels).
 _GROUPED_POSITIONS = 128
 # Windows, or padded lines, of at most this many numbers are copied at a time (measured: 4 MB is fastest).
 _WINDOW_NUMBERS = 1 << 20
-# Per-example gradients of at most this many numbers are made at a time by products of shifted views.
-_PRODUCT_NUMBERS = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class ConvRows(MatrixRows):
     def batch(self) -> int:  # type: ignore[override]
         return self.inputs.shape[0]
 
-    @property
+    @cached_property
     def channels(self) -> int:
         """Input channels of one group."""
         return self.inputs.shape[1] // self.groups
@@ -84,11 +82,11 @@ class ConvRows(MatrixRows):
         padded = F.pad(self.inputs, self.pads, mode=self.mode) if any(self.pads) else self.inputs
         return padded.contiguous()
 
-    @property
+    @cached_property
     def shared(self) -> int:  # type: ignore[override]
         return math.prod(self.space)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Numbers in a window of one group."""
         return self.channels * math.prod(self.kernel) if self.weights else 0
@@ -202,7 +200,8 @@ class ConvRows(MatrixRows):
 
     def _by_offset(self, block: Tensor) -> Tensor:
         """View [..., channels, *kernel] of the weights in [..., i]."""
-        return block[..., : self.width].unflatten(-1, (self.channels, *self.kernel))
+        weights = block[..., : self.width] if self.ones else block
+        return weights.view(*block.shape[:-1], self.channels, *self.kernel)
 
     def _products(self, lines: Tensor, out: int) -> Iterator[tuple[int, Tensor]]:
         """Per-example gradients of the weights for lines [b, g, o, t], some examples at a time, in the fastest way.
@@ -210,25 +209,13 @@ class ConvRows(MatrixRows):
         Returns:
             An iterator over (first example, products [b, g, o, c, *kernel], of any strides).
         """
-        way = self._way(out, lines)
-        if way == "grouped":
-            return self._grouped_products(lines)
-        return self._shifted_products(lines) if way == "shifted" else self._window_products(lines)
+        grouped = self._way(out, lines) == "grouped"
+        return self._grouped_products(lines) if grouped else self._window_products(lines)
 
     def _way(self, out: int, grads: Tensor) -> str:
-        """The fastest way to the per-example gradients of ``out`` channels: "grouped", "shifted" or "windows"."""
-        if self._groupable(out, grads):
-            return "grouped"
-        return "shifted" if self._shiftable(out) else "windows"
-
-    def _groupable(self, out: int, grads: Tensor) -> bool:
-        """Whether the grouped kernel is the fastest: measured on CPU in float32, the only place that has it."""
-        channels = self.channels
-        wide = min(channels, out) >= 16 or (channels % 8 == 0 and out % 8 == 0)
-        kernel = grads.dtype == self.inputs.dtype == torch.float32 and grads.device.type == "cpu"
-        # Several examples at a time, or the kernel's set-up dominates; many positions, or writing the gradients does.
-        small = self.width * out <= _GROUPED_NUMBERS // 8 and self.shared >= _GROUPED_POSITIONS
-        return kernel and wide and small and math.prod(self.kernel) > 1 and torch.backends.mkldnn.is_available()
+        """The fastest way to the per-example gradients of ``out`` channels: "grouped" or "windows"."""
+        single = grads.dtype == self.inputs.dtype == torch.float32 and grads.device.type == "cpu"
+        return "grouped" if single and _groupable(self.channels, out, self.kernel, self.shared) else "windows"
 
     def _grouped_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Per-example gradients as the weight gradient of one convolution whose groups are the examples.
@@ -238,20 +225,18 @@ class ConvRows(MatrixRows):
         """
         batch, groups, out, _ = lines.shape
         n = len(self.kernel)
-        ends = [(self.pads[-2 * d - 2], self.pads[-2 * d - 1]) for d in range(n)] if self.pads else [(0, 0)] * n
-        inside = self.mode == "constant" and all(before == after for before, after in ends)
-        padding = tuple(before for before, _ in ends) if inside else (0,) * n
+        even = _even_padding(self.pads, n) if self.mode == "constant" else None
+        padding = (0,) * n if even is None else even
         stride = budget(groups * out * self.width, _GROUPED_NUMBERS)
         for start in range(0, batch, stride):
             some = lines[start : start + stride]
             part = self.narrow(start, len(some))
-            inputs = part.inputs if inside else part._padded()
+            inputs = part._padded() if even is None else part.inputs
             found = torch.ops.aten.convolution_backward.default(
                 some.reshape(1, -1, *self.space),
                 inputs.reshape(1, -1, *inputs.shape[2:]),
-                lines.new_empty(1).expand(
-                    len(some) * groups * out, self.channels, *self.kernel
-                ),  # only its shape counts
+                # Of these weights only the shape counts.
+                lines.new_empty(1).expand(len(some) * groups * out, self.channels, *self.kernel),
                 None,
                 self.stride,
                 padding,
@@ -264,60 +249,65 @@ class ConvRows(MatrixRows):
             found = found.flip(tuple(range(2, 2 + n))) if self.flipped else found
             yield start, found.reshape(-1, groups, out, self.channels, *self.kernel)
 
-    def _shiftable(self, out: int) -> bool:
-        channels = self.channels
-        # A thin product per kernel offset pays only when windows are many and channels are not few.
-        return (
-            all(s == 1 for s in self.stride)
-            and min(channels, out) >= _SHIFT_CHANNELS
-            and 2 * self.shared >= channels
-            and not self.flipped
-        )
-
-    def _shifted_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """G[o, c, k] = Σ_t g[o, t] x[c, t + shift(k)], one product per kernel offset k and some examples at a time.
-
-        With input and gradient flattened to lines of one width, an offset is a shift: a strided view, no windows.
-
-        Yields:
-            (first example, products [b, g, o, c, *kernel], a view).
-        """
-        batch, groups, out, _ = lines.shape
-        before = self.inputs.shape[2:]
-        space = (
-            [n + self.pads[-2 * d - 2] + self.pads[-2 * d - 1] for d, n in enumerate(before)] if self.pads else before
-        )
-        channels = self.channels
-        pads: list[int] = []
-        for d in range(len(space) - 1, 0, -1):
-            pads += [0, space[d] - self.space[d]]
-        inner = [math.prod(space[d + 1 :]) for d in range(len(space))]
-        offsets = [0]
-        for k, dil, step in zip(self.kernel, self.dilation, inner, strict=True):
-            offsets = [o + j * dil * step for o in offsets for j in range(k)]
-        size = math.prod(space)
-        few = budget(groups * out * self.width, _PRODUCT_NUMBERS)
-        stride = min(few, budget(groups * (channels + out) * size, _WINDOW_NUMBERS))
-        for start in range(0, batch, stride):
-            some = lines[start : start + stride].reshape(-1, out, *self.space)
-            grid = F.pad(some, pads).flatten(2) if any(pads) else some.flatten(2)
-            # Beyond the last valid position the padded gradient is zero: what sticks out can be cut.
-            length = min(grid.shape[-1], size - offsets[-1])
-            grid = grid[..., :length]
-            flat = self.narrow(start, stride)._padded().reshape(-1, channels, size)
-            products = lines.new_empty(len(offsets), len(grid), out, channels)
-            for product, offset in zip(products.unbind(), offsets, strict=True):
-                torch.bmm(grid, flat[..., offset : offset + length].transpose(1, 2), out=product)
-            yield start, products.unflatten(1, (-1, groups)).movedim(0, -1).unflatten(-1, self.kernel)
-
     def _window_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Per-example gradients from copied windows, some examples at a time.
 
         Yields:
-            (first example, products [b, g, o, c, *kernel]).
+            (first example, products [b, g, o, c, *kernel], of any strides).
         """
+        n = len(self.kernel)
         for start, part in self._chunks():
-            windows = part.examples_first().to(lines.dtype).flatten(0, 1)  # [bg, i, t]
             some = lines[start : start + part.batch]
-            product = torch.bmm(some.flatten(0, 1), windows.transpose(-1, -2))
-            yield start, product.view(*some.shape[:3], self.channels, *self.kernel)
+            flat = some.flatten(0, 1)  # [bg, o, t]
+            if not self._side_by_side:
+                windows = part.examples_first().to(lines.dtype).flatten(0, 1)  # [bg, i, t]
+                product = torch.bmm(flat, windows.transpose(-1, -2))
+                yield start, product.view(*some.shape[:3], self.channels, *self.kernel)
+                continue
+            product = torch.bmm(flat, part._windows_side_by_side().to(lines.dtype))
+            product = product.view(*some.shape[:3], *self.kernel, self.channels).movedim(-1, 3)
+            yield start, product.flip(tuple(range(4, 4 + n))) if self.flipped else product
+
+    @property
+    def _side_by_side(self) -> bool:
+        """Whether windows with the channels last are copied in runs long enough."""
+        run = self.channels * (self.kernel[-1] if self.dilation[-1] == 1 else 1)
+        return run >= _SIDE_BY_SIDE and math.prod(self.kernel) > 1
+
+    def _channels_last(self, pads: tuple[int, ...]) -> Tensor:
+        """[b, g, *space, c], contiguous, with these pads of the spatial dimensions (none: already padded)."""
+        x = self.inputs if self.mode == "constant" else self._padded()
+        last = x.unflatten(1, (self.groups, self.channels)).movedim(2, -1)
+        return (F.pad(last, (0, 0, *pads)) if self.mode == "constant" and any(pads) else last).contiguous()
+
+    def _windows_side_by_side(self) -> Tensor:
+        """[b·g, t, (*kernel, c)], a copy; the kernel is not flipped."""
+        x, n = self._channels_last(self.pads), len(self.kernel)
+        strides = x.stride()
+        kernel_strides = [strides[2 + d] * self.dilation[d] for d in range(n)]
+        space_strides = [strides[2 + d] * self.stride[d] for d in range(n)]
+        view = x.as_strided(
+            (*x.shape[:2], *self.space, *self.kernel, self.channels),
+            (*strides[:2], *space_strides, *kernel_strides, 1),
+            x.storage_offset(),
+        )
+        return view.reshape(-1, self.shared, self.width)
+
+
+@lru_cache(maxsize=1024)
+def _groupable(channels: int, out: int, kernel: tuple[int, ...], positions: int) -> bool:
+    """Whether the grouped kernel is the fastest way: measured on CPU in float32, the only place that has it."""
+    wide = min(channels, out) >= 16 or (channels % 8 == 0 and out % 8 == 0)
+    # Several examples at a time, or the kernel's set-up dominates; many positions, or writing the gradients does.
+    size = math.prod(kernel)
+    small = channels * size * out <= _GROUPED_NUMBERS // 8 and positions >= _GROUPED_POSITIONS
+    return wide and small and size > 1 and bool(torch.backends.mkldnn.is_available())
+
+
+@lru_cache(maxsize=1024)
+def _even_padding(pads: tuple[int, ...], dimensions: int) -> tuple[int, ...] | None:
+    """The padding per dimension as a convolution takes it; None where it is not the same at both ends."""
+    if not pads:
+        return (0,) * dimensions
+    ends = [(pads[-2 * d - 2], pads[-2 * d - 1]) for d in range(dimensions)]
+    return tuple(before for before, _ in ends) if all(before == after for before, after in ends) else None

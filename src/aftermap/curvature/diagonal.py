@@ -15,7 +15,7 @@ from torch import Tensor
 from aftermap.curvature.accumulate import Accumulator, ExampleSum
 from aftermap.curvature.factors import Block
 from aftermap.curvature.layout import Layout
-from aftermap.curvature.rows import budget
+from aftermap.curvature.rows import ScaleRows, budget
 from aftermap.curvature.step import VectorStep
 
 __all__ = ["DiagonalBlock", "DiagonalSum", "SiteDiagonalAccumulator"]
@@ -64,12 +64,19 @@ class SiteDiagonalAccumulator(Accumulator):
     def __init__(self, site: int, layout: Layout, dtype: torch.dtype, device: torch.device):
         self.site, self.layout, self.needs = site, layout, (site,)
         self.sums = torch.zeros(layout.groups, layout.out, layout.in_, dtype=dtype, device=device)
+        # Of scales: by the length of their columns, squares that are still to be summed over the examples.
+        self._columns: dict[int, list[Tensor]] = {}
 
     def on_vectors(self, step: VectorStep) -> None:
         calls = step.grads[self.site]
         if len(calls) == 1:
             call, grads = calls[0]
-            call.rows.add_outer_squared_(self.sums, grads)
+            rows = call.rows
+            columns = rows.columns(grads) if isinstance(rows, ScaleRows) else None
+            if columns is not None:
+                self._add_columns(columns)
+            else:
+                rows.add_outer_squared_(self.sums, grads)
         elif calls:
             # Several calls of one layer: their gradients add up before the square.
             stride = budget(step.vectors * self.layout.size)
@@ -77,7 +84,19 @@ class SiteDiagonalAccumulator(Accumulator):
                 length = min(stride, step.batch.size - start)
                 self.sums += step.outer(self.site, start, length).square_().sum((0, 1))
 
+    def _add_columns(self, columns: list[Tensor]) -> None:
+        """Adds squares of columns [b·g]. They are short, so operations count: the sum over b is left for the end."""
+        size = len(columns[0])
+        if size not in self._columns:
+            self._columns[size] = [self.sums.new_zeros(size) for _ in columns]
+        for known, column in zip(self._columns[size], columns, strict=True):
+            known.addcmul_(column, column)
+
     def results(self) -> list[Block]:
+        for columns in self._columns.values():
+            for feature, column in enumerate(columns):
+                self.sums[:, 0, feature] += column.view(-1, self.layout.groups).sum(0)
+        self._columns.clear()
         values = {n: v.contiguous() for n, v in self.layout.split(self.sums).items()}
         return [DiagonalBlock(self.layout.name, values)]
 

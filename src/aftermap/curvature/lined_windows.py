@@ -1,12 +1,12 @@
-"""Windows of a 2-dimensional convolution with few channels, unfolded along the width alone.
+"""Windows of a 2-dimensional convolution, unfolded along the width alone.
 
-With the features (c, j) of a window's row next to each other,
+With the features (j, c) of a window's row next to each other,
 
-    x[b, h, w, (c, j)] = padded input[b, c, h, w·stride + j·dilation],
+    x[b, h, w, (j, c)] = padded input[b, c, h, w·stride + j·dilation],
 
-the windows' columns (c, i, j) are, for every row i of the kernel, a plain slice of the positions (h, w), h ≥ i·dilation: one
+the windows' columns (i, j, c) are, for every row i of the kernel, a plain slice of the positions (h, w), h ≥ i·dilation: one
 batched product each, on a copy that is as large as the input times the kernel's width, not its area. Where several
-back-propagated vectors will meet the windows, this copy is made once and kept.
+back-propagated vectors will meet the windows of few channels, this copy is made once and kept.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["LinedConvRows"]
 
 # Copies of up to this many numbers are kept (16 MB in float32).
 _KEPT_NUMBERS = 1 << 22
-# With fewer columns than this, a copy is made faster than it is worth its memory.
-_KEPT_COLUMNS = 16
-# Below this many positions whole windows are better: products per row of the kernel would be many and thin.
+# Fewer columns than this are copied as lines: faster than a copy that is kept would be worth its memory.
+_FEW_COLUMNS = 16
+# Up to this many positions whole windows are better: products per row of the kernel would be many and thin.
 _FEW_POSITIONS = 64
 # So many numbers are unfolded or multiplied at a time (8 MB in float32; measured: smaller pieces lose more than a cache gains).
 _COPIED_NUMBERS = 1 << 21
-# Layers with at least so many channels have faster ways that need no windows.
-_CHANNELS = 16
+# Copies for layers with at least so many channels are not kept: making them costs little beside the products.
+_MANY_CHANNELS = 16
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,18 @@ class LinedConvRows(ConvRows):
 
     @property
     def _columns(self) -> int:
-        """Of one row of the kernel; with a column of ones for the bias where some row of the kernel meets all positions."""
-        return self.channels * self.kernel[-1] + int(self.ones and self._whole is not None)
+        """Of one row of the kernel."""
+        return self.channels * self.kernel[1] + int(self._ones_column)
+
+    @property
+    def _as_lines(self) -> bool:
+        """Whether the columns are so few that each is a line of its own; many lie side by side."""
+        return self.channels * self.kernel[1] < _FEW_COLUMNS
+
+    @property
+    def _ones_column(self) -> bool:
+        """Whether the bias is one more column: among few, and where some row of the kernel meets all positions."""
+        return self.ones and self._as_lines and self._whole is not None
 
     @property
     def _span(self) -> tuple[int, int]:
@@ -67,25 +77,18 @@ class LinedConvRows(ConvRows):
         return next((n for n, shift in enumerate(shifts) if 0 <= shift <= height - self.space[0]), None)
 
     def _way(self, out: int, grads: Tensor) -> str:
-        # Asked several times for one call, and always about the same gradients.
-        known: str | None = self.__dict__.get("_known_way")
-        if known is None:
-            known = super()._way(out, grads)
-            plain = len(self.kernel) == 2 and self.stride[0] == 1 and self.weights and not self.flipped
-            if known == "windows" and plain and self.shared >= _FEW_POSITIONS:
-                known = "lined"
-            self.__dict__["_known_way"] = known
-        return known
+        way = super()._way(out, grads)
+        if way == "windows" and self.weights and not self.flipped and _lineable(self.kernel, self.stride, self.shared):
+            return "lined"
+        return way
 
     def for_reuse(self) -> MatrixRows:
-        if not self.weights:
-            return self
-        way = replace(self)._way(_CHANNELS, self.inputs)
-        if way in ("grouped", "shifted"):
+        way = self._way(_MANY_CHANNELS, self.inputs)
+        if not self.weights or way == "grouped" or self.channels >= _MANY_CHANNELS:
             return self
         if way == "lined":
             few = self.batch * self.groups * self._span[1] * self.space[1] * self._columns <= _KEPT_NUMBERS
-            return replace(self, kept=self._unfolded()) if few and self._columns >= _KEPT_COLUMNS else self
+            return replace(self, kept=self._unfolded()) if few and not self._as_lines else self
         if self.batch * self.groups * self.shared * self.features > _KEPT_NUMBERS:
             return self
         return DenseRows(self.examples_first().transpose(-1, -2).contiguous(), self.ones)
@@ -96,29 +99,28 @@ class LinedConvRows(ConvRows):
 
     def _unfolded(self) -> Tensor:
         """[b, g, positions (h, w), columns]; few columns lie as lines, many side by side."""
-        x = self.inputs
-        if self.mode != "constant":
-            x = self._padded()
-        elif any(self.pads):
-            x = F.pad(x, (*self.pads[:2], min(0, self.pads[2]), min(0, self.pads[3])))
-        x = x.contiguous()
-        channels, kernel, height, width = self.channels, self.kernel[1], x.shape[2], self.space[1]
-        example, channel, row, column = x.stride()
+        pads = (*self.pads[:2], min(0, self.pads[2]), min(0, self.pads[3])) if self.pads else ()
+        x = self._channels_first(pads) if self._as_lines else self._channels_last(pads)  # [b, g, h, w, c]
+        kernel, channels, height, width = self.kernel[1], self.channels, x.shape[2], self.space[1]
+        example, group, row, column, channel = x.stride()
         view = x.as_strided(
-            (self.batch, self.groups, channels, kernel, height, width),
-            (example, channels * channel, channel, column * self.dilation[1], row, column * self.stride[1]),
+            (self.batch, self.groups, height, width, kernel, channels),
+            (example, group, row, column * self.stride[1], column * self.dilation[1], channel),
             x.storage_offset(),
         )
-        weights = channels * kernel
-        if self._columns < _KEPT_COLUMNS:
+        weights = kernel * channels
+        if self._as_lines:
             lines = x.new_ones(self.batch, self.groups, self._columns, height * width)
-            lines[:, :, :weights].view(view.shape).copy_(view)
+            whole = lines[:, :, :weights].view(self.batch, self.groups, kernel, channels, height, width)
+            whole.copy_(view.permute(0, 1, 4, 5, 2, 3))
             return lines.transpose(-1, -2)
-        lines = x.new_ones(self.batch, self.groups, height * width, self._columns)
-        lines[..., :weights].unflatten(-1, (channels, kernel)).unflatten(2, (height, width)).copy_(
-            view.permute(0, 1, 4, 5, 2, 3)
-        )
-        return lines
+        return view.reshape(self.batch, self.groups, height * width, weights)
+
+    def _channels_first(self, pads: tuple[int, ...]) -> Tensor:
+        """As `_channels_last`, but a view of an input whose channels stay where they are."""
+        x = self.inputs if self.mode == "constant" else self._padded()
+        padded = F.pad(x, pads) if self.mode == "constant" and any(pads) else x
+        return padded.contiguous().unflatten(1, (self.groups, self.channels)).movedim(2, -1)
 
     def _by_kernel_row(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Products of gradient lines [b, g, o, t] with the unfolded input, some examples at a time.
@@ -148,7 +150,7 @@ class LinedConvRows(ConvRows):
     def _weights_of(self, products: Tensor) -> Tensor:
         """[kernel rows, ..., columns] -> view [..., channels, *kernel]."""
         channels, width = self.channels, self.kernel[1]
-        return products[..., : channels * width].unflatten(-1, (channels, width)).movedim(0, -2)
+        return products[..., : channels * width].unflatten(-1, (width, channels)).transpose(-1, -2).movedim(0, -2)
 
     def _products(self, lines: Tensor, out: int) -> Iterator[tuple[int, Tensor]]:
         if self._way(out, lines) != "lined":
@@ -162,7 +164,7 @@ class LinedConvRows(ConvRows):
         if fresh:
             for out in (squares,) if total is None else (squares, total):
                 out.zero_()
-        whole = self._whole
+        whole = self._whole if self._ones_column else None
         for each in grads.unbind():
             lines = each.transpose(-1, -2)  # [b, g, o, t]
             for start, found in self._by_kernel_row(lines):
@@ -180,3 +182,8 @@ class LinedConvRows(ConvRows):
         self._by_offset(out).add_(self._weights_of(products.sum(1)))
         if bias is not None:
             out[..., -1].add_(bias.sum(0))
+
+
+def _lineable(kernel: tuple[int, ...], stride: tuple[int, ...], positions: int) -> bool:
+    """Whether rows of the kernel meet slices of an unfolded input, and are worth a product each."""
+    return len(kernel) == 2 and kernel != (1, 1) and stride[0] == 1 and positions > _FEW_POSITIONS

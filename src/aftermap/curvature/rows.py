@@ -293,8 +293,8 @@ class ScaleRows(Rows):
     def outer(self, grads: Tensor) -> Tensor:
         flat = grads[..., 0]  # [v, b, g, t]
         if self.affine is not None and self.data is not None:
-            found = torch.stack([self._normalised_sums(each) for each in grads.unbind()])  # [v, i, b, g]
-            return found.movedim(1, -1)[..., None, :]
+            found = torch.stack([torch.stack(self.columns(each) or [], -1) for each in grads.split(1)])  # [v, b·g, i]
+            return found.view(-1, *self.shape[:2], 1, self.features)
         # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
         one = len(flat) == 1
         parts = []
@@ -306,26 +306,15 @@ class ScaleRows(Rows):
             parts.append(flat.sum(-1))
         return torch.stack(parts, -1)[..., None, :]
 
-    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
-        if self.affine is None or self.data is None:
-            super().add_outer_squared_(out, grads)
-            return
-        for vector in range(len(grads)):
-            out[:, 0].T.add_(self._normalised_sums(grads[vector]).square_().sum(1))
-
-    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+    def columns(self, grads: Tensor) -> list[Tensor] | None:
+        """Per-example gradients for one vector [1, b, g, t, 1], a column [b·g] per feature; None where `outer` is the way."""
         if self.affine is None or self.data is None or len(grads) > 1:
-            return super().outer_moments(grads)
-        sums = self._normalised_sums(grads[0])  # [i, b, g]
-        total = sums.sum(1)
-        return total.T[:, None], sums.square_().sum(1).T[:, None]
-
-    def _normalised_sums(self, grads: Tensor) -> Tensor:
-        """Σ_t g x̂ and Σ_t g of every example, [b, g, t, 1] -> [i, b, g]: examples as channels of PyTorch's own kernel."""
-        mean, variance, tiny = self.affine  # type: ignore[misc]
-        scale, shift = torch.ops.aten.native_batch_norm_backward.default(
+            return None
+        mean, variance, tiny = self.affine
+        # Σ_t g x̂ and Σ_t g by PyTorch's own kernel, with examples as channels.
+        found = torch.ops.aten.native_batch_norm_backward.default(
             grads.reshape(1, -1, self.shape[2]),
-            self.data.reshape(1, -1, self.shape[2]),  # type: ignore[union-attr]
+            self.data.reshape(1, -1, self.shape[2]),
             None,
             mean,
             variance,
@@ -334,8 +323,16 @@ class ScaleRows(Rows):
             False,
             tiny,
             [False, True, self.ones],
-        )[1:]
-        return (torch.cat([scale, shift]) if self.ones else scale).view(-1, *self.shape[:2])
+        )
+        return [found[1], found[2]] if self.ones else [found[1]]
+
+    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        columns = self.columns(grads)
+        if columns is None:
+            return super().outer_moments(grads)
+        each = torch.cat(columns).view(-1, *self.shape[:2])  # [i, b, g]
+        total = each.sum(1)
+        return total.T[:, None], each.square_().sum(1).T[:, None]
 
     def narrow(self, start: int, length: int) -> ScaleRows:
         data = None if self.data is None else self.data[start : start + length]
