@@ -40,6 +40,20 @@ def test_large_numbers_are_finite_and_only_bad_ones_are_not(dtype: torch.dtype) 
         spoilt[7] = bad
         assert not collected(spoilt, large).is_finite()
         assert not collected(large, spoilt).is_finite()
+        # What is implied by the other is not looked at, unless there is no other, or new gradients have come.
+        made_of_grads, made_of_both = collected(spoilt, large), collected(large, spoilt)
+        made_of_grads.implied, made_of_both.implied = "curvature", "grads"
+        assert not made_of_grads.is_finite()
+        assert not made_of_both.is_finite()
+        alone = collected(large, large)
+        alone.implied = "grads"
+        assert alone.is_finite()
+        alone.grads["b"][1] = bad
+        assert not alone.is_finite()
+        changed = collected(large, large)
+        changed.implied = "grads"
+        changed.replace_grads({"a": spoilt})
+        assert not changed.is_finite()
 
 
 @pytest.mark.parametrize("with_prior", [False, True])

@@ -30,12 +30,14 @@ class Plan:
         by_parameter: parameter -> its sites.
         reasons: parameter without a rule -> why.
         cluster: site -> number of its cluster: sites that share a parameter are read together.
+        alone: sites that share no parameter with another.
     """
 
     axes: Mapping[tuple[int, int], int]
     by_parameter: Mapping[str, Sequence[int]]
     reasons: Mapping[str, str]
     cluster: Mapping[int, int]
+    alone: frozenset[int]
 
     @staticmethod
     def make(axes: Mapping[tuple[int, int], int], sites: Sites, reasons: Mapping[str, str]) -> Plan:
@@ -47,7 +49,8 @@ class Plan:
             first = min(known)
             cluster.update({s: first for s, c in cluster.items() if c in known})
             cluster.update(dict.fromkeys(numbers, first))
-        return Plan(dict(axes), by_parameter, dict(reasons), cluster)
+        shared = {s for numbers in by_parameter.values() if len(numbers) > 1 for s in numbers}
+        return Plan(dict(axes), by_parameter, dict(reasons), cluster, frozenset(range(len(sites.sites))) - shared)
 
 
 @contextmanager

@@ -164,6 +164,7 @@ class ClosureWatch:
     _expected: dict[int, int] | None = None
     _early: list[tuple[int, Tensor]] = field(default_factory=list)
     _got: set[int] = field(default_factory=set)
+    _size: int = 0  # once it is asked for inside the backward pass, many times
     closed: bool = False
 
     def root(self) -> RootCall | None:
@@ -241,7 +242,7 @@ class ClosureWatch:
     def _arranged(self, plan: Plan, call: Call, grad: Tensor) -> Arrived:
         site = self.watcher.sites.sites[call.site]
         axis = plan.axes.get((call.site, id(call.module)), 0)
-        size = self.size
+        self._size = size = self._size or self.size
         if len(call.out_shape) <= axis or call.out_shape[axis] % size:
             raise UnsupportedError(
                 f"{site.name} was called on a shape {tuple(call.inputs.shape)} that does not fit a batch of {size} "
@@ -257,8 +258,8 @@ class ClosureWatch:
 
     def consume(self, plan: Plan, arrived: Mapping[int, Arrived]) -> None:
         """Adds the sums of one cluster of sites."""
-        if len(arrived) == 1 and all(len(plan.by_parameter.get(n, ())) <= 1 for n in self._names_at(arrived)):
-            number, calls = next(iter(arrived.items()))
+        number, calls = next(iter(arrived.items()))
+        if len(arrived) == 1 and number in plan.alone:
             layout = self.watcher.sites.sites[number].layout
             if self.watcher.factored(plan, number):
                 self.factors[number] = kron_sums(layout, calls)
@@ -296,9 +297,6 @@ class ClosureWatch:
                 total, squares = value.sum((0, 1)), value.square().sum((0, 1))
                 self.sums[name] = total if start == 0 else self.sums[name] + total
                 self.squares[name] = squares if start == 0 else self.squares[name] + squares
-
-    def _names_at(self, arrived: Mapping[int, Arrived]) -> list[str]:
-        return [n for s in arrived for n in self.watcher.sites.sites[s].layout.names]
 
     def differentiate(self, loss: Tensor, *, keep: bool = False) -> None:
         """One backward pass from the loss to the layers (and to parameters that need autograd's own gradient)."""

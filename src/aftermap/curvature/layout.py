@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,6 +29,11 @@ class Piece:
     start: int
     stop: int
 
+    @cached_property
+    def _in_order(self) -> bool:
+        """Nothing is permuted."""
+        return self.order == tuple(range(len(self.order)))
+
     def to_columns(self, value: Tensor, groups: int, out: int) -> Tensor:
         """[..., *shape] -> [..., groups, out, stop − start]."""
         lead = value.shape[: value.dim() - len(self.shape)]
@@ -38,9 +44,7 @@ class Piece:
     def to_parameter(self, columns: Tensor) -> Tensor:
         """[..., groups, out, stop − start] -> [..., *shape]."""
         lead = columns.shape[:-3]
-        if self.order == tuple(
-            range(len(self.order))
-        ):  # nothing to permute: most layers, and once per layer and step of an optimiser
+        if self._in_order:  # most layers, and once per layer and step of an optimiser
             return columns.reshape(*lead, *self.shape)
         permuted = [self.view[i] for i in self.order]
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
@@ -91,6 +95,8 @@ class Layout:
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
         """The block [..., groups, out, in] to parameters [..., *shape]."""
+        if len(self.pieces) == 1:
+            return {self.pieces[0].name: self.pieces[0].to_parameter(block)}
         return {p.name: p.to_parameter(block[..., p.start : p.stop]) for p in self.pieces}
 
     def positions(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -33,7 +34,7 @@ class Collected:
         size: examples, over all closures.
         loss: Σ of the loss over examples, float64.
         factors: site -> Kronecker sums (scaled already), with n of their own in ``size``.
-        derived: the curvature is made of these gradients and finite where they are.
+        implied: "grads" or "curvature" where these were made of the same numbers as the others, and are finite where they are.
     """
 
     grads: dict[str, Tensor]
@@ -43,13 +44,13 @@ class Collected:
     size: float
     loss: Tensor
     factors: dict[int, Factor] = field(default_factory=dict)
-    derived: bool = False
+    implied: str | None = None
 
     def add(self, other: Collected) -> None:
         """Adds another closure's sums to this one's."""
         self.grad_scale = _merge(self.grads, self.grad_scale, other.grads, other.grad_scale)
         self.curvature_scale = _merge(self.curvature, self.curvature_scale, other.curvature, other.curvature_scale)
-        self.derived = self.derived and other.derived
+        self.implied = self.implied if self.implied == other.implied else None
         self.size += other.size
         self.loss = self.loss + other.loss
         for site, (inputs, outputs, rows) in other.factors.items():
@@ -87,22 +88,28 @@ class Collected:
                 del self.curvature[name]
         self.size, self.loss = float(count[0]), count[1].to(torch.float64)
 
+    def replace_grads(self, grads: Mapping[str, Tensor]) -> None:
+        """Takes these gradients instead; nothing is known about them."""
+        self.grads.update(grads)
+        self.implied = None
+
     def is_finite(self) -> bool:
         """Whether loss, gradients and curvature are finite."""
-        if not bool(torch.isfinite(self.loss)):
+        if not math.isfinite(float(self.loss)):
             return False
-        sums: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for name, grad in self.grads.items():
-            own = None if self.derived else self.curvature.get(name)
-            if own is not None and own.dtype == grad.dtype and own.is_contiguous() and grad.is_contiguous():
-                told = torch.dot(grad.view(-1), own.view(-1))  # both at once
-            else:
-                told = grad.sum() if own is None else grad.sum() + own.sum().to(grad.dtype)
-            sums.setdefault((told.device, told.dtype), []).append(told)
-        # A sum is finite only if every entry is; that it overflows is rare and worth a second look.
-        if all(all_finite(torch.stack(each)) for each in sums.values()):
-            return self.derived or all(all_finite(h) for n, h in self.curvature.items() if n not in self.grads)
-        return all(all_finite(v) for v in (*self.grads.values(), *self.curvature.values()))
+        told, untold = self.grads, self.curvature
+        if self.implied == "grads":
+            told, untold = untold, told
+        looked_at = [*told.values(), *(v for n, v in untold.items() if self.implied is None or n not in told)]
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for value in looked_at:
+            kinds.setdefault((value.device, value.dtype), []).append(value)
+        # A length is finite only if every entry is; that it overflows is rare and worth a second look.
+        for (_, dtype), values in kinds.items():
+            lengths = torch._foreach_norm(values, 2, dtype=torch.promote_types(dtype, torch.float32))
+            if not all_finite(torch.stack(lengths)) and not all(all_finite(v) for v in values):
+                return False
+        return True
 
     def clip(self, longest: float) -> None:
         """Shortens the mean gradient to ``longest`` by its scale."""
@@ -182,9 +189,9 @@ def from_blocks(held: Collected | None, params: Mapping[str, Tensor], *, mean: b
             "step() without a closure uses what was collected in `with opt.sampled_params():`, but nothing was. Put the "
             "forward and backward pass into such a block, or pass a closure: opt.step(lambda: loss_fn(model(x), y))"
         )
-    held.grads = {n: p.grad.detach() for n, p in params.items() if p.grad is not None}
+    held.grads = {}
+    held.replace_grads({n: p.grad.detach() for n, p in params.items() if p.grad is not None})
     held.grad_scale = held.size if mean else 1.0
-    held.derived = False  # whoever changed .grad may have put a number where there was none
     return held
 
 

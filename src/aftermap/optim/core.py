@@ -292,7 +292,7 @@ class VariationalOptimizer(Optimizer, ABC):
         if not self._cleared and not self._warned_of_left:
             self._warned_of_left = warn_of_left_gradients(before)
         if given:  # the closure ran its own backward pass, and may have clipped
-            part.grads.update(given)
+            part.replace_grads(given)
         return part, result
 
     def step(self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None) -> Any:

@@ -86,9 +86,9 @@ def digest(
         products = {n: noise[n] for n in moments.sums if n in noise}
         if products:
             torch._foreach_mul_(list(products.values()), [moments.sums[n] for n in products])
-        return Collected(moments.sums, products, scale, scale, size, loss, derived=True)
+        return Collected(moments.sums, products, scale, scale, size, loss, implied="curvature")
     if settings.curvature == "micro_batch":
         squares = {n: g.square() for n, g in moments.sums.items()}
-        return Collected(moments.sums, squares, scale, scale**2, size, loss)
+        return Collected(moments.sums, squares, scale, scale**2, size, loss, implied="grads")
     factors = {s: (a, b * scale**2, t) for s, (a, b, t) in moments.factors.items()}
-    return Collected(moments.sums, moments.squares, scale, scale**2, size, loss, factors)
+    return Collected(moments.sums, moments.squares, scale, scale**2, size, loss, factors, implied="grads")

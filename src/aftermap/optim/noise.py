@@ -3,18 +3,30 @@
 Each draw of the weights has its own generator state. Processes of one sample group draw the same weights without
 talking to each other, a resumed run draws what the uninterrupted one would have drawn, and PyTorch's global generator
 is never touched.
+
+On a CPU PyTorch draws normal numbers on one core, which is a tenth of a training step. There, for many numbers, only the
+random bits are drawn in sequence (SFC64, a quarter of the time); the transformation to normal numbers uses all cores.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["NoiseSource", "mix"]
+from aftermap.optim.collected import in_chunks
+
+__all__ = ["NoiseSource", "box_muller_", "mix"]
 
 _MASK = 2**64 - 1
+_SMALLEST = torch.tensor(2.0**-32)
+# From so many numbers on bits are drawn and transformed (measured: below, PyTorch's own kernel is as fast) ...
+_MANY_NUMBERS = 1 << 16
+# ... so many at a time: few enough for the cache, and little memory.
+_BLOCK_NUMBERS = 1 << 18
 
 
 def mix(*numbers: int) -> int:
@@ -54,8 +66,44 @@ class NoiseSource:
 
     def normal(self, like: Sequence[Tensor], *, step: int, sample: int, stream: int = 0) -> list[Tensor]:
         """Numbers of the shapes, dtypes and devices of ``like``."""
+        plain = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in like)
+        if plain and sum(t.numel() for t in like) >= _MANY_NUMBERS:
+            bits = np.random.SFC64(mix(self.seed, step, sample, self.group, stream))
+            return [z for part in in_chunks([(None, t) for t in like]) for z in _joined([t for _, t in part], bits)]
         generators = {d: self.generator(d, step=step, sample=sample, stream=stream) for d in {t.device for t in like}}
         return [
             torch.empty_like(t, memory_format=torch.contiguous_format).normal_(generator=generators[t.device])
             for t in like
         ]
+
+
+def _joined(like: Sequence[Tensor], bits: np.random.BitGenerator) -> list[Tensor]:
+    """Normal numbers of these shapes in one piece of memory: few operations for many small tensors."""
+    sizes = [t.numel() for t in like]
+    odd = sum(sizes) % 2
+    flat = torch.empty(sum(sizes) + odd)
+    for block in flat.split(_BLOCK_NUMBERS):
+        box_muller_(block, bits.random_raw(len(block) // 2))
+    return [part.view(t.shape) for part, t in zip(flat.split([*sizes, odd])[:-1], like, strict=True)]
+
+
+def box_muller_(out: Tensor, bits: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    r"""Fills a float32 tensor of even length with independent standard normal numbers, two from each 64 random bits.
+
+    .. math:: z_1, z_2 = \sqrt{-2 \log u}\,(\sin\theta, \cos\theta)
+
+    with u ∈ (0, 1] and θ ∈ [−π, π] from 32 bits each; no number is larger than √(64 log 2) ≈ 6.66.
+
+    >>> out = torch.empty(2)
+    >>> box_muller_(out, np.array([2**62], dtype=np.uint64))  # u = 2⁻³², θ = π/2
+    >>> [round(abs(float(z)), 2) for z in out]
+    [6.66, 0.0]
+    """
+    half = len(out) // 2
+    out.copy_(torch.from_numpy(bits.view(np.int32)))  # whole numbers in [−2³¹, 2³¹]
+    radius, angle = out[:half], out[half:]
+    # u = (|number| + ½)/2³¹: small ones keep all their digits, and 2³¹ + ½ is 2³¹ in float32.
+    torch.add(_SMALLEST, radius.abs_(), alpha=2.0**-31, out=radius).log_().mul_(-2.0).sqrt_()
+    sine = angle.mul_(math.pi * 2.0**-31).sin()
+    angle.cos_().mul_(radius)
+    radius.mul_(sine)

@@ -1,0 +1,89 @@
+"""Noise of the weights: normal in its middle and its tails, and a function of seed, step and sample alone."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aftermap.optim import noise
+from aftermap.optim.noise import NoiseSource, box_muller_
+
+MANY = [torch.zeros(1000, 301), torch.zeros(7), torch.zeros(2, 3, 5), torch.zeros(())]
+
+
+def flat(values: list[Tensor]) -> Tensor:
+    return torch.cat([v.flatten() for v in values])
+
+
+@pytest.mark.parametrize("chunk", [1 << 18, 1 << 12])
+def test_many_numbers_are_standard_normal(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "_BLOCK_NUMBERS", chunk)
+    found = NoiseSource(3).normal(MANY, step=1, sample=0)
+    assert [v.shape for v in found] == [v.shape for v in MANY]
+    z = flat(found).double()
+    count = len(z)
+    assert count > noise._MANY_NUMBERS
+    for power, expected, variance in ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)):
+        assert abs(float((z**power).mean()) - expected) < 5 * math.sqrt(variance / count)
+    # Kolmogorov-Smirnov: above 1.95/√n with probability 0.001.
+    ordered = torch.special.ndtr(z.sort().values)
+    steps = torch.arange(1, count + 1, dtype=torch.float64) / count
+    assert float((ordered - steps).abs().max()) < 1.95 / math.sqrt(count)
+    for far in (3.0, 4.0):
+        expected = count * math.erfc(far / math.sqrt(2))
+        assert abs(int((z.abs() > far).sum()) - expected) < 5 * math.sqrt(expected)
+
+
+def test_neighbours_and_pairs_are_uncorrelated() -> None:
+    z = flat(NoiseSource(5).normal([torch.zeros(1 << 18)], step=0, sample=0)).double()
+    count = len(z)
+    half = count // 2
+    for a, b in ((z[:-1], z[1:]), (z[:half], z[half:]), (z[:half] ** 2 - 1, z[half:] ** 2 - 1)):
+        spread = math.sqrt(float(a.square().mean() * b.square().mean()) / len(a))
+        assert abs(float((a * b).mean())) < 5 * spread
+
+
+def test_noise_depends_on_seed_step_sample_group_and_stream_alone() -> None:
+    def draw(seed: int, group: int, step: int, sample: int, stream: int) -> Tensor:
+        return flat(NoiseSource(seed, group).normal(MANY, step=step, sample=sample, stream=stream))
+
+    first = draw(1, 0, 0, 0, 0)
+    before = torch.get_rng_state()
+    assert torch.equal(first, draw(1, 0, 0, 0, 0))
+    assert torch.equal(before, torch.get_rng_state())
+    for other in ((2, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 0, 0, 1, 0), (1, 0, 0, 0, 1)):
+        assert not torch.equal(first, draw(*other))
+        assert abs(float(torch.corrcoef(torch.stack([first, draw(*other)]))[0, 1])) < 5 / math.sqrt(len(first))
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found.append(flat(NoiseSource(1).normal(MANY, step=0, sample=0)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*found)
+
+
+def test_every_pattern_of_bits_gives_a_finite_number() -> None:
+    words = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
+    bits = np.array([a + (b << 32) for a in words for b in words], dtype=np.uint64)
+    out = torch.empty(2 * len(bits))
+    box_muller_(out, bits)
+    assert bool(torch.isfinite(out).all())
+    assert float(out.abs().max()) <= math.sqrt(64 * math.log(2)) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_drawn_too(dtype: torch.dtype) -> None:
+    (z,) = NoiseSource(3).normal([torch.zeros(300, 301, dtype=dtype)], step=1, sample=0)
+    assert z.dtype == dtype
+    assert abs(float(z.double().mean())) < 5 / math.sqrt(z.numel())
+    assert abs(float(z.double().var()) - 1) < 0.03
