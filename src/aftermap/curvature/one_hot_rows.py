@@ -56,11 +56,13 @@ class OneHotRows(MatrixRows):
     def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
         # Sum what one example says about one token, square, then sum over examples: never [b, vocabulary, o].
         used = self.index >= 0
-        example = torch.arange(self.batch, device=self.index.device)[:, None].expand_as(self.index)
-        pairs, place = torch.unique(example[used] * self.features + self.index[used], return_inverse=True)
+        numbers = self.index + self.features * torch.arange(self.batch, device=self.index.device)[:, None]
+        whole = bool(used.all())
+        pairs, place = torch.unique(numbers.flatten() if whole else numbers[used], return_inverse=True)
         result = grads.new_zeros(self.features, grads.shape[-1])
         for each in grads[:, :, 0]:  # [b, t, o]
-            sums = each.new_zeros(len(pairs), each.shape[-1]).index_add_(0, place, each[used])
+            lines = each.flatten(0, 1) if whole else each[used]
+            sums = each.new_zeros(len(pairs), each.shape[-1]).index_add_(0, place, lines)
             result.index_add_(0, pairs % self.features, sums.square_())
         out[0].add_(result.T)
 

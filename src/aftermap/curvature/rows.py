@@ -188,12 +188,18 @@ class DenseRows(MatrixRows):
             return grads[:, :, :, 0, :, None] * self.dense()[:, :, 0, None, :]
         lines = merged_vectors(grads)  # [b, g, v·o, t]
         if not self.ones:
-            return split_vectors(lines @ self.data, len(grads))
+            return split_vectors(self._products(lines, self.data), len(grads))
         # The bias column is a sum: cheaper than a copy of the rows with ones.
         result = lines.new_empty(*lines.shape[:-1], self.features)
-        result[..., :-1] = lines @ self.data
+        result[..., :-1] = self._products(lines, self.data)
         torch.sum(lines, -1, out=result[..., -1])
         return split_vectors(result, len(grads))
+
+    def _products(self, lines: Tensor, data: Tensor) -> Tensor:
+        """[b, g, o, t] · [b, g, t, i]; groups that share their rows (a packed projection) in one product, without copies."""
+        if self.groups == 1 or data.stride(1) != 0:
+            return lines @ data
+        return (lines.flatten(1, 2) @ data[:, 0]).unflatten(1, lines.shape[1:3])
 
     def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
         if self.shared > 1:
@@ -244,7 +250,7 @@ class DenseRows(MatrixRows):
             lines = merged_vectors(grads[:, start : start + step])  # [b, g, v·o, t]
             parts = []
             if width:
-                parts.append((slice(0, width), lines @ self.data[start : start + step]))
+                parts.append((slice(0, width), self._products(lines, self.data[start : start + step])))
             if self.ones:
                 parts.append((slice(width, None), lines.sum(-1, keepdim=True)))
             for columns, each in parts:
@@ -308,8 +314,12 @@ class ScaleRows(Rows):
 
     def columns(self, grads: Tensor) -> list[Tensor] | None:
         """Per-example gradients for one vector [1, b, g, t, 1], a column [b·g] per feature; None where `outer` is the way."""
-        if self.affine is None or self.data is None or len(grads) > 1:
+        if self.data is None or len(grads) > 1:
             return None
+        if self.affine is None:
+            flat = grads[0, ..., 0]  # [b, g, t]
+            found = torch.linalg.vecdot(flat, self.data).reshape(-1)
+            return [found, flat.sum(-1).reshape(-1)] if self.ones else [found]
         mean, variance, tiny = self.affine
         # Σ_t g x̂ and Σ_t g by PyTorch's own kernel, with examples as channels.
         found = torch.ops.aten.native_batch_norm_backward.default(
