@@ -72,6 +72,18 @@ def test_the_number_of_threads_changes_nothing() -> None:
     assert torch.equal(*found)
 
 
+def test_defaults_of_the_user_change_nothing() -> None:
+    expected = NoiseSource(1).normal(MANY, step=0, sample=0)
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = NoiseSource(1).normal(MANY, step=0, sample=0)
+        with torch.device("meta"):
+            found += NoiseSource(1).normal(MANY, step=0, sample=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected * 2, strict=True))
+
+
 def test_every_pattern_of_bits_gives_a_finite_number() -> None:
     words = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
     bits = np.array([a + (b << 32) for a in words for b in words], dtype=np.uint64)
