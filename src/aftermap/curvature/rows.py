@@ -297,34 +297,30 @@ class ScaleRows(Rows):
         return int(self.data is not None) + int(self.ones)
 
     def outer(self, grads: Tensor) -> Tensor:
-        flat = grads[..., 0]  # [v, b, g, t]
-        if self.affine is not None and self.data is not None:
-            found = torch.stack([torch.stack(self.columns(each) or [], -1) for each in grads.split(1)])  # [v, b·g, i]
+        if self.data is not None and (self.affine is not None or len(grads) == 1):
+            # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
+            found = torch.stack([torch.stack(self._columns(each, self.data), -1) for each in grads.split(1)])
             return found.view(-1, *self.shape[:2], 1, self.features)
-        # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
-        one = len(flat) == 1
-        parts = []
-        if self.data is not None:
-            parts.append(
-                torch.linalg.vecdot(flat, self.data) if one else torch.einsum("vbgt,bgt->vbg", flat, self.data)
-            )
+        flat = grads[..., 0]  # [v, b, g, t]
+        parts = [] if self.data is None else [torch.einsum("vbgt,bgt->vbg", flat, self.data)]
         if self.ones:
             parts.append(flat.sum(-1))
         return torch.stack(parts, -1)[..., None, :]
 
     def columns(self, grads: Tensor) -> list[Tensor] | None:
         """Per-example gradients for one vector [1, b, g, t, 1], a column [b·g] per feature; None where `outer` is the way."""
-        if self.data is None or len(grads) > 1:
-            return None
+        return None if self.data is None or len(grads) > 1 else self._columns(grads, self.data)
+
+    def _columns(self, grads: Tensor, data: Tensor) -> list[Tensor]:
         if self.affine is None:
             flat = grads[0, ..., 0]  # [b, g, t]
-            found = torch.linalg.vecdot(flat, self.data).reshape(-1)
-            return [found, flat.sum(-1).reshape(-1)] if self.ones else [found]
+            scale = torch.linalg.vecdot(flat, data).reshape(-1)
+            return [scale, flat.sum(-1).reshape(-1)] if self.ones else [scale]
         mean, variance, tiny = self.affine
         # Σ_t g x̂ and Σ_t g by PyTorch's own kernel, with examples as channels.
-        found = torch.ops.aten.native_batch_norm_backward.default(
+        _, scale, shift = torch.ops.aten.native_batch_norm_backward.default(
             grads.reshape(1, -1, self.shape[2]),
-            self.data.reshape(1, -1, self.shape[2]),
+            data.reshape(1, -1, self.shape[2]),
             None,
             mean,
             variance,
@@ -334,7 +330,7 @@ class ScaleRows(Rows):
             tiny,
             [False, True, self.ones],
         )
-        return [found[1], found[2]] if self.ones else [found[1]]
+        return [scale, shift] if self.ones else [scale]
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         columns = self.columns(grads)
