@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ __all__ = [
     "world_size",
 ]
 
+Found = TypeVar("Found")
 _NOTE_BYTES = 512  # of an error's message are told to the other processes
 
 
@@ -235,6 +237,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def unsynchronised(model: nn.Module) -> AbstractContextManager[object]:
-    """Inside, a DistributedDataParallel wrapper averages no gradients: somebody else sums them."""
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+def unsynchronised(model: nn.Module, block: AbstractContextManager[Found]) -> AbstractContextManager[Found]:
+    """A block inside which a DistributedDataParallel wrapper averages no gradients: somebody else sums them."""
+    return _within(model.no_sync(), block) if isinstance(model, DistributedDataParallel) else block
+
+
+@contextmanager
+def _within(outer: AbstractContextManager[object], block: AbstractContextManager[Found]) -> Iterator[Found]:
+    with outer, block as found:
+        yield found

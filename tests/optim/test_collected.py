@@ -13,16 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aftermap.optim import IVON, KFAC, OGN, VOGN, core, vogn
-from aftermap.optim.collected import Collected, in_chunks
+from aftermap.optim.chunks import in_chunks
+from aftermap.optim.collected import Collected, magnitudes
 from tests.optim.problems import classifier
-
-
-def test_chunks_keep_order_and_bounds() -> None:
-    items = [(i, torch.zeros(n)) for i, n in enumerate((3, 4, 9, 1, 1, 5, 2))]
-    parts = list(in_chunks(items, 7))
-    assert [i for part in parts for i, _ in part] == list(range(7))
-    assert [[p.numel() for _, p in part] for part in parts] == [[3, 4], [9], [1, 1, 5], [2]]
-    assert list(in_chunks([], 7)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -40,20 +33,28 @@ def test_large_numbers_are_finite_and_only_bad_ones_are_not(dtype: torch.dtype) 
         spoilt[7] = bad
         assert not collected(spoilt, large).is_finite()
         assert not collected(large, spoilt).is_finite()
-        # What is implied by the other is not looked at, unless there is no other, or new gradients have come.
-        made_of_grads, made_of_both = collected(spoilt, large), collected(large, spoilt)
-        made_of_grads.implied, made_of_both.implied = "curvature", "grads"
+        # Gradients that the curvature implies are not looked at, unless there is no curvature, or new gradients have come.
+        made_of_grads = collected(large, spoilt)
+        made_of_grads.implied = True
         assert not made_of_grads.is_finite()
-        assert not made_of_both.is_finite()
         alone = collected(large, large)
-        alone.implied = "grads"
+        alone.implied = True
         assert alone.is_finite()
         alone.grads["b"][1] = bad
         assert not alone.is_finite()
         changed = collected(large, large)
-        changed.implied = "grads"
+        changed.implied = True
         changed.replace_grads({"a": spoilt})
         assert not changed.is_finite()
+        # Magnitudes that are known are believed where they are finite, and looked into where they are not.
+        for curvature, fine in ((large, True), (spoilt, False)):
+            measured = collected(torch.ones(2), curvature)
+            measured.known = magnitudes([curvature])
+            assert measured.is_finite() == fine
+            measured.known = [torch.ones(())]
+            assert measured.is_finite()
+            measured.add(collected(torch.ones(2), torch.ones(50, dtype=dtype)))
+            assert measured.is_finite() == fine
 
 
 @pytest.mark.parametrize("with_prior", [False, True])

@@ -104,7 +104,7 @@ def test_a_curvature_changed_from_outside_is_noticed() -> None:
                 opt.state[weight]["curvature"].mul_(4)
             opt.param_groups[0]["prior_precision"] = 5.0
         if fresh:
-            opt._roots.clear()
+            opt._below.clear()
         opt.step(lambda: loss_of(weight))
         return weight.detach()
 

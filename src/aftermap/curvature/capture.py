@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from aftermap.curvature.attention import attention_forward, unviewed
 from aftermap.curvature.sites import Sites
@@ -31,6 +32,7 @@ __all__ = [
     "backpropagate",
     "capture",
     "gradients_for",
+    "hook_root",
     "last_edges",
     "observe",
 ]
@@ -195,18 +197,13 @@ def observe(
         calls = stack.enter_context(capture(sites, receive))
         seen = Seen(calls)
 
-        def root(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found = _only_tensor(output)
-            call = RootCall(args, kwargs, found)
-            if not torch.is_grad_enabled() or (found is not None and not found.requires_grad):
-                return  # a look at the outputs, say for a metric: no gradient comes from there
+        def keep_root(call: RootCall) -> None:
+            def keep(grad: Tensor) -> None:
+                call.grad = grad if call.grad is None else call.grad + grad
+
             seen.roots.append(call)
-            if found is not None:
-
-                def keep(grad: Tensor) -> None:
-                    call.grad = grad if call.grad is None else call.grad + grad
-
-                found.register_hook(keep)
+            if call.output is not None:
+                call.output.register_hook(keep)
 
         def keep_leaf(name: str) -> Callable[[Tensor], None]:
             def keep(grad: Tensor) -> None:
@@ -214,11 +211,23 @@ def observe(
 
             return keep
 
-        stack.callback(model.register_forward_hook(root, with_kwargs=True).remove)
+        stack.callback(hook_root(model, keep_root).remove)
         for name, parameter in leaves.items():
             if parameter.requires_grad:
                 stack.callback(parameter.register_hook(keep_leaf(name)).remove)
         yield seen
+
+
+def hook_root(model: nn.Module, receive: Callable[[RootCall], None]) -> RemovableHandle:
+    """Calls ``receive`` with every call of the whole model that a gradient can come from, until the handle is removed."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        found = _only_tensor(output)
+        if not torch.is_grad_enabled() or (found is not None and not found.requires_grad):
+            return  # a look at the outputs, say for a metric
+        receive(RootCall(args, kwargs, found))
+
+    return model.register_forward_hook(hook, with_kwargs=True)
 
 
 def _only_tensor(output: Any) -> Tensor | None:

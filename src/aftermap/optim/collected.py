@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.errors import InputError
 from aftermap.linalg import all_finite
+from aftermap.optim.chunks import as_one
 
-__all__ = ["Collected", "Factor", "add_block", "from_blocks", "in_chunks"]
+__all__ = ["Collected", "Factor", "add_block", "from_blocks", "magnitudes"]
 
 Factor = tuple[Tensor, Tensor, int]
-Item = TypeVar("Item")
-_CHUNK_NUMBERS = 1 << 18  # parameters that are worked on at once: few enough for the cache, enough to launch one kernel
+_SMALL_NUMBERS = 1 << 12
 
 
 @dataclass
@@ -34,7 +34,8 @@ class Collected:
         size: examples, over all closures.
         loss: Σ of the loss over examples, float64.
         factors: site -> Kronecker sums (scaled already), with n of their own in ``size``.
-        implied: "grads" or "curvature" where these were made of the same numbers as the others, and are finite where they are.
+        implied: whether gradients are finite wherever their curvature is, because it was made of them.
+        known: the curvature's `magnitudes`, where they were found on the way.
     """
 
     grads: dict[str, Tensor]
@@ -44,13 +45,15 @@ class Collected:
     size: float
     loss: Tensor
     factors: dict[int, Factor] = field(default_factory=dict)
-    implied: str | None = None
+    implied: bool = False
+    known: list[Tensor] | None = None
 
     def add(self, other: Collected) -> None:
         """Adds another closure's sums to this one's."""
         self.grad_scale = _merge(self.grads, self.grad_scale, other.grads, other.grad_scale)
         self.curvature_scale = _merge(self.curvature, self.curvature_scale, other.curvature, other.curvature_scale)
-        self.implied = self.implied if self.implied == other.implied else None
+        self.implied = self.implied and other.implied
+        self.known = None
         self.size += other.size
         self.loss = self.loss + other.loss
         for site, (inputs, outputs, rows) in other.factors.items():
@@ -81,6 +84,7 @@ class Collected:
         factors = [t for a, b, _ in self.factors.values() for t in (a, b)]
         all_reduce_([used, has_curvature, count, *self.grads.values(), *self.curvature.values(), *factors])
         self.grad_scale = self.curvature_scale = 1.0
+        self.known = None
         for place, name in enumerate(shapes):
             if not used[place]:
                 del self.grads[name]
@@ -91,25 +95,18 @@ class Collected:
     def replace_grads(self, grads: Mapping[str, Tensor]) -> None:
         """Takes these gradients instead; nothing is known about them."""
         self.grads.update(grads)
-        self.implied = None
+        self.implied = False
 
     def is_finite(self) -> bool:
         """Whether loss, gradients and curvature are finite."""
         if not math.isfinite(float(self.loss)):
             return False
-        told, untold = self.grads, self.curvature
-        if self.implied == "grads":
-            told, untold = untold, told
-        looked_at = [*told.values(), *(v for n, v in untold.items() if self.implied is None or n not in told)]
-        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for value in looked_at:
-            kinds.setdefault((value.device, value.dtype), []).append(value)
-        # A length is finite only if every entry is; that it overflows is rare and worth a second look.
-        for (_, dtype), values in kinds.items():
-            lengths = torch._foreach_norm(values, 2, dtype=torch.promote_types(dtype, torch.float32))
-            if not all_finite(torch.stack(lengths)) and not all(all_finite(v) for v in values):
-                return False
-        return True
+        grads = [g for n, g in self.grads.items() if not self.implied or n not in self.curvature]
+        curvature = list(self.curvature.values())
+        known = magnitudes(curvature) if self.known is None else self.known
+        if all(all_finite(torch.stack(part)) for part in _by_device([*known, *magnitudes(grads)])):
+            return True
+        return all(all_finite(v) for v in (*grads, *curvature))  # large numbers overflow
 
     def clip(self, longest: float) -> None:
         """Shortens the mean gradient to ``longest`` by its scale."""
@@ -153,26 +150,6 @@ def add_block(
     return held
 
 
-def in_chunks(
-    items: Sequence[tuple[Item, Tensor]], numbers: int = _CHUNK_NUMBERS
-) -> Iterator[list[tuple[Item, Tensor]]]:
-    """Parts of a list of (anything, parameter) with up to ``numbers`` numbers each, or with one parameter.
-
-    >>> [len(part) for part in in_chunks([("a", torch.zeros(2)), ("b", torch.zeros(3)), ("c", torch.zeros(7))], 5)]
-    [2, 1]
-    """
-    part: list[tuple[Item, Tensor]] = []
-    size = 0
-    for item in items:
-        size += item[1].numel()
-        if part and size > numbers:
-            yield part
-            part, size = [], item[1].numel()
-        part.append(item)
-    if part:
-        yield part
-
-
 def from_blocks(held: Collected | None, params: Mapping[str, Tensor], *, mean: bool) -> Collected:
     """What the blocks of `sampled_params` collected, with ``.grad`` as it is now (clipped or not) as the gradient.
 
@@ -193,6 +170,32 @@ def from_blocks(held: Collected | None, params: Mapping[str, Tensor], *, mean: b
     held.replace_grads({n: p.grad.detach() for n, p in params.items() if p.grad is not None})
     held.grad_scale = held.size if mean else 1.0
     return held
+
+
+def magnitudes(values: list[Tensor]) -> list[Tensor]:
+    """Some numbers that are finite only if every entry of the tensors is; that they overflow is rare.
+
+    >>> [bool(m.isfinite()) for m in magnitudes([torch.ones(2), torch.tensor([1.0, math.nan])])]
+    [False]
+    """
+    found: list[Tensor] = []
+    for part in _by_device(values):
+        one = as_one(part)
+        if one is not None and one.dtype in (torch.float32, torch.float64):
+            found.append(torch.dot(one, one))  # half the time of a norm
+            continue
+        small = [v for v in part if v.numel() <= _SMALL_NUMBERS]
+        if len(small) > 1:  # a copy costs less than an operation for each
+            part = [*(v for v in part if v.numel() > _SMALL_NUMBERS), _flatten_dense_tensors(small)]
+        found += torch._foreach_norm(part)
+    return found
+
+
+def _by_device(values: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for value in values:
+        found.setdefault(value.device, []).append(value)
+    return list(found.values())
 
 
 def tuple_zeros(factor: Factor) -> Factor:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ from aftermap.curvature.factors import Block
 from aftermap.distributed import broadcast_, is_distributed, make_mesh, unsynchronised, unwrapped
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
-from aftermap.optim.collected import Collected, add_block, from_blocks, in_chunks
+from aftermap.optim.chunks import in_chunks
+from aftermap.optim.collected import Collected, add_block, from_blocks
 from aftermap.optim.estimates import back_propagate, digest, ggn_of, kind_of_loss
 from aftermap.optim.noise import NoiseSource, mix
 from aftermap.optim.posterior import TrainedPosterior, trained_posterior
@@ -72,7 +73,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.steps = self.skipped_steps = 0
         self.loss_kind: str | None = None
         self.skip_without_loss = False
-        self._active = self._cleared = self._warned_of_left = False
+        self._active = self._cleared = self._warned_of_left = self._own_priors = False
         self._held: Collected | None = None
         self._draws = 0
         self._reader: tuple[tuple[str, ...], ClosureWatcher | GradientReader] | None = None
@@ -135,7 +136,8 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def _prior(self, group: Group, params: Sequence[Tensor]) -> tuple[Any, Any]:
         """(τδ/N, μ₀): numbers, or lists of tensors where a prior per weight was set."""
-        return prior_of(group, params, self.state, self.temperature / self.settings.n_effective)
+        factor = self.temperature / self.settings.n_effective
+        return prior_of(group, params, self.state if self._own_priors else {}, factor)
 
     def set_prior(self, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]) -> None:
         """A prior with its own mean and precision for each weight: the posterior of the last task (Nguyen et al. 2018).
@@ -149,6 +151,7 @@ class VariationalOptimizer(Optimizer, ABC):
         """
         by_name = {self._known[id(p)]: p for g in self.param_groups for p in g["params"]}
         store_prior(by_name, self.state, mean, precision)
+        self._own_priors = True
 
     def _trained(self) -> dict[str, Tensor]:
         """Every parameter that requires a gradient now, by name."""
@@ -250,13 +253,9 @@ class VariationalOptimizer(Optimizer, ABC):
     def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureWatcher:
         return ClosureWatcher(model, names, passive=self.settings.curvature == "ggn")
 
-    @contextmanager
-    def _watching(self, reader: ClosureWatcher | GradientReader, size: int | None) -> Iterator[Any]:
-        with (
-            unsynchronised(self.model) if self.model is not None else torch.enable_grad(),
-            reader.watching(size) as reading,
-        ):
-            yield reading
+    def _watching(self, reader: ClosureWatcher | GradientReader, size: int | None) -> AbstractContextManager[Any]:
+        watching = reader.watching(size)
+        return watching if self.model is None else unsynchronised(self.model, watching)
 
     def _run(self, closure: Callable[[], Any], sample: int, size: int | None) -> tuple[Collected, Any]:
         """One draw, one closure."""
@@ -277,9 +276,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     ggn = self.settings.curvature == "ggn"
                     back_propagate(reading, loss, ggn=ggn, only_parameters=self.model is None)
                 moments = reading.finish()
-                device = next(iter(params.values())).device
-                draws = self._noise.generator(device, step=self.steps, sample=0, stream=2)
-                curvature = ggn_of(reading, self.settings, draws) if ggn else None
+                curvature = ggn_of(reading, self.settings, self._noise, self.steps, loss.device) if ggn else None
                 reading.release()
                 given = {n: p.grad for n, p in params.items() if p.grad is not None}
             finally:
@@ -339,7 +336,8 @@ class VariationalOptimizer(Optimizer, ABC):
     @torch.no_grad()
     def _finish(self, total: Collected) -> Tensor:
         """Sums over processes, checks, and updates."""
-        total.all_reduced(self._trained(), self._factor_shapes())
+        if is_distributed():
+            total.all_reduced(self._trained(), self._factor_shapes())
         loss = total.loss / total.size if self.settings.reduction == "mean" else total.loss
         self._draws = 0
         if not total.is_finite():
@@ -360,7 +358,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def _update(self, total: Collected) -> None:
         scales = (total.grad_scale / total.size, total.curvature_scale / total.size)
         for group in self.param_groups:
-            named = [(self._known[id(p)], p) for p in group["params"] if p.requires_grad]
+            named = ((self._known[id(p)], p) for p in group["params"] if p.requires_grad)
             used = [(n, p) for n, p in named if n in total.grads and n in total.curvature]
             for part in in_chunks(used):  # working memory is that of a part, and a part's sums are let go
                 grads, curvature = ([sums.pop(n) for n, _ in part] for sums in (total.grads, total.curvature))

@@ -9,7 +9,9 @@ from aftermap.curvature.closures import ClosureWatch, Moments
 from aftermap.curvature.per_example import ggn_squares
 from aftermap.distributed import is_distributed
 from aftermap.errors import InputError, UnsupportedError
-from aftermap.optim.collected import Collected
+from aftermap.optim.chunks import in_chunks
+from aftermap.optim.collected import Collected, magnitudes
+from aftermap.optim.noise import NoiseSource
 from aftermap.optim.readers import Reading
 from aftermap.optim.settings import Settings
 
@@ -22,10 +24,13 @@ def kind_of_loss(loss: Tensor) -> str | None:
     return "classification" if name.startswith("NllLoss") else None
 
 
-def ggn_of(reading: Reading, settings: Settings, generator: torch.Generator) -> dict[str, Tensor] | None:
+def ggn_of(
+    reading: Reading, settings: Settings, noise: NoiseSource, step: int, device: torch.device
+) -> dict[str, Tensor] | None:
     """The diagonal of the GGN from the graph of a closure, which must still be alive."""
     if settings.likelihood is None or not isinstance(reading, ClosureWatch):
         return None
+    generator = noise.generator(device, step=step, sample=0, stream=2)
     return ggn_squares(reading, settings.likelihood, settings.vectors, 1, generator)
 
 
@@ -83,12 +88,15 @@ def digest(
     if settings.curvature == "reparametrised":
         # ε ∘ g: each process with its own noise, before any average (Price's theorem needs the pair).
         # The noise is used up here, so its memory serves.
-        products = {n: noise[n] for n in moments.sums if n in noise}
-        if products:
-            torch._foreach_mul_(list(products.values()), [moments.sums[n] for n in products])
-        return Collected(moments.sums, products, scale, scale, size, loss, implied="curvature")
+        products = {n: e for n, e in noise.items() if n in moments.sums}
+        found: list[Tensor] = []
+        for part in in_chunks(list(products.items())):
+            values = [e for _, e in part]
+            torch._foreach_mul_(values, [moments.sums[n] for n, _ in part])
+            found += magnitudes(values)  # while they are in the cache
+        return Collected(moments.sums, products, scale, scale, size, loss, implied=True, known=found)
     if settings.curvature == "micro_batch":
         squares = {n: g.square() for n, g in moments.sums.items()}
-        return Collected(moments.sums, squares, scale, scale**2, size, loss, implied="grads")
+        return Collected(moments.sums, squares, scale, scale**2, size, loss, implied=True)
     factors = {s: (a, b * scale**2, t) for s, (a, b, t) in moments.factors.items()}
-    return Collected(moments.sums, moments.squares, scale, scale**2, size, loss, factors, implied="grads")
+    return Collected(moments.sums, moments.squares, scale, scale**2, size, loss, factors, implied=True)

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aftermap.distributed import unwrapped
+from aftermap.optim.chunks import in_chunks, side_by_side
 from aftermap.optim.collected import Collected
 from aftermap.optim.core import Group, VariationalOptimizer
+from aftermap.optim.denominators import Denominators
 from aftermap.optim.diagonal import add_momentum_, denominator, ivon_curvature_, move_
 from aftermap.optim.schedules import Schedule
 from aftermap.optim.settings import make_groups, make_settings
 from aftermap.optim.state import momenta
 
 __all__ = ["IVON"]
-
-
-class _Root(NamedTuple):
-    """√(h + shift) of a curvature h as it was at a version."""
-
-    root: Tensor
-    curvature: Tensor
-    version: int
-    shift: float
-
-    def is_of(self, curvature: Tensor, shift: float) -> bool:
-        """Whether it is still the root of this curvature."""
-        return curvature is self.curvature and curvature._version == self.version and shift == self.shift
 
 
 class IVON(VariationalOptimizer):
@@ -112,7 +101,7 @@ class IVON(VariationalOptimizer):
             sample_groups=sample_groups,
         )
         self.clip_radius, self.rescale_lr = clip_radius, rescale_lr
-        self._roots: dict[int, _Root] = {}  # by the parameter's id
+        self._below = Denominators()
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -129,41 +118,28 @@ class IVON(VariationalOptimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            self.state[p]["curvature"] = torch.full_like(p.data, self.settings.initial_curvature or 0.0)
+        params = self.param_groups[-1]["params"]
+        first = [torch.full_like(p.data, self.settings.initial_curvature or 0.0) for p in params]
+        for p, curvature in zip(params, side_by_side(first), strict=True):
+            self.state[p]["curvature"] = curvature
 
     def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
-        root = self._root(group, params)
-        return list(torch._foreach_addcdiv([p.data for p in params], noise, root, value=self.noise_scale()))
-
-    def _root(self, group: Group, params: list[Tensor]) -> list[Tensor]:
-        """√(h + c + γ): what the last update or draw has left, where nothing has changed since."""
-        prior, _ = self._prior(group, params)
-        known = [self.state[p]["curvature"] for p in params]
-        if isinstance(prior, float):
-            shift = prior + group["damping"]
-            kept = [self._roots.get(id(p)) for p in params]
-            found = [k.root for k, h in zip(kept, known, strict=True) if k is not None and k.is_of(h, shift)]
-            if len(found) == len(params):
-                return found
-        root = denominator(known, prior, group["damping"])
-        torch._foreach_sqrt_(root)
-        self._keep(group, params, prior, root)
-        return root
-
-    def _keep(self, group: Group, params: list[Tensor], prior: Any, root: list[Tensor]) -> None:
-        """Keeps roots for the draws and the update that follow."""
-        if isinstance(prior, float):
-            shift = prior + group["damping"]
-            for p, r in zip(params, root, strict=True):
-                curvature = self.state[p]["curvature"]
-                self._roots[id(p)] = _Root(r, curvature, curvature._version, shift)
+        drawn: list[Tensor] = []
+        for part in in_chunks(list(zip(noise, params, strict=True))):
+            few = [p for _, p in part]
+            prior, _ = self._prior(group, few)
+            known = [self.state[p]["curvature"] for p in few]
+            if isinstance(prior, float):
+                root = self._below.of(few, known).root(prior + group["damping"])
+            else:
+                root = _roots(known, prior, group["damping"])
+            means = [p.data for p in few]
+            drawn += torch._foreach_addcdiv(means, [e for e, _ in part], root, value=self.noise_scale())
+        return drawn
 
     def _update(self, total: Collected) -> None:
         # Deterministic weights have no noise and so no estimate: their curvature stays what it was.
-        nothing = torch.empty(0)
-        for name in total.grads:
-            total.curvature.setdefault(name, nothing)
+        total.curvature = dict.fromkeys(total.grads, torch.empty(0)) | total.curvature
         super()._update(total)
 
     def _update_group(
@@ -177,17 +153,22 @@ class IVON(VariationalOptimizer):
         momentum = momenta(self, params)
         known = [self.state[p]["curvature"] for p in params]
         prior, prior_mean = self._prior(group, params)
-        beta1, damping = group["momentum"], group["damping"]
+        beta1, beta2, damping = group["momentum"], group["new_curvature_weight"], group["damping"]
         add_momentum_(momentum, grads, scales[0], [], 0.0, 0.0, beta1, normalised=True)
-        estimated = all(c.numel() == k.numel() for c, k in zip(curvature, known, strict=True))
-        if estimated:
-            scale = scales[1] / self.noise_scale()  # 1/σ = √(N/τ) √(h + c)
-            ivon_curvature_(known, curvature, self._root(group, params), scale, group["new_curvature_weight"])
-        below = denominator(known, prior, damping)
-        self._move(group, params, momentum, below, prior, prior_mean)
-        if estimated:
-            torch._foreach_sqrt_(below)
-            self._keep(group, params, prior, below)
+        estimated = all(c.shape == k.shape for c, k in zip(curvature, known, strict=True))
+        scale = scales[1] / self.noise_scale()  # 1/σ = √(N/τ) √(h + c)
+        if isinstance(prior, float):
+            chunk = self._below.of(params, known)
+            if estimated:
+                chunk.root(prior + damping)
+                ivon_curvature_(*chunk.beside(curvature), scale, beta2)
+            self._move(group, params, momentum, chunk.plain(prior + damping), prior, prior_mean)
+            if estimated:
+                chunk.root(prior + damping)  # for the next draw, while it is in the cache
+        else:
+            if estimated:
+                ivon_curvature_(known, curvature, _roots(known, prior, damping), scale, beta2)
+            self._move(group, params, momentum, denominator(known, prior, damping), prior, prior_mean)
 
     def _move(
         self,
@@ -225,3 +206,10 @@ class IVON(VariationalOptimizer):
         torch._foreach_clamp_min_(step, -self.clip_radius * correction)
         torch._foreach_clamp_max_(step, self.clip_radius * correction)
         torch._foreach_add_(data, step, alpha=-rate / correction)
+
+
+def _roots(curvature: list[Tensor], prior: Any, damping: float) -> list[Tensor]:
+    """√(h + c + γ)."""
+    root = denominator(curvature, prior, damping)
+    torch._foreach_sqrt_(root)
+    return root

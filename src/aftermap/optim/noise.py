@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aftermap.optim.collected import in_chunks
+from aftermap.optim.chunks import in_chunks, views
 
 __all__ = ["NoiseSource", "box_muller_", "mix"]
 
@@ -57,6 +57,7 @@ class NoiseSource:
 
     def __init__(self, seed: int, group: int = 0):
         self.seed, self.group = seed, group
+        self._bits = np.random.SFC64(0)  # set anew for each draw
         self._generators: dict[torch.device, torch.Generator] = {}
 
     def generator(self, device: torch.device, *, step: int, sample: int, stream: int = 0) -> torch.Generator:
@@ -69,8 +70,9 @@ class NoiseSource:
         """Numbers of the shapes, dtypes and devices of ``like``."""
         plain = all(t.dtype == torch.float32 and t.device.type == "cpu" for t in like)
         if plain and sum(t.numel() for t in like) >= _MANY_NUMBERS:
-            bits = np.random.SFC64(mix(self.seed, step, sample, self.group, stream))
-            return [z for part in in_chunks([(None, t) for t in like]) for z in _joined([t for _, t in part], bits)]
+            seed_(self._bits, mix(self.seed, step, sample, self.group, stream))
+            parts = in_chunks([(None, t) for t in like])
+            return [z for part in parts for z in _joined([t for _, t in part], self._bits)]
         generators = {d: self.generator(d, step=step, sample=sample, stream=stream) for d in {t.device for t in like}}
         return [
             torch.empty_like(t, memory_format=torch.contiguous_format).normal_(generator=generators[t.device])
@@ -78,14 +80,30 @@ class NoiseSource:
         ]
 
 
+def seed_(bits: np.random.SFC64, number: int) -> None:
+    """Sets the generator to the state that its author gives to one number: three times the number, and twelve rounds.
+
+    NumPy's own way takes several times as long, and a training step does it for each group.
+
+    >>> bits = np.random.SFC64(0)
+    >>> seed_(bits, 7)
+    >>> first = bits.random_raw()
+    >>> seed_(bits, 7)
+    >>> bits.random_raw() == first
+    True
+    """
+    numbers = np.array([number, number, number, 1], dtype=np.uint64)
+    bits.state = {"bit_generator": "SFC64", "state": {"state": numbers}, "has_uint32": 0, "uinteger": 0}
+    bits.random_raw(12, output=False)
+
+
 def _joined(like: Sequence[Tensor], bits: np.random.BitGenerator) -> list[Tensor]:
     """Normal numbers of these shapes in one piece of memory: few operations for many small tensors."""
-    sizes = [t.numel() for t in like]
-    odd = sum(sizes) % 2
-    flat = like[0].new_empty(sum(sizes) + odd)
+    count = sum(t.numel() for t in like)
+    flat = like[0].new_empty(count + count % 2)
     for block in flat.split(_BLOCK_NUMBERS):
         box_muller_(block, bits.random_raw(len(block) // 2))
-    return [part.view(t.shape) for part, t in zip(flat.split([*sizes, odd])[:-1], like, strict=True)]
+    return views(flat, like)
 
 
 def box_muller_(out: Tensor, bits: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:

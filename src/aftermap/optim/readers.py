@@ -10,9 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from aftermap.curvature.capture import Seen, observe
+from aftermap.curvature.capture import Seen, hook_root
 from aftermap.curvature.closures import Moments
-from aftermap.curvature.sites import Sites
 from aftermap.errors import InputError
 
 __all__ = ["GradientReader", "Reading", "loss_of", "with_loss"]
@@ -49,12 +48,14 @@ class GradientReader:
     @contextmanager
     def watching(self, size: int | None = None) -> Iterator[GradientReading]:
         """Inside, the model's calls are counted."""
-        if self.model is None:
+        reading = GradientReading(self, size)
+        handle = None if self.model is None else hook_root(self.model, reading.seen.roots.append)
+        try:
             with torch.inference_mode(False), torch.enable_grad():
-                yield GradientReading(self, size)
-            return
-        with observe(self.model, Sites(), lambda number, grad: None, {}) as seen:
-            yield GradientReading(self, size, seen)
+                yield reading
+        finally:
+            if handle is not None:
+                handle.remove()
 
 
 @dataclass
@@ -94,7 +95,7 @@ class GradientReading:
             p.grad = None
 
     def release(self) -> None:
-        """Lets go of the graph: its nodes hold hooks that hold this reading."""
+        """Lets go of the graph."""
         self.seen.forget()
 
     def finish(self, *, scale: float = 1.0) -> Moments:

@@ -21,10 +21,11 @@ _VERSION = 1
 
 def momenta(optimizer: Optimizer, params: Sequence[Tensor]) -> list[Tensor]:
     """The momentum of each parameter, 0 before its first step."""
-    for p in params:
-        if "momentum" not in optimizer.state[p]:
-            optimizer.state[p]["momentum"] = torch.zeros_like(p)
-    return [optimizer.state[p]["momentum"] for p in params]
+    states = [optimizer.state[p] for p in params]
+    for p, state in zip(params, states, strict=True):
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(p)
+    return [state["momentum"] for state in states]
 
 
 def saved_extra(optimizer: Any) -> dict[str, Any]:
@@ -76,5 +77,6 @@ def load_extra(optimizer: Any, extra: Mapping[str, Any]) -> None:
     optimizer.skipped_steps = int(extra["skipped_steps"])
     optimizer._noise = NoiseSource(int(extra["seed"]), optimizer._noise.group)
     optimizer.settings = replace(optimizer.settings, temperature=parse_schedule(extra["temperature"], "temperature"))
+    optimizer._own_priors = any("prior_precision" in own for own in optimizer.state.values())
     optimizer._held = None
     optimizer._draws = 0

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from aftermap.distributed import unwrapped
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
-from aftermap.optim.collected import in_chunks
+from aftermap.optim.chunks import in_chunks
 from aftermap.optim.core import Group, VariationalOptimizer
 from aftermap.optim.diagonal import add_curvature_, add_momentum_, denominator, draw, move_
 from aftermap.optim.schedules import Schedule
