@@ -1,7 +1,7 @@
 """How many parameters are worked on at once, and where their statistics lie in memory.
 
-On a CPU ``torch._foreach_*`` takes one tensor after another, and most tensors of a network are small: a quarter to a half of
-the time of an operation on all weights of WRN-16-2 is spent between them. What lies side by side is worked on as one.
+On a CPU ``torch._foreach_*`` takes one tensor after another, and most tensors of a network are small: about a quarter of the
+time of an operation on all weights of WRN-16-2 goes by between them. What lies side by side is worked on as one.
 """
 
 from __future__ import annotations

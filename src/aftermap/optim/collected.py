@@ -94,7 +94,7 @@ class Collected:
 
     def replace_grads(self, grads: Mapping[str, Tensor]) -> None:
         """Takes these gradients instead; nothing is known about them."""
-        self.grads.update(grads)
+        self.grads.update({n: g.to_dense() if g.is_sparse else g for n, g in grads.items()})
         self.implied = False
 
     def is_finite(self) -> bool:

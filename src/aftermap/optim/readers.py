@@ -103,6 +103,7 @@ class GradientReading:
         sums = self.sums
         if not sums:
             sums = {n: p.grad.detach() for n, p in self.reader.parameters.items() if p.grad is not None}
+        sums = {n: g.to_dense() if g.is_sparse else g for n, g in sums.items()}
         if scale != 1.0:
             sums = {n: g / scale for n, g in sums.items()}
         return Moments(sums, {}, self.size)
