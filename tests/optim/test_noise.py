@@ -84,13 +84,37 @@ def test_defaults_of_the_user_change_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected * 2, strict=True))
 
 
+def packed(radii: list[int], turns: list[int]) -> np.ndarray:
+    """Every pair of 32 bits and 16 bits."""
+    pairs = [(a, b) for a in radii for b in turns]
+    words = np.array([a for a, _ in pairs], dtype=np.uint32).tobytes()
+    words += np.array([b for _, b in pairs], dtype=np.uint16).tobytes()
+    return np.frombuffer(words + b"\0" * (-len(words) % 8), dtype=np.uint64).copy()
+
+
 def test_every_pattern_of_bits_gives_a_finite_number() -> None:
-    words = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1]
-    bits = np.array([a + (b << 32) for a in words for b in words], dtype=np.uint64)
-    out = torch.empty(2 * len(bits))
-    box_muller_(out, bits)
+    radii, turns = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1], [0, 1, 2**14, 2**15 - 1, 2**15, 2**16 - 1]
+    out = torch.empty(2 * 36)
+    box_muller_(out, packed(radii, turns))
     assert bool(torch.isfinite(out).all())
     assert float(out.abs().max()) <= math.sqrt(64 * math.log(2)) * (1 + 1e-6)
+
+
+def test_the_angles_are_evenly_spread_and_the_radii_have_their_distribution() -> None:
+    out = torch.empty(2 << 16)
+    box_muller_(out, packed([2**30], list(range(2**16))))  # one radius, u = ½, and every angle
+    sine, cosine = out.double().view(2, -1) / math.sqrt(-2 * math.log(0.5))
+    assert float((torch.atan2(sine, cosine).sort().values.diff() - 2 * math.pi * 2.0**-16).abs().max()) < 1e-6
+    for power, expected in ((1, 0.0), (2, 1 / 2), (3, 0.0), (4, 3 / 8), (6, 5 / 16), (8, 35 / 128)):
+        assert float((cosine**power).mean()) == pytest.approx(expected, abs=1e-6)
+        assert float((sine**power).mean()) == pytest.approx(expected, abs=1e-6)
+    assert float((sine * cosine).mean()) == pytest.approx(0, abs=1e-6)
+    words = list(range(2**15, 2**32, 2**16))  # evenly spread, one angle
+    out = torch.empty(2 * len(words))
+    box_muller_(out, packed(words, [0]))
+    squared = out.double().view(2, -1)[1] ** 2  # of which half is exponential
+    for far in (0.1, 1.0, 4.0, 9.0, 16.0):
+        assert float((squared > far).double().mean()) == pytest.approx(math.exp(-far / 2), abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
