@@ -142,3 +142,15 @@ def test_a_gradient_mended_from_outside_does_not_hide_a_bad_estimate() -> None:
         opt.step()
     assert torch.equal(weight.detach(), before)
     assert bool(torch.isfinite(opt.state[weight]["curvature"]).all())
+
+
+def test_an_estimate_that_overflows_is_noticed() -> None:
+    """g can be finite where g ∘ ε is not."""
+    weight = nn.Parameter(torch.zeros(100))
+    weight.register_hook(lambda grad: torch.full_like(grad, 0.9 * torch.finfo(torch.float32).max))
+    opt = IVON([weight], n_data=N, lr=0.1, generator=torch.Generator().manual_seed(0))
+    before = opt.state[weight]["curvature"].clone()
+    with pytest.warns(UserWarning, match="skipped"):
+        opt.step(lambda: weight.sum())
+    assert torch.equal(weight.detach(), torch.zeros(100))
+    assert torch.equal(opt.state[weight]["curvature"], before)
