@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,38 @@ def test_the_posterior_as_the_next_prior_is_exact_for_linear_regression() -> Non
     rhs = sum(x.T @ (problem.y[i] / scale**0.5) for x, i in zip(xs, (first, second), strict=True))
     exact = (rhs / (problem.prior + 32.0)).T
     assert_close(net.weight.detach(), exact, rtol=0, atol=0.5 * (problem.prior + 32.0) ** -0.5)
+
+
+@pytest.mark.parametrize("preset", [VOGN, IVON])
+def test_a_resumed_run_goes_on_with_the_prior_of_its_state(preset: Any) -> None:
+    net, x, y = classifier()
+    start = copy.deepcopy(net.state_dict())
+    prior = {n: torch.full_like(p, 50.0) for n, p in net.named_parameters()}
+
+    def stepped(opt: Any, steps: int) -> list[torch.Tensor]:
+        for _ in range(steps):
+            opt.step(lambda: F.cross_entropy(net(x), y))
+        return [p.detach().clone() for p in net.parameters()]
+
+    def made() -> Any:
+        return preset(net, lr=0.05, n_data=11, generator=torch.Generator().manual_seed(2))
+
+    first, plain = made(), copy.deepcopy(made().state_dict())
+    first.set_prior({n: torch.ones_like(v) for n, v in prior.items()}, prior)
+    stepped(first, 2)
+    saved, weights = copy.deepcopy(first.state_dict()), copy.deepcopy(net.state_dict())
+    expected = stepped(first, 3)
+    net.load_state_dict(weights)
+    fresh = made()
+    fresh.load_state_dict(saved)
+    assert_close(stepped(fresh, 3), expected, rtol=0, atol=0)
+    # And a state without such a prior takes it away again.
+    net.load_state_dict(start)
+    without = stepped(made(), 3)
+    net.load_state_dict(start)
+    first.load_state_dict(plain)
+    assert_close(stepped(first, 3), without, rtol=0, atol=0)
+    assert not torch.equal(without[0], expected[0])
 
 
 def test_deterministic_weights_are_not_in_the_posterior() -> None:

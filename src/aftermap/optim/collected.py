@@ -18,7 +18,7 @@ from aftermap.optim.chunks import as_one
 __all__ = ["Collected", "Factor", "add_block", "from_blocks", "magnitudes"]
 
 Factor = tuple[Tensor, Tensor, int]
-_SMALL_NUMBERS = 1 << 12
+_SMALL_NUMBERS = 1 << 12  # up to so many a copy costs less than an operation
 
 
 @dataclass
@@ -185,7 +185,7 @@ def magnitudes(values: list[Tensor]) -> list[Tensor]:
             found.append(torch.dot(one, one))  # half the time of a norm
             continue
         small = [v for v in part if v.numel() <= _SMALL_NUMBERS]
-        if len(small) > 1:  # a copy costs less than an operation for each
+        if len(small) > 1:
             part = [*(v for v in part if v.numel() > _SMALL_NUMBERS), _flatten_dense_tensors(small)]
         found += torch._foreach_norm(part)
     return found

@@ -137,7 +137,9 @@ class VariationalOptimizer(Optimizer, ABC):
     def _prior(self, group: Group, params: Sequence[Tensor]) -> tuple[Any, Any]:
         """(τδ/N, μ₀): numbers, or lists of tensors where a prior per weight was set."""
         factor = self.temperature / self.settings.n_effective
-        return prior_of(group, params, self.state if self._own_priors else {}, factor)
+        if not self._own_priors:  # asked many times in a step: no look at every parameter's state
+            return factor * group["prior_precision"], group["prior_mean"]
+        return prior_of(group, params, self.state, factor)
 
     def set_prior(self, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]) -> None:
         """A prior with its own mean and precision for each weight: the posterior of the last task (Nguyen et al. 2018).

@@ -15,7 +15,7 @@ __all__ = ["prior_of", "store_prior"]
 
 def prior_of(group: Mapping[str, Any], params: Sequence[Tensor], state: Any, factor: float) -> tuple[Any, Any]:
     """(factor · δ, μ₀): numbers, or lists of tensors where a prior per weight was set in the group; factor is τ/N."""
-    if not params or not state or not any("prior_precision" in state.get(p, {}) for p in group["params"]):
+    if not params or not any("prior_precision" in state.get(p, {}) for p in group["params"]):
         return factor * group["prior_precision"], group["prior_mean"]
     precision, mean = [], []
     for p in params:
