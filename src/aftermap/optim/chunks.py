@@ -1,8 +1,4 @@
-"""How many parameters are worked on at once, and where their statistics lie in memory.
-
-On a CPU ``torch._foreach_*`` takes one tensor after another, and most tensors of a network are small: about a quarter of the
-time of an operation on all weights of WRN-16-2 goes by between them. What lies side by side is worked on as one.
-"""
+"""How many parameters are worked on at once, and tensors that lie side by side in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-__all__ = ["as_one", "in_chunks", "side_by_side", "views"]
+__all__ = ["as_one", "in_chunks", "views"]
 
 Item = TypeVar("Item")
 _CHUNK_NUMBERS = 1 << 18  # parameters that are worked on at once: few enough for the cache, enough to launch one kernel
@@ -48,29 +44,14 @@ def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     if all(t.numel() for t in like):
         return list(_unflatten_dense_tensors(flat, like))
     sizes = [t.numel() for t in like]  # PyTorch's function forgets the shape of what is empty
-    return [part.view(t.shape) for part, t in zip(flat[: sum(sizes)].split(sizes), like, strict=True)]
-
-
-def side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same values in one memory for each chunk; what is not contiguous or of different kinds stays where it is.
-
-    >>> a, b = side_by_side([torch.zeros(2), torch.ones(3, 2)])
-    >>> b.shape, a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    (torch.Size([3, 2]), True)
-    """
-    found: list[Tensor] = []
-    for chunk in in_chunks([(None, t) for t in tensors]):
-        part = [t for _, t in chunk]
-        alike = len({(t.dtype, t.device) for t in part}) == 1 and all(t.is_contiguous() for t in part)
-        found += views(torch.cat([t.view(-1) for t in part]), part) if alike and len(part) > 1 else part
-    return found
+    return [part.view(t.shape) for part, t in zip(torch.split(flat[: sum(sizes)], sizes), like, strict=True)]
 
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
     """The vector of all numbers, in the same memory, of tensors that follow each other there; None where they do not.
 
-    >>> as_one(side_by_side([torch.zeros(2), torch.ones(2)])).tolist()
-    [0.0, 0.0, 1.0, 1.0]
+    >>> as_one(views(torch.arange(3.0), [torch.zeros(2), torch.zeros(1)])).tolist()
+    [0.0, 1.0, 2.0]
     >>> as_one([torch.zeros(2), torch.ones(2)]) is None
     True
     """

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.distributed import unwrapped
-from aftermap.optim.chunks import in_chunks, side_by_side
 from aftermap.optim.collected import Collected
 from aftermap.optim.core import Group, VariationalOptimizer
 from aftermap.optim.denominators import Denominators
@@ -118,24 +117,22 @@ class IVON(VariationalOptimizer):
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
-        params = self.param_groups[-1]["params"]
-        first = [torch.full_like(p.data, self.settings.initial_curvature or 0.0) for p in params]
-        for p, curvature in zip(params, side_by_side(first), strict=True):
-            self.state[p]["curvature"] = curvature
+        for p in self.param_groups[-1]["params"]:
+            self.state[p]["curvature"] = torch.full_like(p.data, self.settings.initial_curvature or 0.0)
 
     def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
-        drawn: list[Tensor] = []
-        for part in in_chunks(list(zip(noise, params, strict=True))):
-            few = [p for _, p in part]
-            prior, _ = self._prior(group, few)
-            known = [self.state[p]["curvature"] for p in few]
-            if isinstance(prior, float):
-                root = self._below.of(few, known).root(prior + group["damping"])
-            else:
-                root = _roots(known, prior, group["damping"])
-            means = [p.data for p in few]
-            drawn += torch._foreach_addcdiv(means, [e for e, _ in part], root, value=self.noise_scale())
-        return drawn
+        root = self._root(group, params)
+        return list(torch._foreach_addcdiv([p.data for p in params], noise, root, value=self.noise_scale()))
+
+    def _root(self, group: Group, params: list[Tensor]) -> list[Tensor]:
+        """√(h + c + γ): what the last update or draw has left, where nothing has changed since."""
+        prior, _ = self._prior(group, params)
+        known = [self.state[p]["curvature"] for p in params]
+        if isinstance(prior, float):
+            return self._below.root(params, known, prior + group["damping"])
+        root = denominator(known, prior, group["damping"])
+        torch._foreach_sqrt_(root)
+        return root
 
     def _update(self, total: Collected) -> None:
         # Deterministic weights have no noise and so no estimate: their curvature stays what it was.
@@ -153,22 +150,19 @@ class IVON(VariationalOptimizer):
         momentum = momenta(self, params)
         known = [self.state[p]["curvature"] for p in params]
         prior, prior_mean = self._prior(group, params)
-        beta1, beta2, damping = group["momentum"], group["new_curvature_weight"], group["damping"]
-        add_momentum_(momentum, grads, scales[0], [], 0.0, 0.0, beta1, normalised=True)
+        damping = group["damping"]
+        add_momentum_(momentum, grads, scales[0], [], 0.0, 0.0, group["momentum"], normalised=True)
         estimated = all(c.shape == k.shape for c, k in zip(curvature, known, strict=True))
-        scale = scales[1] / self.noise_scale()  # 1/σ = √(N/τ) √(h + c)
+        if estimated:
+            scale = scales[1] / self.noise_scale()  # 1/σ = √(N/τ) √(h + c)
+            ivon_curvature_(known, curvature, self._root(group, params), scale, group["new_curvature_weight"])
         if isinstance(prior, float):
-            chunk = self._below.of(params, known)
-            if estimated:
-                chunk.root(prior + damping)
-                ivon_curvature_(*chunk.beside(curvature), scale, beta2)
-            self._move(group, params, momentum, chunk.plain(prior + damping), prior, prior_mean)
-            if estimated:
-                chunk.root(prior + damping)  # for the next draw, while it is in the cache
+            below = self._below.plain(params, known, prior + damping)
         else:
-            if estimated:
-                ivon_curvature_(known, curvature, _roots(known, prior, damping), scale, beta2)
-            self._move(group, params, momentum, denominator(known, prior, damping), prior, prior_mean)
+            below = denominator(known, prior, damping)
+        self._move(group, params, momentum, below, prior, prior_mean)
+        if estimated and isinstance(prior, float):
+            self._below.root(params, known, prior + damping)  # for the next draw, while it is in the cache
 
     def _move(
         self,
@@ -206,10 +200,3 @@ class IVON(VariationalOptimizer):
         torch._foreach_clamp_min_(step, -self.clip_radius * correction)
         torch._foreach_clamp_max_(step, self.clip_radius * correction)
         torch._foreach_add_(data, step, alpha=-rate / correction)
-
-
-def _roots(curvature: list[Tensor], prior: Any, damping: float) -> list[Tensor]:
-    """√(h + c + γ)."""
-    root = denominator(curvature, prior, damping)
-    torch._foreach_sqrt_(root)
-    return root
