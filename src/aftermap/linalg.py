@@ -1,13 +1,15 @@
-"""Dense linear algebra that the rest stands on: products into sums, safe decompositions, Kronecker products.
+"""Dense linear algebra that the rest stands on: sums that keep their digits, safe decompositions, Kronecker products.
 
 Every decomposition is done in float64, whatever the dtype of its input: factors of neural networks are
-often close to singular, and their small eigenvalues decide the posterior.
+often close to singular, and their small eigenvalues decide the posterior. For the same reason no sum over data is
+carried on in single precision for more than `TERMS_PER_PART` terms: see `RunningSum`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from torch import Tensor
 from aftermap.errors import NumericalError, NumericalWarning
 
 __all__ = [
+    "TERMS_PER_PART",
+    "RunningSum",
     "add_product_",
     "all_finite",
     "kron",
@@ -23,12 +27,18 @@ __all__ = [
     "symmetrise",
 ]
 
-# An eigenvalue below -TOLERANCE * largest is no rounding error: the matrix was not p.s.d.
-_NEGATIVE_TOLERANCE = 1e-5
+# So many terms are summed in the data's own precision before they go into a total in float64. Some matrix kernels carry the
+# running total through the product and add row after row, which loses about √terms · eps/2 of the largest entry.
+TERMS_PER_PART = 4096
+# Eigenvalues this many times further below zero than rounding alone would put them mean that a matrix is not p.s.d.
+_ROUNDING_MARGIN = 16.0
 
 
 def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds leftᵀ right to ``out``, without a temporary where the dtypes allow it."""
+    """Adds leftᵀ right to ``out``, without a temporary where the dtypes allow it.
+
+    The kernel may carry ``out`` through the product row by row: over many rows, add into a part of a `RunningSum`.
+    """
     left = left.transpose(-1, -2)
     if out.dtype != left.dtype:
         if left.element_size() < 4:  # a product rounded to half precision would not be positive semi-definite
@@ -38,6 +48,54 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
         out.addmm_(left, right)
     else:
         out.baddbmm_(left, right)
+
+
+class RunningSum:
+    """A sum over data, of any number of terms, that keeps the digits of single precision.
+
+    Terms are added to ``parts`` in the data's own precision. After `TERMS_PER_PART` of them the parts go into totals in
+    float64 and start again from zero, so that the rounding error does not grow with the number of data, whatever the
+    order in which a matrix kernel adds. Sums in float64 are their own totals.
+
+    Args:
+        parts: tensors of zeros, one for each sum; they are taken over.
+
+    >>> sums = RunningSum([torch.zeros(2)])
+    >>> for _ in range(3):
+    ...     sums.room_for(2000)[0].add_(1.0)
+    tensor([1., 1.])
+    tensor([2., 2.])
+    tensor([1., 1.])
+    >>> sums.take()
+    tensor([3., 3.])
+    """
+
+    def __init__(self, parts: Sequence[Tensor]):
+        self.parts = list(parts)
+        self._totals: list[Tensor] = []
+        self._terms = 0
+
+    def room_for(self, terms: int) -> list[Tensor]:
+        """The parts, ready to take so many more terms (at most `TERMS_PER_PART` keep the digits)."""
+        if self._terms and self._terms + terms > TERMS_PER_PART:
+            self._start_new_parts()
+        self._terms += terms
+        return self.parts
+
+    def _start_new_parts(self) -> None:
+        if not self.parts or self.parts[0].dtype == torch.float64:
+            return
+        if not self._totals:
+            self._totals = [torch.zeros(p.shape, dtype=torch.float64, device=p.device) for p in self.parts]
+        for total, part in zip(self._totals, self.parts, strict=True):
+            total += part
+            part.zero_()
+        self._terms = 0
+
+    def take(self, place: int = -1) -> Tensor:
+        """One of the sums, in the dtype of its parts; it is given up, so that its memory can go."""
+        part = self.parts.pop(place)
+        return self._totals.pop(place).add_(part).to(part.dtype) if self._totals else part
 
 
 def all_finite(values: Tensor) -> bool:
@@ -54,18 +112,25 @@ def symmetrise(matrix: Tensor) -> Tensor:
     return (matrix + matrix.transpose(-1, -2)) / 2
 
 
-def psd_eigh(matrix: Tensor, *, what: str = "matrix") -> tuple[Tensor, Tensor]:
+def psd_eigh(
+    matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None, rows: float = TERMS_PER_PART
+) -> tuple[Tensor, Tensor]:
     """Eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
+
+    A sum of outer products over many rows is p.s.d. up to rounding: random errors of √rows · eps/2 in each entry, relative to
+    the diagonal, move eigenvalues by about √rows · eps/2 · trace/√D. What lies further below zero is no rounding.
 
     Args:
         matrix: [..., D, D], symmetric and p.s.d. up to rounding.
-        what: a name for messages.
+        what: A name for messages.
+        precision: The dtype in which the matrix was summed; None means its own.
+        rows: How many rows were summed. Beyond `TERMS_PER_PART` the error does not grow; see `RunningSum`.
 
     Returns:
         Eigenvalues [..., D] in ascending order, none negative, and eigenvectors [..., D, D] in columns.
 
     Raises:
-        NumericalError: an entry is not finite, or the smallest eigenvalue is below −1e-5 times the largest.
+        NumericalError: An entry is not finite, or an eigenvalue is further below zero than rounding explains.
 
     >>> values, vectors = psd_eigh(torch.diag(torch.tensor([4.0, 1.0])))
     >>> values
@@ -92,11 +157,13 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix") -> tuple[Tensor, Tensor]:
         work.diagonal(dim1=-2, dim2=-1).add_(jitter)
         torch.linalg.eigh(work, out=(values, work))
     if values.numel():
-        smallest, largest = float(values.min()), float(values.max())
-        if smallest < -_NEGATIVE_TOLERANCE * max(largest, 0.0) - floor:
+        unit = torch.finfo(matrix.dtype if precision is None else precision).eps / 2
+        rounding = unit * math.sqrt(max(1.0, min(rows, TERMS_PER_PART)) / matrix.shape[-1])
+        allowed = _ROUNDING_MARGIN * rounding * values.clamp_min(0.0).sum(-1) + floor
+        if bool((values.amin(-1) < -allowed).any()):
             raise NumericalError(
-                f"{what} is not positive semi-definite: smallest eigenvalue {smallest:.3e}, "
-                f"largest {largest:.3e}. A Gauss-Newton or Fisher curvature always is; an exact Hessian need not be"
+                f"{what} is not positive semi-definite: smallest eigenvalue {float(values.min()):.3e}, "
+                f"largest {float(values.max()):.3e}. A Gauss-Newton or Fisher curvature always is; an exact Hessian need not be"
             )
     return values.clamp_min_(0.0), work
 

@@ -17,6 +17,7 @@ from aftermap.curvature.factors import Block
 from aftermap.curvature.layout import Layout
 from aftermap.curvature.rows import ScaleRows, budget
 from aftermap.curvature.step import VectorStep
+from aftermap.linalg import RunningSum
 
 __all__ = ["DiagonalBlock", "DiagonalSum", "SiteDiagonalAccumulator"]
 
@@ -63,9 +64,9 @@ class SiteDiagonalAccumulator(Accumulator):
 
     def __init__(self, site: int, layout: Layout, dtype: torch.dtype, device: torch.device):
         self.site, self.layout, self.needs = site, layout, (site,)
-        self.sums = torch.zeros(layout.groups, layout.out, layout.in_, dtype=dtype, device=device)
+        self.sums = RunningSum([torch.zeros(layout.groups, layout.out, layout.in_, dtype=dtype, device=device)])
         # Of scales: by the length of their columns, squares that are still to be summed over the examples.
-        self._columns: dict[int, list[Tensor]] = {}
+        self._columns: dict[int, RunningSum] = {}
 
     def on_vectors(self, step: VectorStep) -> None:
         calls = step.grads[self.site]
@@ -76,28 +77,29 @@ class SiteDiagonalAccumulator(Accumulator):
             if columns is not None:
                 self._add_columns(columns)
             else:
-                rows.add_outer_squared_(self.sums, grads)
+                rows.add_outer_squared_(self.sums.room_for(step.batch.size)[0], grads)
         elif calls:
             # Several calls of one layer: their gradients add up before the square.
             stride = budget(step.vectors * self.layout.size)
             for start in range(0, step.batch.size, stride):
                 length = min(stride, step.batch.size - start)
-                self.sums += step.outer(self.site, start, length).square_().sum((0, 1))
+                self.sums.room_for(1)[0].add_(step.outer(self.site, start, length).square_().sum((0, 1)))
 
     def _add_columns(self, columns: list[Tensor]) -> None:
         """Adds squares of columns [b·g]. They are short, so operations count: the sum over b is left for the end."""
         size = len(columns[0])
         if size not in self._columns:
-            self._columns[size] = [self.sums.new_zeros(size) for _ in columns]
-        for known, column in zip(self._columns[size], columns, strict=True):
-            known.addcmul_(column, column)
+            self._columns[size] = RunningSum([self.sums.parts[0].new_zeros(size) for _ in columns])
+        for squares, column in zip(self._columns[size].room_for(1), columns, strict=True):
+            squares.addcmul_(column, column)
 
     def results(self) -> list[Block]:
+        sums = self.sums.take()
         for columns in self._columns.values():
-            for feature, column in enumerate(columns):
-                self.sums[:, 0, feature] += column.view(-1, self.layout.groups).sum(0)
+            for feature in reversed(range(len(columns.parts))):
+                sums[:, 0, feature] += columns.take().view(-1, self.layout.groups).sum(0)
         self._columns.clear()
-        values = {n: v.contiguous() for n, v in self.layout.split(self.sums).items()}
+        values = {n: v.contiguous() for n, v in self.layout.split(sums).items()}
         return [DiagonalBlock(self.layout.name, values)]
 
 
@@ -106,11 +108,12 @@ class DiagonalSum(ExampleSum):
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         self.names = tuple(shapes)
-        self.sums = {n: torch.zeros(s, dtype=dtype, device=device) for n, s in shapes.items()}
+        self.sums = RunningSum([torch.zeros(s, dtype=dtype, device=device) for s in shapes.values()])
 
     def add(self, found: Mapping[str, Tensor]) -> None:
-        for name, value in found.items():
-            self.sums[name] += value.square().sum((0, 1))
+        for name, total in zip(self.names, self.sums.room_for(1), strict=True):
+            total += found[name].square().sum((0, 1))
 
     def result(self) -> DiagonalBlock:
-        return DiagonalBlock(self.names[0], self.sums)
+        values = {name: self.sums.take() for name in reversed(self.names)}
+        return DiagonalBlock(self.names[0], {name: values[name] for name in self.names})

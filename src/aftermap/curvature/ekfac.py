@@ -26,7 +26,7 @@ from aftermap.curvature.rows import DenseRows, Rows, budget
 from aftermap.curvature.step import ArrangedCall, VectorStep
 from aftermap.distributed import shared_out
 from aftermap.errors import InputError
-from aftermap.linalg import psd_eigh
+from aftermap.linalg import RunningSum, psd_eigh
 
 __all__ = ["EigenAccumulator", "EigenBasis", "EigenBlock", "KronEigen", "decompose", "eigenbases"]
 
@@ -217,7 +217,7 @@ class EigenAccumulator(Accumulator):
         self.outer = basis.output_vectors.to(model_dtype)
         self.inner = None if basis.input_vectors is None else basis.input_vectors.to(model_dtype)
         shape = (layout.groups, layout.out, layout.in_)
-        self.sums = torch.zeros(shape, dtype=dtype, device=self.outer.device)
+        self.sums = RunningSum([torch.zeros(shape, dtype=dtype, device=self.outer.device)])
 
     def on_vectors(self, step: VectorStep) -> None:
         calls = step.grads[self.site]
@@ -226,7 +226,8 @@ class EigenAccumulator(Accumulator):
         pairs = [(_rows(call), grads) for call, grads in calls]
         rows, grads = pairs[0]
         if len(calls) == 1 and isinstance(rows, OneHotRows):  # U_A = I
-            rows.add_outer_squared_(self.sums, torch.einsum("vbgto,gop->vbgtp", grads, self.outer))
+            turned = torch.einsum("vbgto,gop->vbgtp", grads, self.outer)
+            rows.add_outer_squared_(self.sums.room_for(rows.batch)[0], turned)
             return
         # U_Bᵀ (Σ_t g aᵀ) U_A = Σ_t (U_Bᵀ g)(U_Aᵀ a)ᵀ: with few positions, turn both sides of the sum instead of its result.
         if (
@@ -245,7 +246,7 @@ class EigenAccumulator(Accumulator):
             each = self.outer.transpose(-1, -2) @ sum(parts[1:], parts[0])
             del parts
             each = each if inner is None else each @ inner
-            self.sums += each.square_().sum((0, 1))
+            self.sums.room_for(1)[0].add_(each.square_().sum((0, 1)))
 
     def _add_turned_rows(self, rows: DenseRows, inner: Tensor, grads: Tensor) -> None:
         # Without sharing there is no tensor per example: all at once.
@@ -253,7 +254,7 @@ class EigenAccumulator(Accumulator):
         for start, length in _pieces(rows.batch, each):
             some = torch.einsum("bgti,gij->bgtj", rows.narrow(start, length).dense(), inner)
             turned = torch.einsum("vbgto,gop->vbgtp", grads[:, start : start + length], self.outer)
-            DenseRows(some, ones=False).add_outer_squared_(self.sums, turned)
+            DenseRows(some, ones=False).add_outer_squared_(self.sums.room_for(length)[0], turned)
 
     def results(self) -> list[Block]:
-        return [EigenBlock(self.layout, self.basis.input_vectors, self.basis.output_vectors, self.sums)]
+        return [EigenBlock(self.layout, self.basis.input_vectors, self.basis.output_vectors, self.sums.take())]

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from aftermap.linalg import add_product_
+from aftermap.linalg import TERMS_PER_PART, RunningSum, add_product_
 
 __all__ = ["GramSum"]
 
@@ -23,7 +23,7 @@ class GramSum:
     Args:
         groups: g.
         width: D.
-        dtype, device: of the sums.
+        dtype, device: of the sums; see `RunningSum` for how they keep their digits.
         diagonal: only the diagonal [g, D] is wanted (one-hot rows).
 
     >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
@@ -36,22 +36,24 @@ class GramSum:
 
     def __init__(self, groups: int, width: int, dtype: torch.dtype, device: torch.device, *, diagonal: bool = False):
         self.groups, self.width, self.dtype, self.device = groups, width, dtype, device
-        self.diagonal = torch.zeros(groups, width, dtype=dtype, device=device) if diagonal else None
+        self.diagonal = torch.zeros(groups, width, dtype=torch.float64, device=device) if diagonal else None
         # Strips of even size: a narrow last one would be a thin product.
         count = max(1, round(width / _STRIP))
         ends = [round(width * k / count / _ALIGNED) * _ALIGNED for k in range(count)]
         self.bounds = [] if diagonal else list(pairwise([*ends, width]))
-        self.strips = [_strip(groups, e - s, width - s, dtype, device) for s, e in self.bounds]
+        self.strips = RunningSum([_strip(groups, e - s, width - s, dtype, device) for s, e in self.bounds])
         self._views: dict[tuple[int, int | None], list[tuple[int, int, Tensor]]] = {}
-        self._ones: Tensor | None = None  # [g, D − 1]: what a last feature that is always 1 adds, with ...
+        self._ones: Tensor | None = None  # [g, D − 1] in float64: what a last feature that is always 1 adds, with ...
         self._count = 0.0  # ... so many rows
 
     def add(self, rows: Tensor, group: int | None = None) -> None:
         """Adds the outer products of rows [g, R, w], or [R, w] of one group; w ≤ D features, the first ones."""
         if group is None and self.groups == 1:
             rows, group = rows[0], 0
-        for start, end, block in self._blocks(rows.shape[-1], group):
-            add_product_(block, rows[..., start:end], rows[..., start:])
+        for some in rows.split(TERMS_PER_PART, -2):
+            self.strips.room_for(some.shape[-2])
+            for start, end, block in self._blocks(rows.shape[-1], group):
+                add_product_(block, some[..., start:end], some[..., start:])
 
     def _blocks(self, width: int, group: int | None) -> list[tuple[int, int, Tensor]]:
         """(first row, row behind the last, view) of every strip for so many features; made once, as data come in many parts."""
@@ -63,19 +65,19 @@ class GramSum:
                     min(end, width),
                     (strip if group is None else strip[group])[..., : width - start, : width - start],
                 )
-                for (start, end), strip in zip(self.bounds, self.strips, strict=True)
+                for (start, end), strip in zip(self.bounds, self.strips.parts, strict=True)
                 if start < width
             ]
         return self._views[key]
 
     def add_products(self, products: Tensor) -> None:
         """Adds whole matrices [g, D, D]."""
-        for (start, end), strip in zip(self.bounds, self.strips, strict=True):
+        for (start, end), strip in zip(self.bounds, self.strips.room_for(1), strict=True):
             strip += products[:, start:end, start:]
 
     def add_ones(self, sums: Tensor, count: float) -> None:
         """Adds what a last feature that is always 1 makes of ``count`` rows whose other features sum to [g, D − 1]."""
-        self._ones = sums.clone() if self._ones is None else self._ones.add_(sums)
+        self._ones = sums.to(torch.float64, copy=True) if self._ones is None else self._ones.add_(sums)
         self._count += count
 
     def add_diagonal(self, values: Tensor) -> None:
@@ -86,11 +88,11 @@ class GramSum:
     def full(self) -> Tensor:
         """The symmetric matrices [g, D, D], or their diagonal [g, D]. Once: the strips are given up on the way."""
         if self.diagonal is not None:
-            return self.diagonal
+            return self.diagonal.to(self.dtype)
         self._views.clear()
         found = torch.empty(self.groups, self.width, self.width, dtype=self.dtype, device=self.device)
         for start, end in reversed(self.bounds):
-            strip = self.strips.pop()
+            strip = self.strips.take()
             if self._ones is not None:
                 part = self._ones[:, start:end]
                 strip[:, : part.shape[1], -1].add_(part)

@@ -25,7 +25,7 @@ from aftermap.curvature.layout import Layout
 from aftermap.curvature.rows import MatrixRows, budget
 from aftermap.curvature.step import BatchStep, VectorStep
 from aftermap.errors import InputError
-from aftermap.linalg import kron
+from aftermap.linalg import TERMS_PER_PART, kron
 
 __all__ = ["APPROACHES", "KronAccumulator", "KronBlock", "add_grad_gram_"]
 
@@ -113,8 +113,8 @@ def add_grad_gram_(out: GramSum, grads: Tensor) -> None:
         lines = grads.transpose(-1, -2).reshape(vectors * batch, groups, width, shared)
         step = budget(groups * width * width, 1 << 20)
         for start in range(0, len(lines), step):
-            part = lines[start : start + step]
-            out.add_products((part @ part.transpose(-1, -2)).sum(0))
+            for part in lines[start : start + step].split(TERMS_PER_PART, -1):
+                out.add_products((part @ part.transpose(-1, -2)).sum(0))
         return
     out.add(grads.permute(2, 0, 1, 3, 4).reshape(groups, -1, width))
 

@@ -59,12 +59,11 @@ class OneHotRows(MatrixRows):
         numbers = self.index + self.features * torch.arange(self.batch, device=self.index.device)[:, None]
         whole = bool(used.all())
         pairs, place = torch.unique(numbers.flatten() if whole else numbers[used], return_inverse=True)
-        result = grads.new_zeros(self.features, grads.shape[-1])
         for each in grads[:, :, 0]:  # [b, t, o]
             lines = each.flatten(0, 1) if whole else each[used]
             sums = each.new_zeros(len(pairs), each.shape[-1]).index_add_(0, place, lines)
-            result.index_add_(0, pairs % self.features, sums.square_())
-        out[0].add_(result.T)
+            result = grads.new_zeros(self.features, grads.shape[-1])  # at most b terms are added one after the other
+            out[0].add_(result.index_add_(0, pairs % self.features, sums.square_()).T)
 
     def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         used = self.index >= 0

@@ -21,6 +21,7 @@ from aftermap.curvature.step import BatchStep
 from aftermap.curvature.vectors import make_vectors, resolve_kind
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
+from aftermap.linalg import TERMS_PER_PART
 from aftermap.progress import progress
 
 __all__ = ["Seen", "Stream", "is_convolutional"]
@@ -84,7 +85,7 @@ class Stream:
 
     def pieces(self, found: Probe, description: str) -> Iterator[Batch]:
         """Batches in pieces whose gradients take little memory; sums over data do not notice."""
-        size = max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, found.numbers))
+        size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, found.numbers)))
         for batch in self.batches(description):
             if not self.split or batch.size <= size:
                 yield batch

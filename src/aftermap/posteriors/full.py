@@ -124,7 +124,8 @@ def full_block_posterior(block: FullBlock, prior: Prior, scale: Tensor, dtype: t
         values, vectors = torch.linalg.eigh(symmetrise(white))
         _check_positive(block, values, scale)
     else:
-        values, vectors = psd_eigh(white, what=f"the full curvature of {block.name}")
+        what = f"the full curvature of {block.name}"
+        values, vectors = psd_eigh(white, what=what, precision=block.matrix.dtype)
     one = torch.ones((), dtype=torch.float64, device=matrix.device)
     if vector.requires_grad and prior.is_shared(tuple(block.shapes)):
         one = vector[0] / vector[0].detach()  # 1, with the gradient of the prior's one number

@@ -89,7 +89,8 @@ def _root(cov: Tensor) -> Tensor:
     singular = info > 0
     if not bool(singular.any()):
         return factor
-    values, vectors = psd_eigh(work.detach()[singular], what="latent_cov")
+    # However wide its dtype, a covariance of outputs holds the digits of a network, most often of single precision.
+    values, vectors = psd_eigh(work.detach()[singular], what="latent_cov", precision=torch.float32)
     mask = singular[..., None, None].expand(work.shape)
     other = torch.zeros_like(work).masked_scatter(mask, vectors * values.sqrt().unsqueeze(-2))
     eye = torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)
