@@ -18,9 +18,12 @@ EXACT = ["kron", "ekfac", "full", "low_rank", "hessian"]
 
 
 def design() -> tuple[Tensor, Tensor]:
-    """Inputs with a column of ones [N, D + 1] and targets [N]."""
-    x = normal(N, D, seed=1)
-    return torch.cat([x, torch.ones(N, 1, dtype=torch.float64)], 1), normal(N, seed=2)
+    """Inputs with a column of ones [N, D + 1] and targets [N]: a plane with noise.
+
+    Without a signal the evidence wants the weights to be zero, and the prior precision grows without bound.
+    """
+    features = torch.cat([normal(N, D, seed=1), torch.ones(N, 1, dtype=torch.float64)], 1)
+    return features, features @ normal(D + 1, seed=3) + NOISE * normal(N, seed=2)
 
 
 def closed_form() -> tuple[Tensor, Tensor]:
@@ -93,11 +96,13 @@ def test_predictive_variance_and_effective_parameters(structure: str) -> None:
 def test_mackay_fixed_point() -> None:
     """At a maximum of the evidence in the prior precision, τ ‖θ‖² = γ."""
     features, y = design()
-    tau = torch.tensor(PRIOR, dtype=torch.float64)
+    tau = previous = torch.tensor(PRIOR, dtype=torch.float64)
     for _ in range(200):
+        previous = tau
         precision = features.T @ features / NOISE**2 + tau * torch.eye(D + 1, dtype=torch.float64)
         mean = torch.linalg.solve(precision, features.T @ y / NOISE**2)
         tau = (D + 1 - tau * torch.linalg.inv(precision).trace()) / mean.square().sum()
+    torch.testing.assert_close(tau, previous, rtol=1e-12, atol=0)  # a fixed point, and not on the way to infinity
     _, factors = fitted("kron")
     weights = {"weight": mean[None, :D], "bias": mean[D:]}
     posterior = GaussianPosterior.from_factors(factors, weights, float(tau))
