@@ -14,6 +14,7 @@ from griffe import Extension
 __all__ = ["Docstrings", "as_markdown"]
 
 _MATH = re.compile(r"^( *)\.\. math::(?: +(\S.*)\n?|\n((?:\1 +\S.*\n?|\n(?=\1 +\S))+))", re.MULTILINE)
+_GAP = re.compile(r" *\\q?quad *$")
 _ENVIRONMENT = re.compile(r"\\begin\{(\w+)\}.*?\\end\{\1\}", re.DOTALL)
 _TABLE = re.compile(r"^( *)=+(?: +=+)+\n(?:.*\n)+?\1=+(?: +=+)+\n(?:.*\n)+?\1=+(?: +=+)+$", re.MULTILINE)
 _EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*|\n\1 +\S.*)*", re.MULTILINE)
@@ -37,6 +38,14 @@ def as_markdown(text: str) -> str:
     $$
     <BLANKLINE>
     See `fit` \[N], $x_[1]$.
+    >>> print(as_markdown(".. math::\n    a = b, \\quad\n    c = d"))
+    $$
+    \begin{gathered}
+    a = b, \\
+    c = d
+    \end{gathered}
+    $$
+    <BLANKLINE>
     """
 
     def formula(match: re.Match[str]) -> str:
@@ -45,6 +54,10 @@ def as_markdown(text: str) -> str:
         outside = _ENVIRONMENT.sub("", "\n".join(lines))
         if "\\\\" in outside or "&" in outside:
             lines = ["\\begin{aligned}", *lines, "\\end{aligned}"]
+        elif any(_GAP.search(line) for line in lines[:-1]):
+            # One below the other where the source has a new line after a gap: side by side they would be too wide.
+            lines = [_GAP.sub(r" \\\\", line) for line in lines[:-1]] + lines[-1:]
+            lines = ["\\begin{gathered}", *lines, "\\end{gathered}"]
         return "\n".join(indent + line.strip() for line in ("$$", *lines, "$$")) + "\n"
 
     def table(match: re.Match[str]) -> str:
