@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
+import json
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -25,6 +30,7 @@ PAGES = {page.relative_to(DOCS).as_posix(): page for page in run_pages.pages()}
 # Importing transformers or lightning takes longer than all other pages together.
 SLOW = {"how_to/hugging_face.md": "transformers", "how_to/lightning.md": "lightning"}
 NEEDS = {"how_to/scikit_learn.md": "sklearn", "reference/cli.md": "typer", **SLOW}
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+(?:\n[^$\n]+)?)\$", re.DOTALL)  # as pymdownx.arithmatex reads them
 BEYOND = {"cli", "integrations", "late"}  # units whose reference is elsewhere, or that are no one's to use
 
 
@@ -41,6 +47,32 @@ def layer_rules() -> Iterator[dict[Any, Any]]:
 
 def text_of(page: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8")
+
+
+def docstrings() -> Iterator[tuple[str, str]]:
+    """(module, docstring) of everything in the library that has one."""
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    yield path.relative_to(ROOT).as_posix(), text
+
+
+@functools.cache
+def markdown_sources() -> list[tuple[str, str]]:
+    """(name, Markdown without code) of every page, and of every docstring as the site shows it."""
+    pytest.importorskip("griffe", reason="the documentation's tools are not installed")
+    as_markdown = importlib.import_module("docs.docstrings").as_markdown
+    texts = [(p.relative_to(ROOT).as_posix(), p.read_text(encoding="utf-8")) for p in sorted(DOCS.rglob("*.md"))]
+    texts += [(name, as_markdown(text)) for name, text in docstrings()]
+    code = re.compile(r"^ *```.*?^ *```|``.+?``|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+    return [(name, code.sub("", text)) for name, text in texts]
+
+
+def formulas() -> list[tuple[str, str, bool]]:
+    """(source, TeX, whether it stands on a line of its own) of every formula."""
+    return [(n, m[1] or m[2], m[1] is not None) for n, text in markdown_sources() for m in FORMULA.finditer(text)]
 
 
 def bash_commands() -> list[tuple[str, str]]:
@@ -148,6 +180,44 @@ def test_every_metric_is_defined() -> None:
     assert {n for n in named if f"`{n}`" not in text} == set()
 
 
+def test_no_formula_is_shown_as_its_source() -> None:
+    raw = re.compile(r"\\[a-zA-Z]{2,}|\$|:math:|\.\. math")
+    for name, text in markdown_sources():
+        found = raw.search(FORMULA.sub("", text))
+        assert found is None, f"{name}: {found[0]!r} stands outside $...$, $$...$$ and code"
+    sources = {name for name, _, _ in formulas()}
+    assert len([n for n in sources if n.startswith("docs/mathematics/")]) > 10
+    assert len([n for n in sources if n.startswith("src/")]) > 10
+
+
+def test_every_formula_can_be_rendered() -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("KaTeX is run by node, which is not installed")
+    program = """
+        const katex = require(process.argv[1]);
+        for (const [name, source, displayMode] of JSON.parse(require("fs").readFileSync(0, "utf8"))) {
+            try { katex.renderToString(source, { displayMode, strict: "error" }); }
+            catch (error) { console.log(name + ": " + error.message); }
+        }
+    """
+    given = json.dumps(formulas())
+    katex = str(DOCS / "javascripts" / "katex.min.js")
+    done = subprocess.run([node, "-e", program, katex], input=given, capture_output=True, text=True, check=True)
+    assert done.stdout == ""
+
+
+def test_formulas_need_no_network() -> None:
+    config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^  - ((?:stylesheets|javascripts)/\S+)$", config, re.MULTILINE)
+    assert {Path(p).name for p in listed} == {"katex.min.css", "formulas.css", "katex.min.js", "formulas.js"}
+    assert all((DOCS / p).is_file() for p in listed)
+    styles = text_of("stylesheets/katex.min.css")
+    fonts = set(re.findall(r"url\(([^)]*)\)", styles))
+    assert fonts == {f"fonts/{p.name}" for p in (DOCS / "stylesheets" / "fonts").iterdir()}
+    assert "MIT" in text_of("javascripts/katex.LICENSE.txt")
+
+
 def test_pictures_are_small_and_used() -> None:
     pictures = sorted((DOCS / "images").iterdir())
     assert {p.name for p in pictures} >= {"report.png", "layer_shares.svg"}
@@ -187,6 +257,10 @@ def test_the_site_builds_without_warnings(tmp_path: Path, caplog: pytest.LogCapt
     assert (tmp_path / "site" / "reference" / "laplace.html").stat().st_size > 100_000
     page = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert "fonts.googleapis" not in page
+    for name in ("mathematics/structures.html", "reference/optim.html"):
+        page = (tmp_path / "site" / name).read_text(encoding="utf-8")
+        assert 'class="arithmatex"' in page
+        assert "javascripts/katex.min.js" in page
 
 
 def test_quickstart_runs_and_helps() -> None:
