@@ -15,8 +15,8 @@ TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 # What must not depend on the processor, and how one processor behaves like another: the vector instructions of PyTorch,
 # the order of summation in MKL, the number of threads. `make test-portable` takes each combination once.
 NUMERICAL_TESTS := tests/curvature tests/posteriors tests/predictive tests/laplace tests/optim tests/hessian_free \
-	tests/metrics tests/baselines tests/test_krylov.py tests/test_linalg.py tests/test_likelihoods.py \
-	tests/test_saved_by_version1.py --ignore=tests/baselines/test_hmc.py
+	tests/metrics tests/baselines tests/test_gram_sum.py tests/test_krylov.py tests/test_linalg.py \
+	tests/test_likelihoods.py tests/test_prior.py tests/test_saved_by_version1.py --ignore=tests/baselines/test_hmc.py
 ARITHMETICS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
 THREADS := OMP_NUM_THREADS=1 OMP_NUM_THREADS=2
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.analysis import Where
-from aftermap.data.idx import read_idx
+from aftermap.data.readers import read_idx
 
 FOLDER = Path(os.environ.get("AFTERMAP_DATA", Path(__file__).resolve().parents[1] / "../shared/data"))
 Split = tuple[Tensor, Tensor]

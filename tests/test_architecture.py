@@ -104,8 +104,8 @@ def test_every_test_asserts() -> None:
     assert problems_in(paths, check_tests_assert) == []
 
 
-def test_hooks_only_in_capture() -> None:
-    assert problems_in(LIBRARY, check_hooks, lambda path: path.endswith("aftermap/curvature/capture.py")) == []
+def test_hooks_only_where_calls_are_recorded() -> None:
+    assert problems_in(LIBRARY, check_hooks, lambda path: path.endswith("aftermap/curvature/passes/record.py")) == []
 
 
 def test_torch_distributed_only_in_distributed() -> None:
@@ -128,7 +128,7 @@ def test_no_print_in_the_library() -> None:
     [
         ("aftermap", ""),
         ("aftermap.errors", "errors"),
-        ("aftermap.curvature.kron", "curvature"),
+        ("aftermap.curvature.fit", "curvature"),
         ("aftermap.__main__", "cli"),
     ],
 )
@@ -138,15 +138,21 @@ def test_unit_of(module: str, unit: str) -> None:
 
 BACK_EDGES = [
     ("aftermap.linalg", "import aftermap.curvature", "a back edge"),
-    ("aftermap.linalg", "from aftermap.curvature.kron import Kron", "a back edge"),
+    ("aftermap.linalg", "from aftermap.curvature.structures.kron import Kron", "a back edge"),
     ("aftermap.linalg", "from aftermap import laplace", "a back edge"),
     ("aftermap.linalg", "from .posteriors import base", "a back edge"),
     ("aftermap.linalg", "from . import predictive", "a back edge"),
     ("aftermap.linalg", "def f():\n    from aftermap.params import select", "a back edge"),
     ("aftermap.errors", "from aftermap.progress import progress", "a back edge"),
-    ("aftermap.curvature.kron", "from ..posteriors.base import Posterior", "a back edge"),
-    ("aftermap.curvature.kron", "if TYPE_CHECKING:\n    from aftermap.optim import VOGN", "a back edge"),
-    ("aftermap.curvature.kron", "importlib.import_module('aftermap.laplace')", "a back edge"),
+    ("aftermap.curvature.fit", "from ..posteriors.base import Posterior", "a back edge"),
+    ("aftermap.curvature.fit", "if TYPE_CHECKING:\n    from aftermap.optim import VOGN", "a back edge"),
+    ("aftermap.curvature.fit", "importlib.import_module('aftermap.laplace')", "a back edge"),
+    ("aftermap.curvature.rules.base", "from aftermap.curvature.passes.plan import Site", "right of rules"),
+    ("aftermap.curvature.passes.plan", "from ..structures.kron import KronBlock", "right of passes"),
+    ("aftermap.curvature.structures.kron", "from aftermap.curvature.fit import MAX_FULL", "right of structures"),
+    ("aftermap.curvature.rules.base", "from aftermap.curvature import reference", "one brace"),
+    ("aftermap.curvature.fit", "from aftermap.curvature import Block", "not the package"),
+    ("aftermap.curvature.kron", "from aftermap.curvature.rules import base", "has no place in ROOMS"),
     ("aftermap.laplace.laplace", "from aftermap.optim.vogn import VOGN", "one brace"),
     ("aftermap.optim.vogn", "from ..baselines import swag", "one brace"),
     ("aftermap.cli.main", "import aftermap.integrations.sklearn", "one brace"),
@@ -171,8 +177,10 @@ def test_check_imports_finds(module: str, source: str, message: str) -> None:
     "module, source",
     [
         ("aftermap", "from aftermap.cli import main\nfrom . import laplace"),
-        ("aftermap.curvature.kron", "from .layers import rule\nfrom aftermap.curvature import factors"),
-        ("aftermap.curvature.kron", "from ..linalg import psd_eigh\nfrom aftermap import errors"),
+        ("aftermap.curvature.structures.kron", "from .base import rule\nfrom aftermap.curvature import rules"),
+        ("aftermap.curvature.structures.kron", "from aftermap.curvature.passes.plan import Site"),
+        ("aftermap.curvature.structures.kron", "from ...linalg import psd_eigh\nfrom aftermap import errors"),
+        ("aftermap.curvature", "from aftermap.curvature.fit import fit_curvature"),
         ("aftermap.likelihoods", "from aftermap.linalg import psd_eigh\nimport aftermap.errors as errors"),
         ("aftermap.data.readers", "from aftermap.errors import DataError\nfrom ..progress import progress"),
         ("aftermap.cli.fit", "import aftermap as am\nfrom aftermap import Laplace"),
@@ -192,7 +200,7 @@ def test_relative_imports_of_a_package_start_at_the_package() -> None:
 
 def test_check_length() -> None:
     assert check_length("x = 1\n" * (MAX_LINES - 1)) == []
-    assert check_length("x = 1\n" * MAX_LINES) == ["400 lines; files stay under 400: split it"]
+    assert check_length("x = 1\n" * MAX_LINES) == ["600 lines; files stay under 600: split it"]
 
 
 @pytest.mark.parametrize("source", ["__all__ = ['f']", "__all__: list[str] = []"])
@@ -298,7 +306,7 @@ def test_rule_finds(check: Callable[[ast.Module], list[str]], source: str) -> No
     [
         (
             check_hooks,
-            "module.register_buffer('a', b)\nregister_rule(f)\n'we register_forward_hook in capture'",
+            "module.register_buffer('a', b)\nregister_rule(f)\n'we register_forward_hook in record'",
         ),
         (check_distributed, "from aftermap import distributed\ndistributed.all_reduce(x)"),
         (check_distributed, "import torch\ntorch.utils.data.distributed.DistributedSampler(d)"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, call_model, check_device, iterate, take, tensors_of, unpack_batch
+from aftermap.batches import Batch, iterate, take, tensors_of, unpack_batch
 from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.models import call_model, check_device
 
 X, Y = torch.arange(12.0).reshape(4, 3), torch.tensor([0, 1, 2, 0])
 CPU = torch.device("cpu")

@@ -31,18 +31,25 @@ PAGES = {page.relative_to(DOCS).as_posix(): page for page in run_pages.pages()}
 SLOW = {"how_to/hugging_face.md": "transformers", "how_to/lightning.md": "lightning"}
 NEEDS = {"how_to/scikit_learn.md": "sklearn", "reference/cli.md": "typer", **SLOW}
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+(?:\n[^$\n]+)?)\$", re.DOTALL)  # as pymdownx.arithmatex reads them
-BEYOND = {"cli", "integrations", "late"}  # units whose reference is elsewhere, or that are no one's to use
+BEYOND = {
+    "cli",
+    "integrations",
+    "lazy",
+    "draws",
+    "models",
+    "prior",
+}  # units whose reference is elsewhere, or that are no one's to use
 
 
 @pytest.fixture
 def layer_rules() -> Iterator[dict[Any, Any]]:
     """The registered layer rules, which a page may add to, are put back."""
-    from aftermap.curvature import layers
+    from aftermap.curvature.rules import base
 
-    before = dict(layers._RULES)
-    yield layers._RULES
-    layers._RULES.clear()
-    layers._RULES.update(before)
+    before = dict(base._RULES)
+    yield base._RULES
+    base._RULES.clear()
+    base._RULES.update(before)
 
 
 def text_of(page: str) -> str:

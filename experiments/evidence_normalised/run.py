@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 import aftermap as am  # noqa: E402
 from aftermap import metrics  # noqa: E402
 from aftermap.batches import iterate  # noqa: E402
-from aftermap.curvature.ggn_operator import GGNOperator  # noqa: E402
+from aftermap.curvature.passes.products import GGNOperator  # noqa: E402
 from aftermap.laplace.dimension import informative_examples, match_dimension  # noqa: E402
 from aftermap.likelihoods import Categorical  # noqa: E402
 from aftermap.params import unflatten  # noqa: E402

@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.errors import DataError, ShapeError
 from aftermap.linalg import all_finite
 
 __all__ = [
     "Batch",
     "Unpack",
-    "call_model",
-    "check_device",
     "check_inputs",
+    "describe",
     "iterate",
     "take",
     "tensors_of",
@@ -26,7 +25,6 @@ __all__ = [
 ]
 
 Unpack = Callable[[Any], tuple[Any, Any] | tuple[Any, Any, Any]]
-
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 _WEIGHT_KEYS = ("weight", "weights", "sample_weight")
 
@@ -78,7 +76,7 @@ def unpack_batch(batch: Any, unpack: Unpack | None = None) -> Batch:
         batch = unpack(batch)
         if not isinstance(batch, tuple) or len(batch) not in (2, 3):
             raise DataError(
-                f"unpack= must return (inputs, targets) or (inputs, targets, weight), but it returned {_describe(batch)}"
+                f"unpack= must return (inputs, targets) or (inputs, targets, weight), but it returned {describe(batch)}"
             )
     weight: Any = None
     if isinstance(batch, Mapping):
@@ -88,7 +86,7 @@ def unpack_batch(batch: Any, unpack: Unpack | None = None) -> Batch:
         weight = batch[2] if len(batch) == 3 else None
     else:
         raise DataError(
-            f"a batch is {_describe(batch)}. Understood are (x, y), (x, y, weight) and mappings with one of the keys "
+            f"a batch is {describe(batch)}. Understood are (x, y), (x, y, weight) and mappings with one of the keys "
             f"{', '.join(_TARGET_KEYS)}; for anything else pass unpack=, a function that returns (inputs, targets)"
         )
     if isinstance(inputs, list):
@@ -110,7 +108,7 @@ def _as_targets(targets: Any) -> Any:
         return torch.as_tensor(targets)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"the targets are {_describe(targets)} that cannot be made into a tensor ({error}); "
+            f"the targets are {describe(targets)} that cannot be made into a tensor ({error}); "
             "pass a tensor of labels or values, or unpack= to make one"
         ) from error
 
@@ -140,7 +138,8 @@ def _check_weight(weight: Any, size: int) -> Tensor | None:
     return weight
 
 
-def _describe(thing: Any) -> str:
+def describe(thing: Any) -> str:
+    """What a value is, in a few words, for messages."""
     if isinstance(thing, tuple | list):
         return f"a {type(thing).__name__} of {len(thing)} elements"
     return f"a {type(thing).__module__}.{type(thing).__name__}"
@@ -171,55 +170,13 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 def _size(inputs: Any) -> int:
     sizes = [t.shape[0] for t in tensors_of(inputs) if t.dim() > 0]
     if not sizes:
-        raise DataError(f"the inputs of a batch hold no tensor with a batch dimension: they are {_describe(inputs)}")
+        raise DataError(f"the inputs of a batch hold no tensor with a batch dimension: they are {describe(inputs)}")
     return sizes[0]
 
 
 def take(inputs: Any, index: Tensor, size: int) -> Any:
     """The chosen examples of a batch's inputs or targets; what has no batch dimension stays as it is."""
     return _map(lambda t: t[index.to(t.device)] if t.dim() > 0 and t.shape[0] == size else t, inputs)
-
-
-def call_model(model: Callable[..., Any], inputs: Any) -> Tensor:
-    """Runs the model on a batch's inputs and finds the tensor among what it returns.
-
-    A tensor is passed as it is, a tuple as positional and a mapping as keyword arguments. From a returned object or
-    mapping the ``logits`` are taken (Hugging Face models), from a tuple or list its only tensor.
-    """
-    if isinstance(inputs, Mapping):
-        outputs = model(**inputs)
-    elif isinstance(inputs, tuple):
-        outputs = model(*inputs)
-    else:
-        outputs = model(inputs)
-    if isinstance(outputs, Tensor):
-        return outputs
-    if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
-        found: Tensor = outputs["logits"]
-        return found
-    logits = getattr(outputs, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
-    if isinstance(outputs, tuple | list) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
-        return outputs[0]
-    raise ShapeError(
-        f"the model returned {_describe(outputs)}; it must return a tensor [N, ..., C] or an object with .logits. "
-        "Wrap it in a module that picks the output"
-    )
-
-
-def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a model's parameters; an error when they are spread or not materialised."""
-    parameters = [p for p in model.parameters() if p.is_floating_point()]
-    devices = {p.device for p in parameters}
-    if len(devices) > 1:
-        raise InputError(
-            f"the model's parameters are on several devices: {sorted(map(str, devices))}. Move it to one with model.to(device)"
-        )
-    device = devices.pop() if devices else torch.device("cpu")
-    if device.type == "meta":
-        raise InputError("the model's parameters are on the meta device and hold no values; load its weights first")
-    return device, parameters[0].dtype if parameters else torch.get_default_dtype()
 
 
 def iterate(
@@ -236,7 +193,7 @@ def iterate(
     """
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         raise DataError(
-            f"data must be an iterable of batches (a DataLoader or a list of (x, y)), but it is {_describe(data)}. "
+            f"data must be an iterable of batches (a DataLoader or a list of (x, y)), but it is {describe(data)}. "
             "For two tensors pass [(x, y)]"
         )
     seen = False

@@ -13,7 +13,7 @@ from aftermap.analysis import Where, where
 from aftermap.curvature import reference
 from aftermap.laplace import Laplace, Subnetwork
 from aftermap.likelihoods import Categorical, Gaussian
-from aftermap.testing.snapshot import ModelSnapshot, check_unchanged
+from aftermap.testing.predictor import ModelSnapshot, check_unchanged
 from tests.analysis.cases import (
     STRUCTURES,
     Reused,

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.analysis import where
-from aftermap.analysis.inputs import saliency_of
+from aftermap.analysis.levels import saliency_of
 from aftermap.curvature import reference
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.optim import VOGN
-from aftermap.posteriors.dual_posterior import DualPosterior
+from aftermap.posteriors.dual import DualPosterior
 from aftermap.predictive.predictor import PosteriorPredictor
-from aftermap.testing.snapshot import ModelSnapshot, check_unchanged
+from aftermap.testing.predictor import ModelSnapshot, check_unchanged
 from tests.analysis.cases import by_module, fitted, generator, iris, iris_net, look, normal, seeded, wave
 
 
@@ -84,7 +84,7 @@ def test_a_linear_regression_is_calibrated_whatever_the_width_of_its_posterior()
 
 
 def test_the_draws_have_the_conditional_covariance() -> None:
-    from aftermap.analysis.cut import cut
+    from aftermap.analysis.parts import cut
 
     for structure in ("full", "low_rank", "kron"):
         la = fitted(structure, rank=20)

@@ -8,8 +8,7 @@ from torch import distributions as td
 from torch import nn
 
 from aftermap.baselines import MeanField
-from aftermap.baselines.local_noise import LocalNoise, local_layers
-from aftermap.baselines.mean_field import gaussian_kl
+from aftermap.baselines.mean_field import LocalNoise, gaussian_kl, local_layers
 from aftermap.errors import InputError, NotFittedError, NumericalError
 from aftermap.likelihoods import Gaussian
 from aftermap.params import flatten

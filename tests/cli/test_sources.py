@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aftermap.cli.fitting import build_for, resolve_task
+from aftermap.cli.fit import build_for, resolve_task
 from aftermap.cli.sources import Batches, DataOptions, first_batch, open_source, parse_ood, parse_size
 from aftermap.data import Examples
 from aftermap.errors import DataError, InputError

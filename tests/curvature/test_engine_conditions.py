@@ -18,7 +18,14 @@ from tests.curvature.layer_cases import CASES, normal, randomise
 from tests.curvature.models import MODELS
 from tests.curvature.test_engine_models import EXPECTED_WITHOUT_RULE, build, check_against_reference, fit
 
-USERS_OF_BUDGET = ("rows", "convolution", "accumulate", "diagonal", "ekfac", "kron")
+USERS_OF_BUDGET = (
+    "rules.base",
+    "rules.linear",
+    "rules.convolution",
+    "passes.backward",
+    "structures.diagonal",
+    "structures.ekfac",
+)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature import fit_curvature, reference
-from aftermap.curvature.layout import Layout
-from aftermap.curvature.low_rank import LowRankBlock
+from aftermap.curvature.rules.base import Layout
+from aftermap.curvature.structures.low_rank import LowRankBlock
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Categorical, Gaussian
 from tests.curvature.layer_cases import normal

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature import Factors, fit_curvature, reference
-from aftermap.curvature.fallback import per_example_products
+from aftermap.curvature.passes.fallback import per_example_products
 from aftermap.errors import UnsupportedError
 from aftermap.likelihoods import Categorical
 from aftermap.testing import ModelSnapshot, check_unchanged

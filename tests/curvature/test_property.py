@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from aftermap.curvature import Factors, fit_curvature, reference
-from aftermap.curvature.kron import KronBlock
+from aftermap.curvature.structures.kron import KronBlock
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.curvature.layer_cases import randomise

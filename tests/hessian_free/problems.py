@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature import reference
-from aftermap.curvature.hessian import full_hessian
+from aftermap.curvature.structures.hessian import full_hessian
 from aftermap.likelihoods import Categorical, Gaussian, Likelihood
 from tests.laplace.problems import classes, gaussian_nll, mlp, normal, regression, trained
 

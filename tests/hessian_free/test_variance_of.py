@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from aftermap.errors import InputError, NumericalWarning
 from aftermap.hessian_free import HessianFree
 from aftermap.laplace import Laplace
-from aftermap.posteriors.dual_posterior import DualPosterior
+from aftermap.posteriors.dual import DualPosterior
 from aftermap.predictive import PosteriorPredictor
 from aftermap.testing import ModelSnapshot, check_posterior, check_unchanged
 from tests.hessian_free.problems import PRIOR, Problem, classification, curve

@@ -14,7 +14,7 @@ from aftermap import Laplace
 from aftermap.errors import DataError, InputError, NotFittedError
 from aftermap.integrations import huggingface as hf
 from aftermap.likelihoods import Categorical
-from aftermap.testing.snapshot import ModelSnapshot, check_unchanged
+from aftermap.testing.predictor import ModelSnapshot, check_unchanged
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

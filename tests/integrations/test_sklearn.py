@@ -22,7 +22,7 @@ from torch import nn
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.integrations.network import Standardised, mlp, moments
 from aftermap.integrations.sklearn import BayesianClassifier, BayesianRegressor
-from aftermap.testing.snapshot import ModelSnapshot, check_unchanged
+from aftermap.testing.predictor import ModelSnapshot, check_unchanged
 
 QUICK: dict[str, Any] = {"hidden": (8,), "rounds": 2, "epochs": 20, "lr": 0.1}
 X, Y = make_regression(60, 3, n_informative=3, noise=5.0, random_state=0)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from aftermap.batches import iterate
-from aftermap.curvature.ggn_operator import GGNOperator
+from aftermap.curvature.passes.products import GGNOperator
 from aftermap.errors import StatisticalWarning
 from aftermap.laplace import Laplace
 from aftermap.laplace.dimension import DimensionResult, effective_dimension, match_dimension

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import aftermap as am
 from aftermap.batches import Batch, iterate
-from aftermap.curvature.ggn_operator import GGNOperator
+from aftermap.curvature.passes.products import GGNOperator
 from aftermap.errors import DataError, InputError, StatisticalWarning
 from aftermap.laplace import Laplace
 from aftermap.laplace.dimension import (

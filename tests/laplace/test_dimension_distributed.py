@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from aftermap.curvature.ggn_operator import GGNOperator
+from aftermap.curvature.passes.products import GGNOperator
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical
 from tests.laplace.dimension_worker import normalised, results, run

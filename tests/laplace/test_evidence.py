@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from aftermap.errors import InputError
 from aftermap.laplace import Laplace
 from aftermap.laplace.evidence import log_evidence, maximise_evidence
-from aftermap.laplace.noise import Observation
 from aftermap.likelihoods import Gaussian
+from aftermap.posteriors.base import Observation
 from tests.laplace.problems import classes, gaussian_nll, generator, mlp, normal, regression, trained
 
 STRUCTURES = ["kron", "ekfac", "kfra", "diagonal", "full", "low_rank"]

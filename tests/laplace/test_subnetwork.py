@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.curvature import fit_curvature, reference
-from aftermap.curvature.subset import SubsetBlock
+from aftermap.curvature.structures.subnetwork import SubsetBlock
 from aftermap.errors import InputError
 from aftermap.laplace import Laplace, Subnetwork
 from aftermap.laplace.evidence import log_evidence
-from aftermap.laplace.noise import Observation
 from aftermap.likelihoods import Categorical, Gaussian
+from aftermap.posteriors.base import Observation
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, generator, mlp, normal, regression
 

@@ -15,8 +15,7 @@ from torch.testing import assert_close
 import aftermap as am
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace import Laplace
-from aftermap.laplace.marglik import train_by_evidence
-from aftermap.laplace.temperature import TEMPERATURES, at_temperature, temperature_of
+from aftermap.laplace.marglik import TEMPERATURES, at_temperature, temperature_of, train_by_evidence
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import Data, classes, generator, mlp, normal, regression, seeded, trained

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from aftermap.errors import AftermapError
 from aftermap.laplace import Laplace
 from aftermap.laplace.evidence import log_evidence
-from aftermap.laplace.noise import Observation
 from aftermap.likelihoods import Gaussian
+from aftermap.posteriors.base import Observation
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded
 

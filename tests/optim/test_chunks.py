@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aftermap.optim import IVON
-from aftermap.optim.chunks import as_one, in_chunks, views
-from aftermap.optim.denominators import Denominators
+from aftermap.optim.ivon import Denominators
+from aftermap.optim.noise import as_one, in_chunks, views
 from tests.optim.problems import classifier
 
 SHAPES = [(2, 3), (0, 4), (), (5,), (1, 2, 2)]

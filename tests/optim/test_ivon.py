@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.optim import IVON
-from aftermap.optim.schedules import Schedule
+from aftermap.optim.options import Schedule
 from tests.optim.problems import classifier
 
 N = 40

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import kron
 from aftermap.optim import KFAC, NoisyKFAC
-from aftermap.optim.kron import decompose, deviation, eigenvalues, precondition
+from aftermap.optim.kfac import decompose, deviation, eigenvalues, precondition
 from tests.optim.problems import classifier
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC
-from aftermap.optim.core import VariationalOptimizer
+from aftermap.optim.base import VariationalOptimizer
 
 
 @pytest.mark.parametrize("way", ["closure", "own backward pass", "blocks"])

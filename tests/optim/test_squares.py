@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from aftermap.curvature.closures import ClosureWatcher, Moments
 from aftermap.curvature.fit import fit_curvature
-from aftermap.curvature.per_example import ggn_squares, per_example_gradients
+from aftermap.curvature.passes.closure import ClosureWatcher, Moments
+from aftermap.curvature.passes.per_example import ggn_squares, per_example_gradients
 from aftermap.errors import StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Categorical
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, update_bn, warmup
-from aftermap.optim.core import VariationalOptimizer
+from aftermap.optim.base import VariationalOptimizer
 from tests.optim.problems import classifier
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.curvature import fit_curvature
-from aftermap.curvature.kron import KronBlock
+from aftermap.curvature.structures.kron import KronBlock
 
 pytestmark = pytest.mark.peers
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from aftermap.batches import unpack_batch
 from aftermap.curvature import reference
 from aftermap.curvature.fit import fit_curvature
-from aftermap.curvature.ggn_operator import GGNOperator
-from aftermap.curvature.probe import probe
+from aftermap.curvature.passes.plan import probe
+from aftermap.curvature.passes.products import GGNOperator
 from aftermap.likelihoods import Categorical, Gaussian, Likelihood
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, MatrixFreeSettings
 from aftermap.predictive.linearised import LatentGaussian, latent_gaussians

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from aftermap.curvature.fit import fit_curvature
-from aftermap.curvature.ggn_operator import GGNOperator
+from aftermap.curvature.passes.products import GGNOperator
+from aftermap.curvature.structures.base import join_flat, split_flat
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, MatrixFreeSettings
-from aftermap.posteriors.blocks import join_flat, split_flat
 from tests.posteriors.matrix_free_cases import CASES, generator, latent, randn
 
 __all__ = ["SAMPLES", "results", "run"]

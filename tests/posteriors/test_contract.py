@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from aftermap.curvature.full import FullBlock
+from aftermap.curvature.structures.base import split_flat
+from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior
+from aftermap.curvature.structures.kron import KronBlockPosterior
 from aftermap.params import Params
 from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.blocks import split_flat
-from aftermap.posteriors.full import FullBlockPosterior
-from aftermap.posteriors.kron import KronBlockPosterior
 from aftermap.testing import check_posterior
 from tests.posteriors.cases import CASES, generator, made, normal, posterior_of
 

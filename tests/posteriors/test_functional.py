@@ -7,9 +7,9 @@ import torch
 from torch.func import functional_call, jacrev
 
 from aftermap.batches import Batch
-from aftermap.curvature.jacobian import jacobian_steps
-from aftermap.curvature.probe import probe
+from aftermap.curvature.passes.plan import probe
 from aftermap.posteriors import GaussianPosterior
+from aftermap.predictive.linearised import jacobian_steps
 from tests.posteriors.cases import CASES, build, made, posterior_of
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.curvature import reference
-from aftermap.curvature.ggn_operator import GGNOperator
+from aftermap.curvature.passes.products import GGNOperator
+from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from aftermap.likelihoods.draws import normal_like
 from tests.posteriors.matrix_free_cases import generator, randn
 
 

@@ -16,9 +16,9 @@ from safetensors import SafetensorError
 from aftermap.curvature import fit_curvature
 from aftermap.errors import InputError
 from aftermap.params import weights_hash
-from aftermap.posteriors import GaussianPosterior, folder, io
+from aftermap.posteriors import GaussianPosterior, io
+from aftermap.posteriors.encoding import StateWriter
 from aftermap.posteriors.io import load_posterior, save_posterior
-from aftermap.posteriors.state import StateWriter
 from tests.posteriors.cases import CASES, build, generator, made, mean_of, normal, posterior_of
 
 CONFIG = {"likelihood": "classification", "noise": 0.1, "thresholds": [0.25, 1e-17], "nested": {"a": None, "b": True}}
@@ -195,7 +195,7 @@ def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
 def test_overwrite(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     place, _ = saved(tmp_path)
     if not exchange:
-        monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+        monkeypatch.setattr(io, "_exchange", lambda *_: False)
     (place / "reference.safetensors").write_text("old")
     save_posterior(place, posterior_of("full"), made("full")[1], {}, overwrite=True)
     assert load_posterior(place).factors.structure == "full"
@@ -249,8 +249,8 @@ FAULTS = [
         "posterior.safetensors could not be written: .*No space left",
     ),
     (io, "save_file", _interrupted, KeyboardInterrupt, "by the user"),
-    (folder.os, "fsync", _disk_full, OSError, "No space left"),
-    (folder, "_move", _disk_full, OSError, "No space left"),
+    (io.os, "fsync", _disk_full, OSError, "No space left"),
+    (io, "_move", _disk_full, OSError, "No space left"),
     (io.json, "dumps", _interrupted, KeyboardInterrupt, "by the user"),
 ]
 
@@ -282,9 +282,9 @@ def test_a_failed_second_rename_brings_the_old_one_back(tmp_path: Path, monkeypa
             _disk_full()
         rename(source, target)
 
-    monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    monkeypatch.setattr(io, "_exchange", lambda *_: False)
     with monkeypatch.context() as patched:
-        patched.setattr(folder.os, "rename", second_fails)
+        patched.setattr(io.os, "rename", second_fails)
         with pytest.raises(OSError, match="No space left"):
             save_posterior(place, posterior_of("full"), made("full")[1], {}, overwrite=True)
     assert contents(place) == before

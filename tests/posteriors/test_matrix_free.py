@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.curvature.fit import fit_curvature
+from aftermap.curvature.structures.base import join_flat, split_flat
 from aftermap.errors import InputError, NumericalWarning, ShapeError
 from aftermap.likelihoods import Categorical
 from aftermap.params import flatten
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, MatrixFreeSettings
-from aftermap.posteriors.blocks import join_flat, split_flat
 from tests.posteriors.matrix_free_cases import CASES, PRIOR, SCALE, Case, generator, randn
 
 ALL = pytest.mark.parametrize("kind", list(CASES))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature import reference
-from aftermap.curvature.capture import altered_outputs
+from aftermap.curvature.passes.record import altered_outputs
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Gaussian

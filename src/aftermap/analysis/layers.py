@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from aftermap.analysis.parts import Part
 from aftermap.analysis.weights import LayerWeights
 from aftermap.batches import Batch
-from aftermap.curvature.jacobian import jacobian_steps
-from aftermap.curvature.probe import Probe
-from aftermap.curvature.step import BatchStep
+from aftermap.curvature.passes.backward import BatchStep
+from aftermap.curvature.passes.plan import Probe
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params
+from aftermap.predictive.linearised import jacobian_steps
 
 __all__ = ["Contributions", "Layer", "LayerResult", "LayerSums", "contributions", "layer_results", "layers_of"]
 

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from aftermap.analysis.layers import Layer, contributions, sampled_layer
 from aftermap.analysis.parts import Part
-from aftermap.batches import Batch, call_model
+from aftermap.batches import Batch
 from aftermap.errors import DataError
+from aftermap.models import call_model
 from aftermap.params import Params, swapped
 from aftermap.predictive.predictor import PosteriorPredictor
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aftermap.analysis.classes import ClassResult
-from aftermap.analysis.inputs import InputResult
 from aftermap.analysis.layers import LayerResult
+from aftermap.analysis.levels import ClassResult, InputResult
 from aftermap.analysis.perturbation import Perturbation
-from aftermap.analysis.tables import Table, plain, write_json
 from aftermap.analysis.weights import CONTRACTION_EDGES, SNR_EDGES, WeightMap
 from aftermap.errors import InputError
+from aftermap.evaluation.results import Table, plain, write_json
 
 __all__ = ["LEVELS", "Where"]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from aftermap.analysis.parts import Part
 from aftermap.params import Params
-from aftermap.posteriors.prior import Prior
+from aftermap.prior import Prior
 
 __all__ = ["CONTRACTION_EDGES", "SNR_EDGES", "LayerWeights", "Units", "WeightMap", "summarise", "weight_maps"]
 

@@ -9,20 +9,19 @@ from typing import Any
 
 import torch
 
-from aftermap.analysis.classes import ClassSums
-from aftermap.analysis.cut import cut
-from aftermap.analysis.inputs import InputKeeper
 from aftermap.analysis.layers import Contributions, LayerSums, contributions, layer_results, layers_of
+from aftermap.analysis.levels import ClassSums, InputKeeper
+from aftermap.analysis.parts import cut
 from aftermap.analysis.perturbation import Perturbation, perturbations
 from aftermap.analysis.result import Where
 from aftermap.analysis.weights import summarise, weight_maps
-from aftermap.batches import Batch, Unpack, check_device, iterate
-from aftermap.curvature.functional import evaluating
+from aftermap.batches import Batch, Unpack, iterate
 from aftermap.errors import DataError, InputError
 from aftermap.likelihoods import Gaussian, Likelihood
+from aftermap.models import check_device, evaluating, model_errors_explained
 from aftermap.params import named_parameters
 from aftermap.predictive.links import gaussian_prediction
-from aftermap.predictive.predictor import PosteriorPredictor, model_errors_explained
+from aftermap.predictive.predictor import PosteriorPredictor
 
 __all__ = ["Where", "where"]
 

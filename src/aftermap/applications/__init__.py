@@ -14,14 +14,15 @@ from aftermap.applications.acquisition import (
 from aftermap.applications.active_learning import History, JointInformation, active_learning
 from aftermap.applications.bayesian_optimisation import (
     Maximum,
+    Optimisation,
     ThompsonSample,
     expected_improvement,
     log_expected_improvement,
     maximise,
+    minimise,
     thompson_sample,
     upper_confidence_bound,
 )
-from aftermap.applications.black_box import Optimisation, minimise
 from aftermap.applications.distillation import Distillation, distil, distillation_loss
 
 __all__ = [

@@ -20,7 +20,7 @@ from aftermap.applications.acquisition import (
 )
 from aftermap.batches import take, unpack_inputs
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
-from aftermap.evaluation.measures import as_classes
+from aftermap.evaluation.evaluate import as_classes
 from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, collect
 from aftermap.likelihoods import Likelihood
 from aftermap.likelihoods.base import aligned

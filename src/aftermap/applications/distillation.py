@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from aftermap.baselines import Deterministic
 from aftermap.baselines.base import check_count, check_module, check_positive, private_randomness
-from aftermap.batches import Unpack, call_model, check_device, check_inputs, unpack_batch, unpack_inputs
+from aftermap.batches import Unpack, check_inputs, unpack_batch, unpack_inputs
 from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
 from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, collect
 from aftermap.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian, Likelihood
+from aftermap.models import call_model, check_device
 from aftermap.predictive import Prediction
 from aftermap.progress import progress
 

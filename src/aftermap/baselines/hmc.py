@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from aftermap.baselines.base import (
     Baseline,
+    Particles,
     batches_of,
     check_count,
     check_positive,
@@ -20,12 +21,11 @@ from aftermap.baselines.base import (
     private_seed,
     targets_of,
 )
-from aftermap.baselines.particles import Particles
 from aftermap.batches import Batch, Unpack
-from aftermap.curvature.functional import evaluating, functional_outputs
+from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError, NotFittedError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Likelihood
-from aftermap.likelihoods.draws import normal_like
+from aftermap.models import evaluating, functional_outputs
 from aftermap.params import Params, Selection, flatten, select, unflatten
 from aftermap.progress import progress as progress_bar
 

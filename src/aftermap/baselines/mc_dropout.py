@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.baselines.base import Baseline, check_count, private_randomness
-from aftermap.batches import call_model, check_device
-from aftermap.curvature.functional import evaluating
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.likelihoods import Likelihood
+from aftermap.models import call_model, check_device, evaluating
 
 __all__ = ["MCDropout", "dropout_modules", "insert_dropout"]
 

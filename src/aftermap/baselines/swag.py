@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from aftermap.baselines.base import (
     Baseline,
+    Particles,
     batches_of,
     check_count,
     check_positive,
@@ -21,11 +22,11 @@ from aftermap.baselines.base import (
     private_randomness,
     targets_of,
 )
-from aftermap.baselines.particles import Particles
-from aftermap.batches import Unpack, call_model, check_device
+from aftermap.batches import Unpack
+from aftermap.draws import normal_like
 from aftermap.errors import InputError, NotFittedError, NumericalError, StatisticalWarning
 from aftermap.likelihoods import Likelihood
-from aftermap.likelihoods.draws import normal_like
+from aftermap.models import call_model, check_device
 from aftermap.params import Params
 from aftermap.progress import progress as progress_bar
 

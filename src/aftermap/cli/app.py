@@ -7,17 +7,15 @@ from typing import Annotated, Any
 import typer
 
 import aftermap
-from aftermap.cli.bench import bench
 from aftermap.cli.demo import demo
 from aftermap.cli.doctor import doctor
 from aftermap.cli.evaluate import evaluate
-from aftermap.cli.fit import fit
+from aftermap.cli.fit import fit, tune
 from aftermap.cli.predict import predict
 from aftermap.cli.report import report
-from aftermap.cli.reproduce import reproduce
+from aftermap.cli.reproduce import bench, reproduce
 from aftermap.cli.select import select
 from aftermap.cli.train import train
-from aftermap.cli.tune import tune
 from aftermap.cli.where import where
 
 __all__ = ["EXAMPLES", "app"]

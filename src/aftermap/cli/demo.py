@@ -15,14 +15,14 @@ from torch import nn
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, build_network
 from aftermap.cli.console import Speaker, guarded
-from aftermap.cli.fitting import FitSettings, fit_posterior, prior_in_words
-from aftermap.cli.judging import judge
+from aftermap.cli.evaluate import judge
+from aftermap.cli.fit import FitSettings, fit_posterior, prior_in_words
 from aftermap.cli.report import look_where, write_for
 from aftermap.cli.sources import Batches, DataOptions, Source
 from aftermap.cli.store import Fitted, calibrate, describe_data, save_fitted
 from aftermap.data import Examples, builtin, photograph_patches, split
 from aftermap.evaluation import rotate
-from aftermap.posteriors.folder import replaced_folder
+from aftermap.posteriors.io import replaced_folder
 from aftermap.progress import progress
 
 __all__ = ["demo"]

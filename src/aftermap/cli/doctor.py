@@ -13,10 +13,9 @@ import typer
 from rich.table import Table
 from torch import Tensor, nn
 
-from aftermap.batches import call_model
 from aftermap.cli import options as o
 from aftermap.cli.console import GOOD, Speaker, guarded
-from aftermap.cli.fitting import build_for, resolve_task
+from aftermap.cli.fit import build_for, resolve_task
 from aftermap.cli.models import check_device, make_model
 from aftermap.cli.sources import Batches, Source, first_batch, open_source, parse_size
 from aftermap.curvature import fit_curvature
@@ -24,6 +23,7 @@ from aftermap.data import Examples
 from aftermap.errors import InputError
 from aftermap.laplace import Cost, estimate_costs
 from aftermap.likelihoods import parse_likelihood
+from aftermap.models import call_model
 
 __all__ = ["doctor"]
 

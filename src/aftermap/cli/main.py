@@ -7,7 +7,7 @@ import sys
 from types import FrameType
 
 from aftermap.errors import UnsupportedError
-from aftermap.late import optional
+from aftermap.lazy import optional
 
 __all__ = ["main"]
 

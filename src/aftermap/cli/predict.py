@@ -14,7 +14,7 @@ import typer
 
 from aftermap.cli import options as o
 from aftermap.cli.console import GOOD, Speaker, confirmed, guarded
-from aftermap.cli.fitting import try_model
+from aftermap.cli.fit import try_model
 from aftermap.cli.models import check_device
 from aftermap.cli.sources import Batches, open_source
 from aftermap.cli.store import Fitted, load_fitted

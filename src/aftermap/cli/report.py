@@ -12,8 +12,7 @@ from aftermap.analysis import Where, where
 from aftermap.analysis.report import write_report
 from aftermap.cli import options as o
 from aftermap.cli.console import Speaker, confirmed, guarded
-from aftermap.cli.evaluate import open_test
-from aftermap.cli.judging import Judgement, judge
+from aftermap.cli.evaluate import Judgement, judge, open_test
 from aftermap.cli.models import check_device
 from aftermap.cli.sources import Batches, Source
 from aftermap.cli.store import Fitted, load_fitted

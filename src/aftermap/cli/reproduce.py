@@ -1,4 +1,4 @@
-"""`aftermap reproduce`: the tables and figures of papers, from a checkout."""
+"""`aftermap reproduce` and `aftermap bench`: the tables of papers and the benchmarks, from a checkout of the sources."""
 
 from __future__ import annotations
 
@@ -13,12 +13,29 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+import aftermap
 from aftermap.cli import options as o
-from aftermap.cli.checkout import find_checkout
 from aftermap.cli.console import CHECK_FAILED, GOOD, Speaker, guarded
 from aftermap.errors import InputError
 
-__all__ = ["reproduce"]
+__all__ = ["bench", "find_checkout", "reproduce"]
+
+
+def find_checkout(folder: str) -> Path:
+    """The nearest folder above the working folder, or above the package, that is a checkout with ``folder`` in it.
+
+    Raises:
+        InputError: there is none.
+    """
+    starts = [Path.cwd(), Path(aftermap.__file__).resolve().parent]
+    for start in starts:
+        for place in (start, *start.parents):
+            if (place / folder).is_dir() and (place / "pyproject.toml").is_file():
+                return place
+    raise InputError(
+        f"{folder}/ is part of the sources of aftermap, not of the installed package, and was found neither above {Path.cwd()} "
+        "nor beside the package. Change into a checkout of the sources and run the command there"
+    )
 
 
 @guarded
@@ -80,3 +97,27 @@ def _list(known: dict[str, Path], speaker: Speaker) -> None:
     else:
         speaker.line("this checkout has no experiments")
     speaker.result(rows)
+
+
+@guarded
+def bench(context: typer.Context) -> int:
+    """Measure time and memory beside other libraries. Arguments go to benchmarks.run: `aftermap bench --quick`.
+
+    The other libraries live in an environment of their own: `make bench` sets it up and runs this in it.
+    """
+    speaker = Speaker()
+    root = find_checkout("benchmarks")
+    own = root / ".venv-bench" / "bin" / "python"
+    python = str(own) if own.is_file() else sys.executable
+    if not own.is_file():
+        speaker.note(
+            "there is no .venv-bench here (make bench-setup), so that libraries to compare with may be missing"
+        )
+    done = subprocess.run([python, "-m", "benchmarks.run", *context.args], cwd=root, check=False)
+    if done.returncode:
+        speaker.line(
+            f"the benchmarks ended with exit code {done.returncode}; `make bench` sets up what they need",
+            style="bold red",
+        )
+        return CHECK_FAILED
+    return GOOD

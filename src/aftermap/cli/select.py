@@ -13,7 +13,7 @@ from torch import nn
 
 from aftermap.cli import options as o
 from aftermap.cli.console import GOOD, Speaker, confirmed, guarded
-from aftermap.cli.fitting import build_for, resolve_task
+from aftermap.cli.fit import build_for, resolve_task
 from aftermap.cli.models import check_device, save_weights
 from aftermap.cli.sources import DataOptions, Source, open_source
 from aftermap.cli.train import likelihood_of, standardise

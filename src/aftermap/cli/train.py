@@ -12,8 +12,7 @@ from torch import nn
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, Standardise
 from aftermap.cli.console import CHECK_FAILED, GOOD, Speaker, guarded
-from aftermap.cli.fit import open_parts
-from aftermap.cli.fitting import build_for, resolve_task, self_check
+from aftermap.cli.fit import build_for, open_parts, resolve_task, self_check
 from aftermap.cli.models import check_device, save_weights
 from aftermap.cli.sources import Source
 from aftermap.cli.store import Fitted, calibrate, describe_data, save_fitted

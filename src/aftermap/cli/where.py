@@ -11,12 +11,12 @@ from rich.table import Table
 
 from aftermap.analysis import where as look
 from aftermap.analysis.result import LEVELS
-from aftermap.analysis.tables import plain
 from aftermap.cli import options as o
 from aftermap.cli.console import GOOD, Speaker, confirmed, guarded
 from aftermap.cli.evaluate import open_test
 from aftermap.cli.models import check_device
 from aftermap.cli.store import load_fitted
+from aftermap.evaluation.results import plain
 
 __all__ = ["where"]
 

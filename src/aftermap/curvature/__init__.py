@@ -1,10 +1,11 @@
 """The curvature engine: exact sums over data of Kronecker factors, diagonals, full and low-rank matrices."""
 
-from aftermap.curvature.factors import Block, Factors, Treatment
 from aftermap.curvature.fit import STRUCTURES, fit_curvature
-from aftermap.curvature.layers import LayerRule, register, registered_rules
-from aftermap.curvature.per_example import per_example_gradients
-from aftermap.curvature.vectors import VECTOR_KINDS
+from aftermap.curvature.passes.backward import Block
+from aftermap.curvature.passes.per_example import per_example_gradients
+from aftermap.curvature.passes.vectors import VECTOR_KINDS
+from aftermap.curvature.rules.base import LayerRule, register, registered_rules
+from aftermap.curvature.structures.base import Factors, Treatment
 
 __all__ = [
     "STRUCTURES",

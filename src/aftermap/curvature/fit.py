@@ -10,24 +10,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from aftermap.batches import Unpack, check_device
-from aftermap.curvature.accumulate import Accumulator, ExampleAccumulator
-from aftermap.curvature.diagonal import DiagonalSum, SiteDiagonalAccumulator
-from aftermap.curvature.ekfac import EigenAccumulator, eigenbases
-from aftermap.curvature.factors import Block, Factors, Treatment
-from aftermap.curvature.full import FullBlock, FullSum
-from aftermap.curvature.ggn_operator import GGNOperator
-from aftermap.curvature.hessian import full_hessian
-from aftermap.curvature.kfra_accumulator import KfraAccumulator
-from aftermap.curvature.kron import APPROACHES, KronAccumulator, KronBlock
-from aftermap.curvature.layers import LayerRule
-from aftermap.curvature.low_rank import LowRankBlock, low_rank_ggn
-from aftermap.curvature.probe import Probe, agreed, probe
-from aftermap.curvature.stream import Seen, Stream
-from aftermap.curvature.vectors import VECTOR_KINDS
+from aftermap.batches import Unpack
+from aftermap.curvature.passes.backward import Accumulator, Block, ExampleAccumulator
+from aftermap.curvature.passes.plan import Probe, agreed, probe
+from aftermap.curvature.passes.products import GGNOperator
+from aftermap.curvature.passes.stream import Seen, Stream
+from aftermap.curvature.passes.vectors import VECTOR_KINDS
+from aftermap.curvature.rules.base import LayerRule
+from aftermap.curvature.structures.base import Factors, Treatment
+from aftermap.curvature.structures.diagonal import DiagonalSum, SiteDiagonalAccumulator
+from aftermap.curvature.structures.eigenbasis import eigenbases
+from aftermap.curvature.structures.ekfac import EigenAccumulator
+from aftermap.curvature.structures.full import FullBlock, FullSum
+from aftermap.curvature.structures.hessian import full_hessian
+from aftermap.curvature.structures.kfra import KfraAccumulator
+from aftermap.curvature.structures.kron import APPROACHES, KronAccumulator, KronBlock
+from aftermap.curvature.structures.low_rank import LowRankBlock, low_rank_ggn
 from aftermap.distributed import all_reduce_, is_distributed, same_everywhere, together
 from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.models import check_device
 from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["STRUCTURES", "fit_curvature"]

@@ -1,8 +1,9 @@
-"""Data in memory: inputs, targets and what is known about them."""
+"""Data in memory: inputs and targets, parts that never overlap, and toy problems with a known answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aftermap.errors import DataError, ShapeError
+from aftermap.errors import DataError, InputError, ShapeError
 
-__all__ = ["Examples", "as_inputs", "as_targets", "existing_file"]
+__all__ = ["PARTS", "TOYS", "Examples", "as_inputs", "as_targets", "existing_file", "part_of", "split", "toy"]
+
+PARTS = ("train", "validation", "test")
+_SEED = 20180  # fixed: training and testing may happen in different processes, weeks apart
 
 
 @dataclass(frozen=True)
@@ -105,3 +109,103 @@ def existing_file(path: str | Path) -> Path:
     if not file.is_file():
         raise DataError(f"there is no file {file}" + (": it is a folder" if file.is_dir() else ""))
     return file
+
+
+def split(data: Examples, *, validation: float, test: float) -> dict[str, Examples]:
+    """Train, validation and test, by a fixed permutation of the examples.
+
+    Args:
+        data: to be split; always split in the same way.
+        validation: share of the validation part, in [0, 1).
+        test: share of the test part, in [0, 1).
+
+    Returns:
+        The parts by name; a part of share 0 is left out.
+
+    Raises:
+        InputError: shares that leave nothing for training.
+        DataError: too few examples for the parts.
+
+    >>> data = Examples(torch.arange(10.0)[:, None], None, "ten")
+    >>> {name: len(part) for name, part in split(data, validation=0.2, test=0.2).items()}
+    {'train': 6, 'validation': 2, 'test': 2}
+    """
+    if min(validation, test) < 0 or not validation + test < 1:
+        raise InputError(f"the shares validation={validation} and test={test} must be at least 0 and together below 1")
+    n = len(data)
+    n_test, n_validation = round(test * n), round(validation * n)
+    sizes = {"train": n - n_test - n_validation, "validation": n_validation, "test": n_test}
+    empty = [k for k, share in (("validation", validation), ("test", test)) if share > 0 and sizes[k] == 0]
+    if empty or sizes["train"] < 1:
+        raise DataError(f"{data.name} holds {n} examples, too few to be split")
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED))
+    found, start = {}, 0
+    for name in PARTS:
+        if sizes[name]:
+            found[name] = data.take(order[start : start + sizes[name]])
+            start += sizes[name]
+    return found
+
+
+def part_of(data: Examples, part: str, *, validation: float = 0.2, test: float = 0.2) -> Examples:
+    """One part of a data set that has no official parts: "train", "validation", "test" or "all"."""
+    if part == "all":
+        return data
+    if part not in PARTS:
+        raise InputError(f"part={part!r} is not known; allowed are {', '.join(PARTS)} and all")
+    return split(data, validation=validation, test=test)[part]
+
+
+def _cubic(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = 8 * torch.rand(n, 1, generator=g) - 4
+    return x, x**3 + 3 * torch.randn(n, 1, generator=g)
+
+
+def _gap(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    side = torch.rand(n, 1, generator=g) < 0.5
+    x = torch.where(side, -2 + 1.2 * torch.rand(n, 1, generator=g), 0.8 + 1.2 * torch.rand(n, 1, generator=g))
+    return x, torch.sin(2 * x) + 0.1 * torch.randn(n, 1, generator=g)
+
+
+def _moons(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    y = torch.arange(n) % 2
+    angle = math.pi * torch.rand(n, generator=g)
+    x = torch.stack([torch.cos(angle) * (1 - 2 * y) + y, torch.sin(angle) * (1 - 2 * y) + 0.5 * y], 1)
+    return x + 0.15 * torch.randn(n, 2, generator=g), y
+
+
+def _blobs(n: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    y = torch.arange(n) % 3
+    angle = 2 * math.pi * y / 3
+    return 2 * torch.stack([torch.cos(angle), torch.sin(angle)], 1) + 0.7 * torch.randn(n, 2, generator=g), y
+
+
+TOYS: dict[str, Callable[[int, torch.Generator], tuple[Tensor, Tensor]]] = {
+    "cubic": _cubic,
+    "gap": _gap,
+    "moons": _moons,
+    "blobs": _blobs,
+}
+
+
+def toy(name: str, n: int = 200, *, generator: torch.Generator | None = None) -> Examples:
+    """A toy problem.
+
+    Args:
+        name: "cubic" (y = x³ + N(0, 9), x in [-4, 4]; Hernández-Lobato & Adams 2015), "gap" (y = sin 2x + N(0, 0.01) with a
+            gap in the middle), "moons" (two classes) or "blobs" (three classes).
+        n: how many examples.
+        generator: None: a seed of 0, the same data at every call.
+
+    Raises:
+        InputError: another name, or no examples.
+
+    >>> toy("moons", 6).targets
+    tensor([0, 1, 0, 1, 0, 1])
+    """
+    if name not in TOYS:
+        raise InputError(f"there is no toy problem {name!r}; there are {', '.join(TOYS)}")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+    x, y = TOYS[name](n, generator or torch.Generator().manual_seed(0))
+    return Examples(x, y, name)

@@ -1,4 +1,4 @@
-"""Public data sets by name, from a folder in their usual formats, or downloaded with their checksums."""
+"""Data sets by name: those of scikit-learn, and public ones, from a folder or downloaded with their checksums."""
 
 from __future__ import annotations
 
@@ -8,25 +8,91 @@ import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from aftermap.data.download import fetch
-from aftermap.data.examples import Examples, as_inputs
-from aftermap.data.idx import read_idx
-from aftermap.data.npz import read_npz
-from aftermap.data.splits import part_of, split
+from aftermap.data.examples import Examples, as_inputs, part_of, split
+from aftermap.data.readers import read_idx, read_npz
 from aftermap.errors import DataError, InputError
-from aftermap.late import optional
+from aftermap.lazy import optional
 
-__all__ = ["NAMED", "data_folder", "download_named", "is_named", "named"]
+__all__ = ["BUILTIN", "NAMED", "builtin", "data_folder", "download_named", "is_named", "named", "photograph_patches"]
 
 _IDX = {"train": "train", "test": "t10k"}
 _VALIDATION = 0.1  # of an official training part
 _CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 _CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _DIGITS = tuple("0123456789")
+
+
+def _digits(datasets: Any) -> Examples:
+    bunch = datasets.load_digits()
+    images = torch.tensor(bunch.images, dtype=torch.float32)[:, None] / 16
+    return Examples(images, torch.tensor(bunch.target), "digits", tuple(map(str, range(10))))
+
+
+def _table(loader: str, name: str) -> Callable[[Any], Examples]:
+    def load(datasets: Any) -> Examples:
+        bunch = getattr(datasets, loader)()
+        classes = tuple(map(str, bunch.target_names)) if hasattr(bunch, "target_names") else None
+        target = torch.tensor(bunch.target) if classes else torch.tensor(bunch.target, dtype=torch.float32)
+        columns = tuple(map(str, bunch.feature_names))
+        return Examples(torch.tensor(bunch.data, dtype=torch.float32), target, name, classes, columns)
+
+    return load
+
+
+BUILTIN: dict[str, Callable[[Any], Examples]] = {
+    "digits": _digits,
+    "iris": _table("load_iris", "iris"),
+    "wine": _table("load_wine", "wine"),
+    "breast_cancer": _table("load_breast_cancer", "breast_cancer"),
+    "diabetes": _table("load_diabetes", "diabetes"),
+}
+
+
+def builtin(name: str) -> Examples:
+    """One of scikit-learn's bundled data sets.
+
+    Args:
+        name: digits (8×8 grey images, from 0 to 1), iris, wine, breast_cancer (classes) or diabetes (regression).
+
+    Raises:
+        InputError: another name.
+        UnsupportedError: scikit-learn is not installed.
+
+    >>> builtin("digits").inputs.shape
+    torch.Size([1797, 1, 8, 8])
+    """
+    key = name.replace("-", "_")
+    if key not in BUILTIN:
+        raise InputError(f"there is no built-in data set {name!r}; there are {', '.join(BUILTIN)}")
+    return BUILTIN[key](optional("sklearn.datasets", "sklearn", "the built-in data sets"))
+
+
+def photograph_patches(count: int, size: int, *, seed: int = 0) -> Examples:
+    """Small grey patches of scikit-learn's two sample photographs: data that no classifier of digits has seen.
+
+    A patch of 4·size pixels is averaged down to ``size``, so that it shows more than a flat piece of sky, and its grey values are
+    stretched from 0 to 1.
+
+    >>> photograph_patches(3, 8).inputs.shape
+    torch.Size([3, 1, 8, 8])
+    """
+    pictures = optional("sklearn.datasets", "sklearn", "sample photographs").load_sample_images().images
+    generator = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        picture = np.asarray(pictures[generator.integers(len(pictures))], dtype=np.float32).mean(2)
+        side = 4 * size
+        top, left = (int(generator.integers(0, limit - side + 1)) for limit in picture.shape)
+        patch = picture[top : top + side, left : left + side].reshape(size, 4, size, 4).mean((1, 3))
+        low, high = float(patch.min()), float(patch.max())
+        found.append((patch - low) / max(high - low, 1e-6))
+    return Examples(torch.from_numpy(np.stack(found))[:, None], None, "photographs")
 
 
 @dataclass(frozen=True)
@@ -101,22 +167,30 @@ _MNIST_FILES = {
     "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
 }
+
+
 _FASHION_FILES = {
     "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
     "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
     "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
     "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
 }
+
+
 _KMNIST_FILES = {
     "train-images-idx3-ubyte.gz": "51467d22d8cc72929e2a028a0428f2086b092bb31cfb79c69cc0a90ce135fde4",
     "train-labels-idx1-ubyte.gz": "e38f9ebcd0f3ebcdec7fc8eabdcdaef93bb0df8ea12bee65224341c8183d8e17",
     "t10k-images-idx3-ubyte.gz": "edd7a857845ad6bb1d0ba43fe7e794d164fe2dce499a1694695a792adfac43c5",
     "t10k-labels-idx1-ubyte.gz": "20bb9a0ef54c7db3efc55a92eef5582c109615df22683c380526788f98e42a1c",
 }
+
+
 _SVHN_FILES = {
     "train_32x32.mat": "435e94d69a87fde4fd4d7f3dd208dfc32cb6ae8af2240d066de1df7508d083b8",
     "test_32x32.mat": "cdce80dfb2a2c4c6160906d0bd7c68ec5a99d7ca4831afa54f09182025b6a75b",
 }
+
+
 NAMED: dict[str, NamedSet] = {
     "mnist": NamedSet(
         _idx,

@@ -14,10 +14,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from aftermap.batches import Unpack, check_device, iterate
+from aftermap.batches import Unpack, iterate
+from aftermap.draws import uniform_like
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
 from aftermap.evaluation.predictor import Predictor, accepts, model_of
-from aftermap.likelihoods.draws import uniform_like
+from aftermap.models import check_device
 from aftermap.predictive import Prediction
 
 __all__ = ["FGSM", "PGD", "Attack", "AttackCurve", "TargetedAttack", "input_range", "log_probability_gradient"]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aftermap.batches import Unpack, unpack_batch
+from aftermap.draws import normal_like, poisson
 from aftermap.errors import InputError, ShapeError
-from aftermap.likelihoods.draws import normal_like, poisson
 
 __all__ = ["CORRUPTIONS", "Corrupted", "corrupt", "rotate"]
 

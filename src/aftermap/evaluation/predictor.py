@@ -11,8 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Unpack, check_device, iterate, tensors_of
+from aftermap.batches import Unpack, iterate, tensors_of
 from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.models import check_device
 from aftermap.predictive import Prediction
 
 __all__ = ["Collected", "Predictor", "accepts", "check_predictor_object", "collect", "model_of"]

@@ -1,10 +1,9 @@
 """Hessian-free Laplace: the exact-Hessian variance of any functional from fine-tuning alone (McInerney and Kallus)."""
 
 from aftermap.hessian_free.amortised import AmortisedScore, Probes
-from aftermap.hessian_free.hessian_free import HessianFree
-from aftermap.hessian_free.report import MapReport, VarianceReport
+from aftermap.hessian_free.hessian_free import HessianFree, MapReport, VarianceReport
+from aftermap.hessian_free.pushes import StepReport
 from aftermap.hessian_free.settings import METHODS, Settings
-from aftermap.hessian_free.steps import StepReport
 
 __all__ = [
     "METHODS",

@@ -20,15 +20,14 @@ import torch
 from torch import Tensor
 
 from aftermap.batches import Batch, check_inputs, iterate, unpack_inputs
-from aftermap.curvature.functional import evaluating
-from aftermap.curvature.probe import check_modes
 from aftermap.distributed import shared_out
 from aftermap.errors import DataError, InputError, NotFittedError, ShapeError
+from aftermap.hessian_free.minimise import Runner
 from aftermap.hessian_free.objective import Objective
-from aftermap.hessian_free.runners import Runner
+from aftermap.hessian_free.pushes import StepReport, pack, perturb, unpack_reports
 from aftermap.hessian_free.settings import Settings
-from aftermap.hessian_free.steps import StepReport, pack, perturb, unpack_reports
 from aftermap.likelihoods import Categorical, Likelihood
+from aftermap.models import check_modes, evaluating
 from aftermap.params import named_parameters
 from aftermap.predictive import Prediction, WeightsWatch, gaussian_prediction
 from aftermap.predictive.functionals import FunctionalSet, Network, OutputSet

@@ -2,42 +2,145 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, Unpack, check_device, check_inputs, iterate, unpack_batch, unpack_inputs
-from aftermap.curvature.functional import evaluating
-from aftermap.curvature.last_layer import find_last_layer
-from aftermap.curvature.probe import check_modes, check_outputs
-from aftermap.distributed import broadcast_, shared_out
+from aftermap.batches import Batch, Unpack, check_inputs, iterate, unpack_batch, unpack_inputs
+from aftermap.curvature.passes.plan import find_last_layer
+from aftermap.distributed import all_reduce_, broadcast_, shared_out, world_size
 from aftermap.errors import (
     DataError,
     InputError,
     NotFittedError,
+    NumericalError,
+    NumericalWarning,
     ShapeError,
+    StatisticalWarning,
 )
 from aftermap.hessian_free.amortised import AmortisedScore, Probes, amortise, probe_variances
-from aftermap.hessian_free.checks import check_common, check_minimum
+from aftermap.hessian_free.minimise import BatchRunner, FullDataRunner, Runner
 from aftermap.hessian_free.objective import Objective
-from aftermap.hessian_free.report import MapReport, VarianceReport
-from aftermap.hessian_free.runners import BatchRunner, FullDataRunner, Runner
+from aftermap.hessian_free.pushes import StepReport, pack, perturb, unpack_reports
 from aftermap.hessian_free.settings import Settings, choose_method
-from aftermap.hessian_free.steps import StepReport, pack, perturb, unpack_reports
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.linalg import symmetrise
+from aftermap.models import check_device, check_modes, check_outputs, evaluating, model_errors_explained
 from aftermap.params import Params, Selection, named_parameters, select
-from aftermap.posteriors.prior import Prior, PriorSpec
 from aftermap.predictive import Prediction, WeightsWatch, gaussian_prediction
 from aftermap.predictive.functionals import Functional, FunctionalSet, OutputSet, parse_functionals
-from aftermap.predictive.predictor import model_errors_explained
+from aftermap.prior import Prior, PriorSpec
 
-__all__ = ["HessianFree"]
+__all__ = ["HessianFree", "MapReport", "VarianceReport", "check_common", "check_minimum"]
 
 _NUMBERS = len(StepReport.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class MapReport:
+    """How well the trained weights minimise the objective.
+
+    Attributes:
+        n_data: examples (with weights: their sum).
+        loss: L at the trained weights.
+        gradient_norm: ‖∇L‖ there.
+        decrement: √(2(L(θ*) − L(θ₀))) with θ₀ the fine-tuned weights: to leading order Newton's decrement √(∇LᵀH⁻¹∇L), the
+            distance to the minimum in posterior standard deviations. No functional drifts by more than this many of its own.
+        final_gradient_norm: after fine-tuning.
+        steps: of the fine-tuning.
+        converged: the fine-tuning reached its goal (methods on all data).
+        polished: whether the fine-tuned copy, not the trained weights, is the centre of the posterior.
+        method: the optimiser.
+    """
+
+    n_data: float
+    loss: float
+    gradient_norm: float
+    decrement: float
+    final_gradient_norm: float
+    steps: int
+    converged: bool
+    polished: bool
+    method: str
+
+
+@dataclass(frozen=True)
+class VarianceReport:
+    """How variances were found.
+
+    Attributes:
+        functionals: one report each; for predictions in the order of the flattened outputs.
+        asymmetry: the largest |C_ij − C_ji| relative to √(C_ii C_jj): zero for exact derivatives.
+        projected: negative eigenvalues that were set to zero, relative to the trace.
+    """
+
+    functionals: tuple[StepReport, ...]
+    asymmetry: float
+    projected: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was flagged."""
+        return all(r.status == "ok" for r in self.functionals)
+
+    def summary(self) -> str:
+        """A table, one line per functional."""
+        head = (
+            f"{'':>4}{'variance':>11}{'λ':>10}{'move/sd':>9}{'bend':>8}{'rise':>7}{'residual':>10}{'steps':>7}  status"
+        )
+        lines = [
+            f"{i:4}{r.variance:11.4g}{r.step:10.3g}{r.deviation:9.2g}{r.curvature:8.1g}{r.energy:7.3f}{r.residual:10.1g}"
+            f"{int(r.steps):7}  {r.status}"
+            for i, r in enumerate(self.functionals)
+        ]
+        return "\n".join([head, *lines])
+
+
+def check_common(n_data: float, loss: float) -> None:
+    """In a group of processes all must have the same data: functionals are shared out, not data."""
+    own = torch.tensor([n_data, loss], dtype=torch.float64)
+    sums = torch.stack([own, own.square()])
+    all_reduce_([sums])
+    mean, square = sums / world_size()
+    if bool((square - mean.square() > 1e-6 * (1 + square)).any()):
+        raise DataError(
+            f"the processes hold different data ({n_data:g} examples with loss {loss:.6g} here, {mean[0]:g} with {mean[1]:.6g} on "
+            "average). A Hessian-free posterior shares out functionals, not data: give every process all data"
+        )
+
+
+def check_minimum(report: MapReport, rise: float, settings: Settings, polish: bool, force: bool) -> None:
+    """Refuses weights that are no minimum, and an optimiser that leaves one, unless told to go on."""
+    if not rise <= max(0.5 * settings.max_decrement**2, 1e-6 * abs(report.loss)) and not force:
+        raise NumericalError(
+            f"fine-tuning without a push made the loss larger, by {rise:.3g} from {report.loss:.6g}: {settings.method} does not settle. "
+            "Lower lr, use larger batches or more steps, or a method on all data (lbfgs, newton_cg)"
+        )
+    if not report.converged and report.steps >= settings.max_steps:  # one that is stuck at rounding has converged
+        warnings.warn(
+            f"fine-tuning without a push stopped after {report.steps} steps at a gradient of {report.final_gradient_norm:.3g} (trained "
+            f"weights: {report.gradient_norm:.3g}): the minimum is not reached, and the measured distance to it may be too small. "
+            "Raise max_steps, or train further",
+            NumericalWarning,
+            stacklevel=4,
+        )
+    if polish or report.decrement <= settings.max_decrement:
+        return
+    message = (
+        f"the trained weights are {report.decrement:.3g} posterior standard deviations away from the minimum of the objective "
+        f"(allowed: {settings.max_decrement:g}; gradient norm {report.gradient_norm:.3g}, loss {report.loss:.6g}). A Laplace "
+        "approximation needs a minimum of Σ −log p(y|f)/T + ½ θᵀP₀θ"
+    )
+    if not force:
+        raise InputError(
+            f"{message}. Train longer, with this prior_precision (weight decay · N); or fit(polish=True) to work with a "
+            "fine-tuned copy; or fit(force=True) to go on as it is"
+        )
+    warnings.warn(f"{message}; forced to go on", StatisticalWarning, stacklevel=4)
 
 
 class HessianFree:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 
-from aftermap.batches import Batch, Unpack, call_model, iterate
-from aftermap.curvature.functional import evaluating
+from aftermap.batches import Batch, Unpack, iterate
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
+from aftermap.models import call_model, evaluating
 from aftermap.params import Params, flatten, named_parameters, unflatten
-from aftermap.posteriors.prior import Prior
 from aftermap.predictive.functionals import FunctionalSet, Network
+from aftermap.prior import Prior
 
 __all__ = ["Evaluation", "Objective", "Push"]
 

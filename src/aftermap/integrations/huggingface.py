@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from aftermap.errors import DataError, InputError
 from aftermap.laplace import Laplace, load_laplace
-from aftermap.late import optional
+from aftermap.lazy import optional
 from aftermap.params import named_parameters
 
 optional("transformers", "hf", "the Hugging Face helpers")

@@ -24,13 +24,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack
-from aftermap.curvature.closure_plan import evaluating
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace import Laplace, fit, load_laplace
-from aftermap.late import optional
+from aftermap.lazy import optional
 from aftermap.likelihoods import Likelihood
+from aftermap.models import evaluation_mode
 from aftermap.optim import TrainedPosterior
-from aftermap.optim.core import VariationalOptimizer
+from aftermap.optim.base import VariationalOptimizer
 from aftermap.params import Selection
 
 _PURPOSE = "the Lightning callbacks"
@@ -147,7 +147,7 @@ class LaplaceCallback(_SavingCallback):
         held_out = trainer.val_dataloaders if self.validation else None
         if isinstance(held_out, list | tuple):
             held_out = held_out[0] if held_out else None
-        with evaluating(network):
+        with evaluation_mode(network):
             self.laplace = fit(
                 network,
                 trainer.train_dataloader,

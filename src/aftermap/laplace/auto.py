@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from aftermap.batches import Unpack, check_device, iterate
+from aftermap.batches import Unpack, iterate
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
 from aftermap.laplace.check import CheckReport, check_predictive
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
@@ -17,6 +17,7 @@ from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.models import check_device
 from aftermap.params import Selection
 from aftermap.posteriors import GaussianPosterior
 from aftermap.progress import announce

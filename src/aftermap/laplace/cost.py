@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from aftermap.batches import Batch, Unpack, call_model, check_device, iterate
-from aftermap.curvature.capture import capture, gradients_for
-from aftermap.curvature.last_layer import find_last_layer
-from aftermap.curvature.sites import find_sites
-from aftermap.curvature.vectors import resolve_kind
+from aftermap.batches import Batch, Unpack, iterate
+from aftermap.curvature.passes.plan import find_last_layer, find_sites
+from aftermap.curvature.passes.record import capture
+from aftermap.curvature.passes.vectors import resolve_kind
 from aftermap.likelihoods import Likelihood
+from aftermap.models import call_model, check_device, gradients_for
 from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs"]

@@ -21,18 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, call_model, take
-from aftermap.curvature.functional import evaluating
-from aftermap.curvature.ggn_operator import GGNOperator
+from aftermap.batches import Batch, take
+from aftermap.curvature.passes.products import GGNOperator
+from aftermap.curvature.structures.base import join_flat
 from aftermap.distributed import rank, together, world_size
+from aftermap.draws import uniform_like
 from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.krylov import TraceEstimate
 from aftermap.likelihoods import Likelihood
-from aftermap.likelihoods.draws import uniform_like
+from aftermap.models import call_model, evaluating
 from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.blocks import join_flat
-from aftermap.posteriors.estimates import mean_estimate
-from aftermap.posteriors.sample_then_optimise import common_seed
+from aftermap.posteriors.matrix_free import common_seed, mean_estimate
 
 __all__ = [
     "DimensionResult",

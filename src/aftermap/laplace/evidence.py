@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from aftermap.curvature.factors import Factors
+from aftermap.curvature.structures.base import Factors
 from aftermap.errors import InputError
-from aftermap.laplace.noise import Observation
 from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors.base import Observation
 
 __all__ = ["EvidenceResult", "log_evidence", "maximise_evidence"]
 

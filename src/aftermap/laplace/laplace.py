@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, Unpack, check_device, iterate
+from aftermap.batches import Batch, Unpack, iterate
 from aftermap.curvature import Factors, fit_curvature
-from aftermap.curvature.last_layer import find_last_layer
+from aftermap.curvature.passes.plan import find_last_layer
+from aftermap.curvature.passes.products import GGNOperator
 from aftermap.errors import InputError, NotFittedError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult, log_evidence
-from aftermap.laplace.forming import curvature_structure, form_posterior
-from aftermap.laplace.grid import GridResult
-from aftermap.laplace.noise import Observation
 from aftermap.laplace.subnetwork import (
     Subnetwork,
     fit_subnetwork,
@@ -25,14 +23,49 @@ from aftermap.laplace.subnetwork import (
     subnetwork_structure,
     with_fixed_means,
 )
-from aftermap.laplace.tune import reusable, tune_laplace
+from aftermap.laplace.tune import GridResult, reusable, tune_laplace
 from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.models import check_device, model_errors_explained
 from aftermap.params import Params, Selection, named_parameters
-from aftermap.posteriors.prior import PriorSpec
+from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior
+from aftermap.posteriors.base import Observation
 from aftermap.predictive import PosteriorPredictor, Prediction, WeightsWatch, draw_weights
-from aftermap.predictive.predictor import model_errors_explained
+from aftermap.prior import PriorSpec
 
-__all__ = ["Laplace"]
+__all__ = ["MATRIX_FREE", "Laplace", "curvature_structure", "form_posterior"]
+
+MATRIX_FREE = "matrix_free"
+
+
+def curvature_structure(structure: str, update: bool) -> str:
+    """The structure of the sums over data: a matrix-free posterior sums Kronecker factors, as its preconditioner."""
+    if structure == MATRIX_FREE and update:
+        raise InputError(
+            "a matrix-free posterior cannot be updated: it passes over its data again and again. Fit on all data at once"
+        )
+    return "kron" if structure == MATRIX_FREE else structure
+
+
+def form_posterior(
+    structure: str,
+    factors: Factors,
+    mean: Params,
+    prior: PriorSpec,
+    *,
+    prior_mean: float | Params,
+    scale: Tensor,
+    damping: str,
+    model: nn.Module,
+    data: Iterable[Any],
+    likelihood: Likelihood,
+    unpack: Unpack | None,
+) -> GaussianPosterior | MatrixFreePosterior:
+    """The posterior of a structure; a matrix-free one keeps the data and is preconditioned by Kronecker factors."""
+    blocks = GaussianPosterior.from_factors(factors, mean, prior, prior_mean=prior_mean, scale=scale, damping=damping)
+    if structure != MATRIX_FREE:
+        return blocks
+    operator = GGNOperator(model, data, likelihood, list(factors.names), unpack)
+    return MatrixFreePosterior.from_operator(operator, preconditioner=blocks)
 
 
 class Laplace:

@@ -18,7 +18,7 @@ from aftermap.errors import DataError, InputError, NumericalError, ShapeError, U
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.saving import load_laplace, save_laplace
 from aftermap.likelihoods import Likelihood
-from aftermap.posteriors.folder import replaced_folder
+from aftermap.posteriors.io import replaced_folder
 from aftermap.predictive import Prediction
 from aftermap.predictive.quadrature import poisson_lognormal_rates
 

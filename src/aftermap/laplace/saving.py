@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.laplace.laplace import Laplace
-from aftermap.laplace.noise import Observation
 from aftermap.likelihoods import likelihood_from_config
 from aftermap.params import named_parameters, weights_hash
 from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors.base import Observation
 from aftermap.posteriors.io import LoadedPosterior, load_posterior, read_saved_config, save_posterior
 from aftermap.predictive import TrainedPosterior
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Unpack, check_device, iterate
+from aftermap.batches import Unpack, iterate
 from aftermap.errors import DataError, InputError, StatisticalWarning
 from aftermap.laplace.marglik import EvidenceTraining, train_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.models import check_device
 
 __all__ = ["Candidate", "Ranking", "select"]
 

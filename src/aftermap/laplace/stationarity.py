@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 
-from aftermap.batches import Batch, Unpack, call_model, check_device, iterate
+from aftermap.batches import Batch, Unpack, iterate
 from aftermap.curvature import fit_curvature
-from aftermap.curvature.functional import evaluating, functional_outputs, prepare_forward_mode
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.laplace.evidence import log_evidence
+from aftermap.models import call_model, check_device, evaluating, functional_outputs, prepare_forward_mode
 from aftermap.params import Params, flatten, unflatten
 from aftermap.posteriors import GaussianPosterior
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.fit import MAX_FULL
-from aftermap.curvature.subset import SubsetBlock, fit_subset
+from aftermap.curvature.structures.subnetwork import SubsetBlock, fit_subset
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params, Selection, named_parameters, select
 from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.prior import PriorSpec
+from aftermap.prior import PriorSpec
 
 __all__ = [
     "SCORES",

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aftermap.draws import poisson, uniform_like
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods.base import (
     Likelihood,
@@ -23,7 +24,6 @@ from aftermap.likelihoods.base import (
     sum_positions,
     unit_vectors,
 )
-from aftermap.likelihoods.draws import poisson, uniform_like
 
 __all__ = ["Bernoulli", "Categorical", "Poisson"]
 

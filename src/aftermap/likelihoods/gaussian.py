@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods.base import (
     Likelihood,
@@ -21,7 +22,6 @@ from aftermap.likelihoods.base import (
     sum_positions,
     unit_vectors,
 )
-from aftermap.likelihoods.draws import normal_like
 
 __all__ = ["PARAMETRISATIONS", "Gaussian", "HeteroscedasticGaussian"]
 

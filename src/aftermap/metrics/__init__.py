@@ -21,27 +21,29 @@ from aftermap.metrics.calibration import (
     signed_calibration_error,
 )
 from aftermap.metrics.detection import (
+    RiskCoverage,
     RocCurve,
+    accuracy_at_coverage,
     aupr,
+    aurc,
     auroc,
     fpr_at_tpr,
     labelled_scores,
+    risk_coverage,
     roc_curve,
 )
-from aftermap.metrics.intervals import (
+from aftermap.metrics.regression import (
     IntervalCalibration,
+    chi_square,
     coverage,
+    crps_gaussian,
+    crps_samples,
     gaussian_interval,
+    gaussian_nll,
     interval_calibration,
     interval_calibration_from_pit,
     interval_score,
     mean_width,
-)
-from aftermap.metrics.regression import (
-    chi_square,
-    crps_gaussian,
-    crps_samples,
-    gaussian_nll,
     pit,
     pit_samples,
     rmse,
@@ -63,12 +65,6 @@ from aftermap.metrics.scoring import (
     nll,
     pointwise_brier,
     pointwise_nll,
-)
-from aftermap.metrics.selective import (
-    RiskCoverage,
-    accuracy_at_coverage,
-    aurc,
-    risk_coverage,
 )
 from aftermap.metrics.streaming import (
     Streaming,

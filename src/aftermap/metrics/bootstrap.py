@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aftermap.errors import DataError, InputError, ShapeError
-from aftermap.metrics._check import TensorLike, check_choice, check_count, check_fraction, to_tensor
+from aftermap.metrics.tensors import TensorLike, check_choice, check_count, check_fraction, to_tensor
 
 __all__ = ["BootstrapInterval", "bootstrap_interval"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aftermap.metrics._check import TensorLike, check_choice, check_classification, check_count
+from aftermap.metrics.tensors import TensorLike, check_choice, check_classification, check_count
 
 __all__ = [
     "ReliabilityBins",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from aftermap.errors import ShapeError
-from aftermap.metrics._check import (
+from aftermap.metrics.tensors import (
     PROBABILITY_FLOOR,
     TensorLike,
     check_classification,

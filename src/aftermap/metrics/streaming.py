@@ -17,8 +17,8 @@ from torch import Tensor
 
 from aftermap.distributed import all_reduce_
 from aftermap.errors import DataError, InputError, NotFittedError
-from aftermap.metrics import calibration, intervals, regression, scoring
-from aftermap.metrics._check import (
+from aftermap.metrics import calibration, regression, scoring
+from aftermap.metrics.tensors import (
     TensorLike,
     check_classification,
     check_count,
@@ -277,8 +277,8 @@ class StreamingCoverage(_Mean):
 
     def update(self, lower: TensorLike, upper: TensorLike, targets: TensorLike) -> Self:
         """Add a batch of interval ends [N] or [N, D] and targets of the same shape; N may be 0."""
-        low, high = intervals._check_interval(lower, upper, allow_empty=True)
-        return self._add_terms(intervals._inside(low, high, targets, allow_empty=True))
+        low, high = regression._check_interval(lower, upper, allow_empty=True)
+        return self._add_terms(regression._inside(low, high, targets, allow_empty=True))
 
 
 class StreamingAUROC(Streaming):

@@ -1,14 +1,12 @@
 """Posteriors over parameters: Gaussian with Kronecker, diagonal, full and low-rank blocks, and the full one matrix-free."""
 
+from aftermap.curvature.structures.base import BlockPosterior
 from aftermap.posteriors.base import GaussianPosterior, Posterior
-from aftermap.posteriors.blocks import BlockPosterior
-from aftermap.posteriors.dual import dual_covariance
-from aftermap.posteriors.dual_posterior import DualPosterior
+from aftermap.posteriors.dual import DualPosterior, dual_covariance
 from aftermap.posteriors.io import LoadedPosterior, load_posterior, save_posterior
-from aftermap.posteriors.linear_system import SolveReport
-from aftermap.posteriors.matrix_free import MatrixFreePosterior
-from aftermap.posteriors.matrix_free_settings import MatrixFreeSettings
-from aftermap.posteriors.prior import Prior, precision_from_weight_decay
+from aftermap.posteriors.matrix_free import MatrixFreePosterior, MatrixFreeSettings
+from aftermap.posteriors.solver import SolveReport
+from aftermap.prior import Prior, precision_from_weight_decay
 
 __all__ = [
     "BlockPosterior",

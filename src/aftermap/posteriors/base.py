@@ -1,4 +1,10 @@
-"""What a posterior is, and the Gaussian one: a mean and block posteriors that together hold every parameter once."""
+"""What a posterior is, and the Gaussian one: a mean and block posteriors that together hold every parameter once.
+
+The observation noise of a regression, apart from its curvature: it enters once, when the posterior is formed.
+
+A Gaussian likelihood with noise σ·v (v: 1, or the given ratio between outputs) has the curvature of noise v divided by σ²
+and a log-likelihood that is known for every σ from the one at σ = 1. So σ is tuned without a pass over the data.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +16,77 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aftermap.curvature.diagonal import DiagonalBlock
-from aftermap.curvature.ekfac import EigenBlock, decompose
-from aftermap.curvature.factors import Factors
-from aftermap.curvature.full import FullBlock
-from aftermap.curvature.kron import KronBlock
-from aftermap.curvature.low_rank import LowRankBlock
-from aftermap.curvature.step import VectorStep
-from aftermap.curvature.subset import SubsetBlock
+from aftermap.curvature.passes.backward import VectorStep
+from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
+from aftermap.curvature.structures.diagonal import DiagonalBlock, DiagonalBlockPosterior
+from aftermap.curvature.structures.eigenbasis import DAMPINGS, decompose
+from aftermap.curvature.structures.ekfac import EigenBlock
+from aftermap.curvature.structures.full import FullBlock, full_block_posterior
+from aftermap.curvature.structures.kron import KronBlock, kron_block_posterior
+from aftermap.curvature.structures.low_rank import LowRankBlock, low_rank_block_posterior
+from aftermap.curvature.structures.subnetwork import SubsetBlock, subset_block_posterior
 from aftermap.errors import InputError, ShapeError
+from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.params import Params
-from aftermap.posteriors.blocks import BlockPosterior, join_flat
-from aftermap.posteriors.diagonal import DiagonalBlockPosterior
-from aftermap.posteriors.full import full_block_posterior
-from aftermap.posteriors.kron import DAMPINGS, kron_block_posterior
-from aftermap.posteriors.low_rank import low_rank_block_posterior
-from aftermap.posteriors.prior import Prior, PriorSpec
-from aftermap.posteriors.subset import subset_block_posterior
+from aftermap.prior import Prior, PriorSpec
 
-__all__ = ["GaussianPosterior", "Posterior", "layers_of"]
+__all__ = ["GaussianPosterior", "Observation", "Posterior", "layers_of"]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A likelihood split into a fixed part and a noise level.
+
+    Attributes:
+        base: the likelihood that the curvature is computed with.
+        level: σ, a 0-d float64 tensor; 1 where there is no noise to tune.
+        tunable: whether σ is a parameter (Gaussian likelihoods).
+    """
+
+    base: Likelihood
+    level: Tensor
+    tunable: bool
+
+    @staticmethod
+    def split(likelihood: Likelihood) -> Observation:
+        """Takes the noise out of a Gaussian likelihood; others stay whole."""
+        one = torch.ones((), dtype=torch.float64)
+        if not isinstance(likelihood, Gaussian):
+            return Observation(likelihood, one, False)
+        noise = torch.as_tensor(likelihood.noise, dtype=torch.float64).detach()
+        if noise.dim() == 0:
+            return Observation(Gaussian(1.0), noise, True)
+        return Observation(likelihood, one, True)
+
+    def whole(self) -> Likelihood:
+        """The likelihood with its present noise."""
+        if not isinstance(self.base, Gaussian):
+            return self.base
+        noise = torch.as_tensor(self.base.noise, dtype=torch.float64) * self.level.detach()
+        return Gaussian(float(noise) if noise.dim() == 0 else noise)
+
+    def curvature_scale(self, level: Tensor | None = None) -> Tensor:
+        """1/σ²."""
+        return 1 / (self.level if level is None else level) ** 2
+
+    def log_likelihood(self, factors: Factors, level: Tensor | None = None) -> Tensor:
+        """Σ log p(y_n | f_n) at noise σ, differentiable in it."""
+        level = self.level if level is None else level
+        if not self.tunable:
+            return torch.tensor(-factors.loss, dtype=torch.float64)
+        squares, count = self.squared_error(factors), factors.n_data * factors.n_outputs
+        return -0.5 * squares / level**2 - count * level.log() - self._constant(factors)
+
+    def squared_error(self, factors: Factors) -> float:
+        """Σ (y − f)²/v²."""
+        return max(0.0, 2 * (factors.loss - self._constant(factors)))
+
+    def _constant(self, factors: Factors) -> float:
+        """Σ ½ log(2π v²)."""
+        assert isinstance(self.base, Gaussian)  # tunable
+        noise = torch.as_tensor(self.base.noise, dtype=torch.float64)
+        per_datum = 0.5 * (math.log(2 * math.pi) + 2 * noise.log().mean()) * factors.n_outputs
+        return float(factors.n_data * per_datum)
 
 
 class Posterior(ABC):

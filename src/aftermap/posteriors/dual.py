@@ -1,17 +1,40 @@
-"""The linearised predictive covariance in function space: for few data, and as an oracle.
+"""The full Gauss-Newton posterior in function space: one factorisation over the data, none over the parameters.
 
-Index legend: m inputs asked about, n data, d outputs of one example (positions × C), k columns of the roots, p parameters.
+With A = √s 𝒮ᵀJ [NK, P] (𝒮: roots of the output Hessians) the precision is AᵀA + P₀, and by Woodbury
+
+    Σ = P₀⁻¹ − P₀⁻¹Aᵀ (I + A P₀⁻¹ Aᵀ)⁻¹ A P₀⁻¹.
+
+For few data and many parameters; the same numbers as `structure="full"`.
+
+`dual_covariance` is the same predictive covariance from matrices: for few data, and as an oracle. In it: m inputs asked about,
+n data, d outputs of one example (positions × C), k columns of the roots, p parameters.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from aftermap.batches import Unpack, iterate
+from aftermap.curvature.passes.backward import VectorStep
+from aftermap.curvature.structures.base import join_flat, split_flat
+from aftermap.draws import normal_like
 from aftermap.errors import InputError, ShapeError
-from aftermap.linalg import safe_cholesky
+from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.linalg import safe_cholesky, symmetrise
+from aftermap.models import check_device, chosen_parameters, evaluating, functional_outputs
+from aftermap.params import Params
+from aftermap.posteriors.base import Posterior
+from aftermap.prior import Prior, PriorSpec
 
-__all__ = ["dual_covariance"]
+__all__ = ["DualPosterior", "dual_covariance"]
+
+_NUMBERS = 2 * 10**8
 
 
 def dual_covariance(
@@ -84,3 +107,170 @@ def dual_covariance(
         prior_part = torch.einsum("mdp,nep->mdne", asked, asked)
         return prior_part - torch.einsum("mad,nae->mdne", taken, taken)
     return asked @ asked.mT - taken.mT @ taken
+
+
+@dataclass(frozen=True, eq=False)
+class DualPosterior(Posterior):
+    """N(θ*, (s·G + P₀)⁻¹) through the data's own Jacobian.
+
+    Attributes:
+        mean: θ*, by name.
+        rows: A / √s [NK, P], float64.
+        prior: P₀ and its mean.
+        scale: s.
+        factor: Cholesky factor of I + A P₀⁻¹ Aᵀ [NK, NK].
+    """
+
+    mean: Params
+    rows: Tensor
+    prior: Prior
+    scale: float
+    factor: Tensor
+
+    @staticmethod
+    def from_data(
+        model: nn.Module,
+        data: Iterable[Any],
+        likelihood: str | Likelihood,
+        prior: PriorSpec = 1.0,
+        *,
+        prior_mean: float | Params = 0.0,
+        scale: float = 1.0,
+        names: Sequence[str] | None = None,
+        unpack: Unpack | None = None,
+    ) -> DualPosterior:
+        """Reads the data once: one backward pass for every column of every datum's root.
+
+        Args:
+            model: a trained network with outputs [N, ..., C], in eval mode; unchanged.
+            data: batches (x, y) or (x, y, weight).
+            likelihood: gives the roots, and the noise of a regression.
+            prior: precision, see :class:`Prior`; any diagonal.
+            prior_mean: a number or tensors by name.
+            scale: what multiplies the curvature: 1/temperature.
+            names: parameters; None: all that require a gradient.
+            unpack: turns a batch of another form into (inputs, targets).
+
+        Raises:
+            InputError: too many data for a dense kernel.
+
+        >>> net = nn.Linear(1, 1, bias=False).double()
+        >>> x = torch.ones(3, 1, dtype=torch.float64)
+        >>> DualPosterior.from_data(net, [(x, x)], "regression").marginal_variance()["weight"]
+        tensor([[0.2500]], dtype=torch.float64)
+        """
+        if not 0 < scale < math.inf:
+            raise InputError(f"the scale of the curvature must be one positive and finite number, got {scale!r}")
+        likelihood = parse_likelihood(likelihood)
+        params = chosen_parameters(model, names)
+        device, dtype = check_device(model)
+        size, parts, count = sum(p.numel() for p in params.values()), [], 0
+        with evaluating(model), torch.enable_grad():
+            for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
+                leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
+                outputs = functional_outputs(model, leaves, batch.inputs)
+                likelihood.check(outputs.detach(), batch.targets)
+                roots = likelihood.hessian_root(outputs.detach(), batch.targets)  # [N, ..., C, K]
+                if batch.weight is not None:
+                    roots = roots * batch.weight.to(roots).sqrt().reshape(-1, *[1] * (roots.dim() - 1))
+                count += roots[..., 0, :].numel()
+                if count * max(size, count) > _NUMBERS:
+                    raise InputError(
+                        f"the dual form needs {count:,} rows over {size:,} parameters, which is too large; "
+                        "use structure='full', 'low_rank' or 'matrix_free'"
+                    )
+                parts.append(_rows(outputs, list(leaves.values()), roots))
+        shapes = {n: tuple(p.shape) for n, p in params.items()}
+        layers: dict[str, list[str]] = {}
+        for name in shapes:
+            layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
+        parsed = Prior.make(prior, prior_mean, layers, shapes)
+        rows = torch.cat(parts)
+        white = math.sqrt(scale) * rows / parsed.vector(tuple(shapes), device).detach().sqrt()
+        eye = torch.eye(len(rows), dtype=torch.float64, device=device)
+        factor = safe_cholesky(eye + white @ white.T, what="the kernel matrix of the data")
+        return DualPosterior({n: p.clone() for n, p in params.items()}, rows, parsed, scale, factor)
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """One block."""
+        return ("all",)
+
+    def _prior(self) -> Tensor:
+        return self.prior.vector(self.names, self.rows.device).detach()
+
+    def _precision(self, values: Tensor) -> Tensor:
+        return self.scale * (values @ self.rows.T) @ self.rows + values * self._prior()
+
+    def _covariance(self, values: Tensor) -> Tensor:
+        prior = self._prior()
+        moved = values / prior
+        inner = torch.cholesky_solve((moved @ self.rows.T).reshape(-1, len(self.rows)).T, self.factor).T
+        return moved - self.scale * inner.reshape(*values.shape[:-1], -1) @ self.rows / prior
+
+    def _apply(self, values: Params, product: Any) -> Params:
+        name = self.names[0]
+        flat = join_flat(values, self.names, values[name].dim() - len(self.shapes[name]))
+        found = split_flat(product(flat.to(torch.float64)), self.shapes)
+        return {n: v.to(values[n].dtype) for n, v in found.items()}
+
+    def precision_mv(self, values: Params) -> Params:
+        return self._apply(values, self._precision)
+
+    def covariance_mv(self, values: Params) -> Params:
+        return self._apply(values, self._covariance)
+
+    def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
+        """Σ(√s Aᵀε + P₀^{½}z) has covariance Σ: no root of a matrix over the parameters."""
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"the number of samples must be a whole number of at least 1, got {count!r}")
+        draws = normal_like(self.rows.new_empty(count, self.rows.shape[1] + len(self.rows)), generator)
+        prior, data = draws.split([self.rows.shape[1], len(self.rows)], dim=1)
+        rhs = math.sqrt(self.scale) * data @ self.rows + prior * self._prior().sqrt()
+        deviations = split_flat(self._covariance(rhs), self.shapes)
+        return {n: self.mean[n] + deviations[n].to(self.mean[n].dtype) for n in self.names}
+
+    def log_det_precision(self) -> Tensor:
+        return (2 * self.factor.diagonal().log().sum() + self._prior().log().sum()).cpu()
+
+    def log_prob(self, params: Params) -> Tensor:
+        difference: Mapping[str, Tensor] = {n: params[n].to(torch.float64) - self.mean[n] for n in self.names}
+        name = self.names[0]
+        flat = join_flat(dict(difference), self.names, difference[name].dim() - len(self.shapes[name]))
+        energy = (flat * self._precision(flat)).sum(-1)
+        return 0.5 * (self.log_det_precision() - self.n_params * math.log(2 * math.pi) - energy.cpu())
+
+    def marginal_variance(self) -> Params:
+        prior = self._prior()
+        inner = torch.linalg.solve_triangular(self.factor, self.rows / prior, upper=False)
+        return split_flat(1 / prior - self.scale * inner.square().sum(0), self.shapes)
+
+    def to_dense(self) -> Tensor:
+        return (self.scale * self.rows.T @ self.rows + torch.diag(self._prior())).cpu()
+
+    def functional_covariance(
+        self, step: VectorStep, variants: Sequence[DualPosterior] | None = None, *, diagonal: bool = False
+    ) -> list[list[Tensor]]:
+        """J Σ Jᵀ as one part: [b, v, v], or [b, v] (see `GaussianPosterior.functional_covariance`)."""
+        lines = join_flat(step.per_example(self.names, 0, step.batch.size), self.names, 2).detach()  # [v, b, P]
+        left = lines.to(torch.float64)
+        found = []
+        for variant in [self] if variants is None else variants:
+            right = variant._covariance(left)
+            if diagonal:
+                found.append([(left * right).sum(-1).T.to(lines.dtype)])
+            else:
+                found.append([symmetrise(torch.einsum("vbp,wbp->bvw", left, right)).to(lines.dtype)])
+        return found
+
+
+def _rows(outputs: Tensor, leaves: Sequence[Tensor], roots: Tensor) -> Tensor:
+    """Sᵀ J for every datum and position: [N · positions · K, P]."""
+    size, width = outputs.shape[-1], roots.shape[-1]
+    flat = outputs.reshape(-1, size)
+    found = []
+    for place, root in enumerate(roots.detach().reshape(-1, size, width)):
+        for column in root.T:
+            grads = torch.autograd.grad(flat[place], leaves, column, retain_graph=True, materialize_grads=True)
+            found.append(torch.cat([g.reshape(-1) for g in grads]).to(torch.float64))
+    return torch.stack(found)

@@ -2,6 +2,12 @@
 
 P = s·G + P₀ acts through one pass over the data. Solves are by conjugate gradients with a Kronecker, diagonal or low-rank
 posterior as preconditioner; samples by sample-then-optimise; log determinants by Lanczos quadrature (MATH 9).
+
+Exact posterior samples by solving a noisy least-squares problem (sample-then-optimise).
+
+The minimiser of ½‖Jw − ỹ‖²_{sΛ} + ½‖w − w₀‖²_{P₀} with ỹ ~ N(0, (sΛ)⁻¹), w₀ ~ N(0, P₀⁻¹) is a draw from N(0, (sG + P₀)⁻¹).
+Its normal equations are (sG + P₀) w = √s Jᵀ S ε + P₀^{½} z with SSᵀ = Λ: the root needs no inverse of Λ, which is singular
+for a softmax.
 """
 
 from __future__ import annotations
@@ -14,25 +20,181 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aftermap.curvature.ggn_operator import GGNOperator
-from aftermap.curvature.step import VectorStep
+from aftermap.curvature.passes.backward import VectorStep
+from aftermap.curvature.passes.products import GGNOperator
+from aftermap.curvature.structures.base import join_flat, split_flat
+from aftermap.distributed import rank, same_everywhere
+from aftermap.draws import normal_like, signs_like
 from aftermap.errors import InputError, ShapeError
 from aftermap.krylov import TraceEstimate
 from aftermap.linalg import safe_cholesky, symmetrise
 from aftermap.params import Params, flatten
 from aftermap.posteriors.base import GaussianPosterior, Posterior
-from aftermap.posteriors.blocks import join_flat, split_flat
-from aftermap.posteriors.estimates import check_estimator, mean_estimate, prior_shares
-from aftermap.posteriors.linear_system import SOLVE_NUMBERS, LinearSystem, SolveReport, symmetric_product
-from aftermap.posteriors.log_determinant import log_det_quadrature
-from aftermap.posteriors.matrix_free_settings import MatrixFreeSettings
-from aftermap.posteriors.preconditioner import Preconditioner
-from aftermap.posteriors.prior import Prior, PriorSpec
-from aftermap.posteriors.sample_then_optimise import SampleNoise, common_seed, draw_noise
+from aftermap.posteriors.solver import (
+    SOLVE_NUMBERS,
+    LinearSystem,
+    Preconditioner,
+    SolveReport,
+    log_det_quadrature,
+    symmetric_product,
+)
+from aftermap.prior import Prior, PriorSpec
 
-__all__ = ["MatrixFreePosterior"]
+__all__ = [
+    "ESTIMATORS",
+    "FUNCTIONAL_KINDS",
+    "MatrixFreePosterior",
+    "MatrixFreeSettings",
+    "SampleNoise",
+    "check_estimator",
+    "common_seed",
+    "draw_noise",
+    "mean_estimate",
+    "prior_shares",
+]
 
+FUNCTIONAL_KINDS = ("cg", "samples")
+ESTIMATORS = ("samples", "hutchinson")
 _MAX_DENSE = 20_000
+
+
+@dataclass(frozen=True)
+class MatrixFreeSettings:
+    """How exact a matrix-free posterior is, and at what price.
+
+    Attributes:
+        tolerance: of a solve, ‖b − Px‖ / ‖b‖; None: 1e-8 for a float64 network, 1e-4 for others.
+        max_iterations: of a solve; each is one pass over the data for all right-hand sides.
+        kind: of the predictive covariance: "cg" solves for every output of every input, exact up to the tolerance;
+            "samples" uses the fixed samples, with relative standard deviation √(2/S), and no pass over the data.
+        samples: S, the size of the fixed set, and the number of random signs of other estimates.
+        probes: of the log determinant.
+        steps: Lanczos steps of the log determinant, each one pass over the data.
+        dense_limit: up to so many parameters the log determinant, the marginal variances and the effective parameters
+            are exact, from the dense matrix.
+        seed: of the fixed samples and of the probes: the same for every prior, so that priors are compared fairly.
+    """
+
+    tolerance: float | None = None
+    max_iterations: int = 1000
+    kind: str = "cg"
+    samples: int = 64
+    probes: int = 16
+    steps: int = 50
+    dense_limit: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in FUNCTIONAL_KINDS:
+            raise InputError(f"kind={self.kind!r} is not known; allowed are {', '.join(map(repr, FUNCTIONAL_KINDS))}")
+        if self.tolerance is not None and not 0 < self.tolerance < 1:
+            raise InputError(f"the tolerance must be between 0 and 1, or None, got {self.tolerance!r}")
+        for name in ("max_iterations", "samples", "probes", "steps"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class SampleNoise:
+    """The random part of some samples; one set serves every prior and scale.
+
+    Attributes:
+        prior: z [S, P], standard normal.
+        data: Jᵀ S ε [S, P], with covariance G.
+    """
+
+    prior: Tensor
+    data: Tensor
+
+    def right_hand_side(self, prior: Tensor, scale: Tensor) -> Tensor:
+        """√s Jᵀ S ε + P₀^{½} z, with covariance sG + P₀.
+
+        Args:
+            prior: P₀ [P].
+            scale: s, 0-d.
+
+        Returns:
+            [S, P].
+        """
+        return scale.sqrt() * self.data + prior.sqrt() * self.prior
+
+
+def common_seed(generator: torch.Generator | None) -> int:
+    """A seed drawn from a generator; of process 0 in a group, so that all walk through the same numbers.
+
+    >>> common_seed(torch.Generator().manual_seed(0)) == common_seed(torch.Generator().manual_seed(0))
+    True
+    """
+    device = torch.device("cpu") if generator is None else generator.device
+    return same_everywhere(int(torch.randint(2**62, (), generator=generator, device=device)))
+
+
+def draw_noise(operator: GGNOperator, count: int, seed: int) -> SampleNoise:
+    """The noise of ``count`` samples, in one pass over the data.
+
+    Args:
+        operator: gives Jᵀ S ε.
+        count: S.
+        seed: the same on every process of a group; the data of each process get random numbers of their own.
+
+    Raises:
+        InputError: fewer than one sample.
+    """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(f"the number of samples must be a whole number of at least 1, got {count!r}")
+    like = torch.empty(count, operator.size, dtype=torch.float64, device=operator.device)
+    prior = normal_like(like, torch.Generator().manual_seed(seed))
+    # Offset by one: the noise of the data must not repeat that of the prior.
+    data = operator.noise(count, torch.Generator().manual_seed(seed + 1 + rank())).T
+    return SampleNoise(prior, data)
+
+
+def check_estimator(method: str) -> str:
+    """The method, if it is known.
+
+    Raises:
+        InputError: it is not.
+    """
+    if method not in ESTIMATORS:
+        raise InputError(f"method={method!r} is not known; allowed are {', '.join(map(repr, ESTIMATORS))}")
+    return method
+
+
+def mean_estimate(values: Tensor) -> TraceEstimate:
+    """The mean of values [S] and its standard error (NaN for one value).
+
+    >>> mean_estimate(torch.tensor([1.0, 3.0]))
+    TraceEstimate(value=2.0, standard_error=1.0)
+    """
+    error = float(values.std() / math.sqrt(len(values))) if len(values) > 1 else math.nan
+    return TraceEstimate(float(values.mean()), error)
+
+
+def prior_shares(system: LinearSystem, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The diagonal of R = P₀^{½} Σ P₀^{½}, the share of each entry's prior variance that is left, by random signs z.
+
+    With a matrix Q whose diagonal is known, diag R = diag Q + E[z∘(R − Q)z]. Q = I leaves a variance of at most 1 − R_ii per
+    sign vector; Q from the preconditioner leaves less where that is close. The better of the two is taken.
+
+    Args:
+        system: solves with P.
+        count: S.
+        seed: of the signs.
+
+    Returns:
+        diag Q [P], and z∘(R − Q)z [S, P].
+    """
+    like = torch.empty(count, system.operator.size, dtype=torch.float64, device=system.operator.device)
+    signs = signs_like(like, torch.Generator().manual_seed(seed))
+    root = system.prior.sqrt()
+    moved = root * system.solve(root * signs)[0]
+    guess = root * system.preconditioner.solve(root * signs)
+    options = [
+        (torch.ones_like(root), signs * (moved - signs)),
+        (system.prior * system.preconditioner.marginal_variance(), signs * (moved - guess)),
+    ]
+    return min(options, key=lambda pair: float(pair[1].var(0, correction=0).sum()))
 
 
 @dataclass(eq=False)

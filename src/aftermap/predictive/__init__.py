@@ -1,5 +1,6 @@
 """Predictions: the linearised and the sampling predictive, links, and the one Prediction type."""
 
+from aftermap.models import WeightsWatch
 from aftermap.predictive.functionals import Functional
 from aftermap.predictive.linearised import (
     LatentGaussian,
@@ -9,12 +10,10 @@ from aftermap.predictive.linearised import (
     latent_gaussians,
 )
 from aftermap.predictive.links import LINKS, gaussian_prediction, samples_prediction
-from aftermap.predictive.local import locally_sampled_outputs
 from aftermap.predictive.prediction import Prediction
 from aftermap.predictive.predictor import PosteriorPredictor
-from aftermap.predictive.sampling import draw_weights, sampled_outputs
+from aftermap.predictive.sampling import draw_weights, locally_sampled_outputs, sampled_outputs
 from aftermap.predictive.trained import TrainedPosterior
-from aftermap.predictive.weights import WeightsWatch
 
 __all__ = [
     "LINKS",

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, take, tensors_of
-from aftermap.curvature.functional import evaluating, functional_outputs
+from aftermap.curvature.structures.base import join_flat
 from aftermap.errors import InputError
 from aftermap.linalg import symmetrise
+from aftermap.models import evaluating, functional_outputs
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import MatrixFreePosterior
-from aftermap.posteriors.blocks import join_flat
 
 __all__ = [
     "Functional",

@@ -2,68 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, call_model, check_device, check_inputs, tensors_of, unpack_inputs
-from aftermap.curvature.jacobian import check_chosen
-from aftermap.curvature.probe import Probe, check_modes, check_outputs, probe
-from aftermap.errors import AftermapError, DataError, InputError
-from aftermap.late import late_bound
+from aftermap.batches import Batch, check_inputs, unpack_inputs
+from aftermap.curvature.passes.plan import Probe, probe
+from aftermap.errors import DataError, InputError
+from aftermap.lazy import late_bound
 from aftermap.likelihoods import Gaussian, Likelihood
+from aftermap.models import WeightsWatch, call_model, check_device, check_modes, check_outputs, model_errors_explained
 from aftermap.params import Params
-from aftermap.predictive.functionals import (
-    Functional,
-    functional_covariance,
-    functional_gradients,
-    parse_functionals,
-)
+from aftermap.predictive.functionals import Functional, functional_covariance, functional_gradients, parse_functionals
 from aftermap.predictive.linearised import (
     LatentGaussian,
+    check_chosen,
     differentiable_latent,
     function_samples,
     joint_covariance,
     latent_gaussians,
 )
 from aftermap.predictive.links import gaussian_prediction, samples_prediction
-from aftermap.predictive.local import locally_sampled_outputs
 from aftermap.predictive.prediction import Prediction
-from aftermap.predictive.sampling import sampled_outputs
-from aftermap.predictive.weights import WeightsWatch
+from aftermap.predictive.sampling import locally_sampled_outputs, sampled_outputs
 
-__all__ = ["KINDS", "PosteriorPredictor", "model_errors_explained"]
+__all__ = ["KINDS", "PosteriorPredictor"]
 
 KINDS = ("linearised", "sampling")
-
-
-@contextmanager
-def model_errors_explained(model: nn.Module, inputs: Callable[[], Any]) -> Iterator[None]:
-    """An error of the model itself, on inputs that it does not accept, is said to be one.
-
-    Args:
-        model: the network.
-        inputs: hands out what it was given; asked only after an error.
-
-    Raises:
-        InputError: something failed inside, and the model alone fails on the inputs, too.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, AftermapError):
-            raise
-        given = inputs()
-        try:
-            with torch.no_grad():
-                call_model(model, given)
-        except RuntimeError as own:
-            shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(given))
-            raise InputError(f"the model does not accept inputs of shape {shapes}: {own}") from error
-        raise
 
 
 class PosteriorPredictor:
@@ -134,7 +101,7 @@ class PosteriorPredictor:
             outputs: only these of the C outputs of a regression; cheaper.
             weights: a fixed set of weight samples for kind="sampling" (`ensemble`).
             local: kind="sampling": draw the outputs of Linear layers, afresh for every example, instead of their weights
-                (`predictive.local`): less noise in averages over inputs, but no common weights.
+                (`locally_sampled_outputs`): less noise in averages over inputs, but no common weights.
             differentiable: keep the gradient in x (small batches).
             generator: for the samples.
         """

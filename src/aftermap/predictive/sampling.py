@@ -2,26 +2,44 @@
 
 The average is over probabilities, never over logits (MATH 1.7). The samples are a fixed ensemble when asked for, so that
 predictions for different inputs, grid points or attacks are comparable.
+
+Local reparametrisation: where a layer acts linearly on one row per example, its *output* is drawn instead of its weights.
+
+With W = W* + U_B (Z ∘ √R) U_Aᵀ, Z standard normal, the output for an input a (with a trailing 1 for the bias) is exactly
+
+    h = W* a + U_B (√(R ã²) ∘ ε),   ã = U_Aᵀ a,  ε ~ N(0, I)                       (Kingma, Salimans & Welling 2015, eq. 6)
+
+with R = 1/precision in the eigenbasis [o, i] (U = I for a diagonal posterior). Every example gets noise of its own, so that
+averages over a batch have a smaller variance; outputs of different examples are then independent, while each alone has the
+distribution that weight samples give.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import call_model
-from aftermap.curvature.functional import functional_outputs
-from aftermap.errors import InputError
+from aftermap.batches import Batch
+from aftermap.curvature.passes.plan import Probe, Site
+from aftermap.curvature.passes.record import altered_outputs, capture
+from aftermap.curvature.rules.base import append_ones
+from aftermap.curvature.structures.base import BlockPosterior
+from aftermap.curvature.structures.diagonal import DiagonalBlockPosterior
+from aftermap.curvature.structures.kron import KronBlockPosterior
+from aftermap.draws import normal_like
+from aftermap.errors import InputError, UnsupportedError
+from aftermap.models import call_model, functional_outputs, gradients_for
 from aftermap.params import Params, swapped
-from aftermap.posteriors import Posterior
+from aftermap.posteriors import GaussianPosterior, Posterior
 
-__all__ = ["draw_weights", "outputs_under", "sampled_outputs", "weight_samples"]
+__all__ = ["draw_weights", "locally_sampled_outputs", "outputs_under", "sampled_outputs", "weight_samples"]
 
 # Weight samples that are alive at once (256 MB in float32).
 _NUMBERS = 1 << 26
+_Change = Callable[[Tensor, Tensor], Tensor]
 
 
 def draw_weights(posterior: Posterior, count: int, generator: torch.Generator | None = None) -> list[Params]:
@@ -71,3 +89,95 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
         return functional_outputs(model, weights, inputs)
     with swapped(model, weights):
         return call_model(model, inputs)
+
+
+def locally_sampled_outputs(
+    model: nn.Module,
+    posterior: Any,
+    batch: Batch,
+    found: Probe,
+    count: int,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Outputs with fresh noise for every example: [S, N, ..., C].
+
+    Linear layers with a Kronecker or diagonal block that are called once, on one row per example, draw their outputs; all other
+    parameters of the posterior are drawn as weights, once per sample.
+
+    Args:
+        model: in eval mode; unchanged afterwards.
+        posterior: Gaussian, in blocks.
+        batch: the inputs.
+        found: the probe of the model and the posterior's parameters.
+        count: S.
+        generator: for the draws.
+
+    Raises:
+        UnsupportedError: no layer can draw its outputs.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise InputError(f"the number of samples must be a whole number of at least 1, got {count!r}")
+    if not isinstance(posterior, GaussianPosterior):
+        raise UnsupportedError(
+            f"local=True needs a Gaussian posterior in blocks, got a {type(posterior).__name__}; use local=False"
+        )
+    local = _local_layers(model, posterior, batch, found)
+    if not local:
+        raise UnsupportedError(
+            "local=True draws the outputs of Linear layers that have a Kronecker or diagonal block and are called once, on one row "
+            "per example; this posterior has none. Use local=False, or structure='kron', 'ekfac' or 'diagonal'"
+        )
+    rest = [b for b in posterior.blocks if all(b is not block for block, _ in local.values())]
+    changes = {module: _change(block, site, generator) for module, (block, site) in local.items()}
+    drawn = []
+    for _ in range(count):
+        weights: Params = {}
+        for block in rest:
+            deviation = block.sample(1, generator)
+            weights.update({n: posterior.mean[n] + v[0].to(posterior.mean[n].dtype) for n, v in deviation.items()})
+        with altered_outputs(changes):
+            drawn.append(outputs_under(model, weights, batch.inputs))
+    return torch.stack(drawn)
+
+
+def _local_layers(
+    model: nn.Module, posterior: GaussianPosterior, batch: Batch, found: Probe
+) -> dict[nn.Module, tuple[BlockPosterior, Site]]:
+    """Modules whose outputs can be drawn, with their blocks."""
+    with gradients_for(model, posterior.names), capture(found.sites) as calls:
+        call_model(model, batch.inputs)
+    blocks = {frozenset(b.names): b for b in posterior.blocks}
+    local: dict[nn.Module, tuple[BlockPosterior, Site]] = {}
+    for call in calls:
+        site = found.sites.sites[call.site]
+        block = blocks.get(frozenset(site.layout.names))
+        once = sum(c.site == call.site for c in calls) == 1
+        owned = all(found.by_parameter.get(n) == [call.site] for n in site.layout.names)
+        plain = type(call.module) is nn.Linear and call.inputs.dim() == 2 and len(call.inputs) == batch.size
+        if (
+            once
+            and owned
+            and plain
+            and "weight" in site.named
+            and isinstance(block, KronBlockPosterior | DiagonalBlockPosterior)
+        ):
+            local[call.module] = (block, site)
+    return local
+
+
+def _change(block: BlockPosterior, site: Site, generator: torch.Generator | None) -> _Change:
+    """Adds the noise of a layer's weights to its output."""
+    if isinstance(block, KronBlockPosterior):
+        table, outer = (1 / block.precision.detach())[0], block.outer[0]
+        inner = None if block.inner is None else block.inner[0]
+    else:
+        table, outer, inner = site.layout.join(block.marginal_variance())[0], None, None
+
+    def change(inputs: Tensor, output: Tensor) -> Tensor:
+        rows = append_ones(inputs) if "bias" in site.named else inputs  # [b, i]
+        turned = rows if inner is None else rows @ inner.to(rows.dtype)
+        variance = turned.square() @ table.to(rows.dtype).T
+        noise = variance.sqrt() * normal_like(variance.detach(), generator)
+        return output + (noise if outer is None else noise @ outer.to(rows.dtype).T)
+
+    return change

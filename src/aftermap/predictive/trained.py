@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.curvature.closure_plan import evaluating
-from aftermap.curvature.diagonal import DiagonalBlock
-from aftermap.curvature.factors import Factors
+from aftermap.curvature.structures.base import Factors
+from aftermap.curvature.structures.diagonal import DiagonalBlock
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
+from aftermap.models import evaluation_mode
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.io import save_posterior
@@ -92,7 +92,7 @@ class TrainedPosterior:
             generator: for the draws.
         """
         predictor = self.predictor
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             return predictor.predict(
                 x, kind=kind, samples=samples, link=link, differentiable=differentiable, generator=generator
             )
@@ -100,13 +100,13 @@ class TrainedPosterior:
     def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
         """The variance of a functional, as :meth:`PosteriorPredictor.variance_of`; in evaluation mode."""
         predictor = self.predictor
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             return predictor.variance_of(functional)
 
     def variance_by_layer(self, x: Any) -> dict[str, Tensor]:
         """Each layer's part of the variance of the outputs [N, ..., C]: where the uncertainty sits."""
         predictor = self.predictor
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             return dict(predictor.variance_by_layer(x))
 
     where = PosteriorPredictor.where

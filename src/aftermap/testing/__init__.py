@@ -3,9 +3,8 @@
 from aftermap.testing.layer_rule import check_layer_rule
 from aftermap.testing.optimizer import check_optimizer
 from aftermap.testing.posterior import check_posterior
-from aftermap.testing.predictor import check_predictor
+from aftermap.testing.predictor import ModelSnapshot, check_predictor, check_unchanged
 from aftermap.testing.sbc import CalibrationRanks, simulation_based_calibration
-from aftermap.testing.snapshot import ModelSnapshot, check_unchanged
 
 __all__ = [
     "CalibrationRanks",

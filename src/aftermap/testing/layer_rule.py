@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, call_model
+from aftermap.batches import Batch
 from aftermap.curvature import Factors, fit_curvature, reference
-from aftermap.curvature.capture import capture, gradients_for
-from aftermap.curvature.kron import KronBlock
-from aftermap.curvature.probe import probe
-from aftermap.curvature.rows import MatrixRows, Rows
-from aftermap.curvature.step import BatchStep, VectorStep
+from aftermap.curvature.passes.backward import BatchStep, VectorStep
+from aftermap.curvature.passes.plan import probe
+from aftermap.curvature.passes.record import capture
+from aftermap.curvature.rules.base import MatrixRows, Rows
+from aftermap.curvature.structures.kron import KronBlock
 from aftermap.likelihoods import Categorical, Likelihood
-from aftermap.testing.snapshot import ModelSnapshot, check_unchanged
+from aftermap.models import call_model, gradients_for
+from aftermap.testing.predictor import ModelSnapshot, check_unchanged
 
 __all__ = ["check_layer_rule"]
 

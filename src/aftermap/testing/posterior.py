@@ -7,12 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from aftermap.curvature.factors import Factors
-from aftermap.curvature.kron import KronBlock
+from aftermap.curvature.structures.base import Factors
+from aftermap.curvature.structures.kron import KronBlock, KronBlockPosterior
 from aftermap.linalg import kron
 from aftermap.params import Params
 from aftermap.posteriors.base import GaussianPosterior, Posterior
-from aftermap.posteriors.kron import KronBlockPosterior
 
 __all__ = ["check_posterior", "dense_precision"]
 

@@ -1,12 +1,18 @@
 """Figures: data in, Axes out; one look, colours for every eye, no global state."""
 
-from aftermap.analysis.figures.adversarial import ATTACK_QUANTITIES, attack_curves
 from aftermap.analysis.figures.calibration import interval_calibration, reliability
-from aftermap.analysis.figures.decision import decision_grid, decision_map
+from aftermap.analysis.figures.curves import (
+    ATTACK_QUANTITIES,
+    attack_curves,
+    decision_grid,
+    decision_map,
+    evidence_curve,
+    observed_against_predicted,
+    regression_band,
+    risk_coverage,
+    training_history,
+)
 from aftermap.analysis.figures.detection import inverse_ecdf, roc, score_histograms
-from aftermap.analysis.figures.history import evidence_curve, training_history
-from aftermap.analysis.figures.regression import observed_against_predicted, regression_band
-from aftermap.analysis.figures.selective import risk_coverage
 from aftermap.analysis.figures.style import CATEGORIES, axes, finish, save_svg
 from aftermap.analysis.figures.where import (
     class_matrix,

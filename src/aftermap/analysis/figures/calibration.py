@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from aftermap.analysis.figures.columns import Array, color_of, dash_of, legend_label, named_curves
-from aftermap.analysis.figures.style import INK, axes, finish
+from aftermap.analysis.figures.style import INK, Array, axes, color_of, dash_of, finish, legend_label, named_curves
 
 __all__ = ["interval_calibration", "reliability"]
 

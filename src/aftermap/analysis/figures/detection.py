@@ -7,8 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from aftermap.analysis.figures.columns import Array, as_array, color_of, dash_of, legend_label, named_curves
-from aftermap.analysis.figures.style import INK, axes, finish
+from aftermap.analysis.figures.style import (
+    INK,
+    Array,
+    as_array,
+    axes,
+    color_of,
+    dash_of,
+    finish,
+    legend_label,
+    named_curves,
+)
 from aftermap.errors import InputError
 from aftermap.metrics import labelled_scores, roc_curve
 

@@ -6,11 +6,32 @@ and the user's rcParams are neither read for colours nor changed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aftermap.late import optional
+import numpy as np
+import numpy.typing as npt
+import torch
 
-__all__ = ["CATEGORIES", "COLUMN", "DIVERGING", "INK", "SEQUENTIAL", "axes", "finish", "save_svg"]
+from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.lazy import optional
+
+__all__ = [
+    "CATEGORIES",
+    "COLUMN",
+    "DIVERGING",
+    "INK",
+    "SEQUENTIAL",
+    "Array",
+    "as_array",
+    "axes",
+    "color_of",
+    "dash_of",
+    "finish",
+    "legend_label",
+    "named_curves",
+    "save_svg",
+]
 
 # Okabe and Ito's palette: told apart with any colour vision, and in grey.
 CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -18,6 +39,8 @@ INK = "#333333"
 SEQUENTIAL = "viridis"
 DIVERGING = "PuOr"
 COLUMN = 3.5  # inches: the width of a journal's column
+Array = npt.NDArray[np.float64]
+_DASHES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.5, 1.2, 1.5)))
 
 
 def axes(ax: Any = None, *, width: float = COLUMN, height: float | None = None, polar: bool = False) -> Any:
@@ -71,3 +94,89 @@ def save_svg(figure: Any) -> str:
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
     content = text.getvalue()
     return content[content.index("<svg") :]
+
+
+def as_array(name: str, values: Any, *, dims: int = 1, finite: bool = True) -> Array:
+    """Numbers of a figure as float64: a tensor, an array or a list; None, which JSON writes for NaN, becomes NaN.
+
+    Args:
+        name: of the argument, for messages.
+        values: what was given.
+        dims: dimensions it must have.
+        finite: refuse NaN and infinity.
+
+    Raises:
+        DataError: nothing, text, or a number that is not finite.
+        ShapeError: another number of dimensions.
+
+    >>> as_array("risk", torch.ones(2))
+    array([1., 1.])
+    """
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu().double().numpy()
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{name} must hold numbers: {error}") from error
+    if array.ndim != dims:
+        raise ShapeError(f"{name} must have {dims} dimension(s), got shape {list(array.shape)}")
+    if array.size == 0:
+        raise DataError(f"{name} is empty; a figure needs at least one number")
+    if finite and not bool(np.isfinite(array).all()):
+        raise DataError(f"{name} holds {int((~np.isfinite(array)).sum())} numbers that are not finite; leave them out")
+    return array
+
+
+def named_curves(
+    curves: Mapping[str, Any], columns: Sequence[str], *, finite: bool = True
+) -> dict[str, dict[str, Array]]:
+    """One curve, or several by name, each with the wanted columns of one length.
+
+    Args:
+        curves: column -> numbers, or name -> column -> numbers.
+        columns: that each curve must have.
+        finite: refuse NaN and infinity.
+
+    Returns:
+        name -> column -> array; a single curve is called "".
+
+    Raises:
+        InputError: no curve, or a column is missing.
+        ShapeError: columns of different lengths.
+
+    >>> list(named_curves({"coverage": [0.5, 1.0], "risk": [0.0, 0.1]}, ("coverage", "risk")))
+    ['']
+    """
+    if not isinstance(curves, Mapping) or not curves:
+        raise InputError(f"a figure needs a mapping with the columns {', '.join(columns)}, or several of them by name")
+    several = {"": curves} if all(c in curves for c in columns) else curves
+    found: dict[str, dict[str, Array]] = {}
+    for name, curve in several.items():
+        missing = [c for c in columns if not isinstance(curve, Mapping) or c not in curve]
+        if missing:
+            raise InputError(f"the curve {name!r} lacks {', '.join(missing)}; it needs {', '.join(columns)}")
+        found[name] = {c: as_array(f"{name} {c}".strip(), curve[c], finite=finite) for c in columns}
+        lengths = {c: len(v) for c, v in found[name].items()}
+        if len(set(lengths.values())) > 1:
+            raise ShapeError(f"the columns of the curve {name!r} must have one length, got {lengths}")
+    return found
+
+
+def color_of(index: int) -> str:
+    """The colour of the index-th curve."""
+    return CATEGORIES[index % len(CATEGORIES)]
+
+
+def dash_of(index: int) -> Any:
+    """The dash pattern of the index-th curve: curves are told apart without colour, too."""
+    return _DASHES[index % len(_DASHES)]
+
+
+def legend_label(name: object) -> str:
+    r"""A user's name as a legend shows it: no dollar starts a formula, and no underscore hides the entry.
+
+    >>> legend_label("$x"), legend_label("_x") == "_x"
+    ('\\$x', False)
+    """
+    text = str(name).replace("$", r"\$")
+    return f"\u2009{text}" if text.startswith("_") else text

@@ -7,14 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from aftermap.analysis.figures.columns import as_array
-from aftermap.analysis.figures.style import CATEGORIES, COLUMN, DIVERGING, INK, SEQUENTIAL, axes, finish
-from aftermap.analysis.figures.where_inputs import saliency_maps, uncertain_inputs
-from aftermap.analysis.figures.where_parts import color_bar, legend_below, percent, short_name
-from aftermap.analysis.figures.where_weights import filter_maps, weight_histograms
+from aftermap.analysis.figures.style import CATEGORIES, COLUMN, DIVERGING, INK, SEQUENTIAL, as_array, axes, finish
+from aftermap.analysis.figures.where_maps import (
+    color_bar,
+    filter_maps,
+    legend_below,
+    percent,
+    saliency_maps,
+    short_name,
+    uncertain_inputs,
+    weight_histograms,
+)
 from aftermap.analysis.weights import CONTRACTION_EDGES, SNR_EDGES
 from aftermap.errors import InputError, ShapeError
-from aftermap.late import optional
+from aftermap.lazy import optional
 
 __all__ = [
     "FIGURES",

@@ -1,9 +1,8 @@
 """The report: one HTML file, and the verdict that it shares with the command line."""
 
-from aftermap.analysis.report.comparison import MARKS, Row, comparison
+from aftermap.analysis.report.comparison import MARKS, Row, Verdict, comparison, verdict
 from aftermap.analysis.report.definitions import Definition, definition, written
 from aftermap.analysis.report.report import render_report, write_report
-from aftermap.analysis.report.verdict import Verdict, verdict
 
 __all__ = [
     "MARKS",

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from aftermap.analysis.report import sections
-from aftermap.analysis.report.comparison import MARKS, Row, comparison
+from aftermap.analysis.report.comparison import MARKS, Row, comparison, verdict
 from aftermap.analysis.report.definitions import written
-from aftermap.analysis.report.verdict import verdict
-from aftermap.analysis.report.where import check_where, where_section
+from aftermap.analysis.report.sections import check_where, where_section
 from aftermap.errors import DataError, InputError
 from aftermap.evaluation.results import Results
 from aftermap.evaluation.selective import Threshold
-from aftermap.late import optional
+from aftermap.lazy import optional
 
 __all__ = ["render_report", "write_report"]
 

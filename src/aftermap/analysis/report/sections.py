@@ -2,38 +2,101 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import Any
 
 import numpy as np
+import torch
 
 from aftermap.analysis import figures
 from aftermap.analysis.report.definitions import definition, written
-from aftermap.analysis.report.pictures import as_images, data_uri
 from aftermap.analysis.report.selective import OperatingPoints, column, operating_points
 from aftermap.analysis.report.svg import inline_svg, plot_box
-from aftermap.errors import InputError
+from aftermap.analysis.result import Where
+from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.evaluation.results import Results
+from aftermap.lazy import optional
 
 __all__ = [
     "Card",
     "Picture",
     "Section",
+    "as_images",
     "attacks",
     "calibration",
+    "check_where",
+    "data_uri",
     "detection",
     "main_score",
     "most_uncertain",
     "picture",
     "selective",
     "used_definitions",
+    "where_section",
 ]
 
 _CLASSES = ("classification", "binary")
 _COLUMN = 3.5  # inches
 _HEIGHT = 2.8  # inches: figures that stand side by side are equally high
+_COLUMNS = {
+    "layer": ("Layer", "text"),
+    "kind": ("Kind", "text"),
+    "parameters": ("Weights", "count"),
+    "effective": ("Set by the data", "number"),
+    "information": ("Information, nats", "number"),
+    "predictive share": ("Predictive variance", "percent"),
+    "cross share": ("With other layers", "points"),
+    "epistemic share": ("Epistemic", "percent"),
+}
+_MOST_LAYERS = 24  # a longer table belongs in a file
+
+
+def as_images(images: Any, n_data: int) -> Any:
+    """Images of the test inputs as one array [N, H, W] or [N, H, W, 3], not yet scaled.
+
+    Args:
+        images: [N, H, W], [N, 1, H, W], [N, 3, H, W], [N, H, W, 1] or [N, H, W, 3]: tensor or array; in the order of the test data.
+        n_data: N.
+
+    Raises:
+        ShapeError: another shape, or another number of images than inputs.
+        DataError: numbers that are not finite.
+
+    >>> as_images(torch.zeros(5, 1, 4, 3), 5).shape
+    (5, 4, 3)
+    """
+    array = images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else np.asarray(images)
+    if array.ndim == 4 and array.shape[1] in (1, 3):
+        array = np.moveaxis(array, 1, -1)
+    if array.ndim == 4 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if array.ndim not in (3, 4) or (array.ndim == 4 and array.shape[-1] != 3):
+        raise ShapeError(
+            f"images must have shape [N, H, W], [N, 1, H, W] or [N, 3, H, W], got {list(np.shape(images))}; "
+            "leave images out for inputs that are not pictures"
+        )
+    if len(array) != n_data:
+        raise ShapeError(f"there must be one image per test input: got {len(array)} for {n_data}")
+    if not bool(np.isfinite(array).all()):
+        raise DataError("images hold numbers that are not finite")
+    return array
+
+
+def data_uri(image: Any, low: float, high: float) -> str:
+    """A picture [H, W] (grey) or [H, W, 3] as a PNG data address; `low` is black and `high` full brightness.
+
+    >>> data_uri(np.eye(3), 0.0, 1.0)[:22]
+    'data:image/png;base64,'
+    """
+    scaled = np.clip((np.asarray(image, dtype=np.float64) - low) / max(high - low, 1e-12), 0, 1)
+    buffer = BytesIO()
+    matplotlib_image = optional("matplotlib.image", "plot", "pictures")
+    matplotlib_image.imsave(buffer, scaled, format="png", cmap="gray", vmin=0, vmax=1, metadata={"Software": None})
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -374,3 +437,82 @@ def used_definitions(names: Sequence[str]) -> list[tuple[str, str]]:
         if meaning.meaning:
             found[meaning.label] = meaning.meaning
     return list(found.items())
+
+
+def check_where(where: Any) -> None:
+    """Raises unless it is the result of `where`, or None."""
+    if where is not None and not isinstance(where, Where):
+        raise InputError(f"where must be the result of where(predictor, loader), got {type(where).__name__}")
+
+
+def where_section(where: Where) -> Section:
+    """Layer shares as picture and table, the classes that are taken for each other, and what the most uncertain inputs look at."""
+    return Section(
+        notes=_notes(where),
+        pictures=_pictures(where),
+        header=[label for key, (label, _) in _COLUMNS.items() if key in where.table("layer")],
+        rows=_rows(where),
+        caption="Layers in the order of the network",
+    )
+
+
+def _notes(where: Where) -> list[str]:
+    total = math.fsum(layer.effective for layer in where.layers)
+    count = sum(layer.n_parameters for layer in where.layers)
+    largest = max(where.layers, key=lambda layer: layer.predictive_share)
+    notes = [
+        f"The layer {largest.name} holds {written(largest.predictive_share, 'percent')} of the variance of the outputs. "
+        f"The data determine {total:,.1f} of {count:,} uncertain weights and gave {where.information:,.1f} nats of information "
+        f"about them ({where.structure} posterior, {where.n_data:,} inputs)."
+    ]
+    if len(where.layers) > _MOST_LAYERS:
+        notes.append(f"The table shows the {_MOST_LAYERS} layers with the largest shares of {len(where.layers)}.")
+    if where.certain:
+        names = ", ".join(where.certain[:6]) + (f" and {len(where.certain) - 6} more" if len(where.certain) > 6 else "")
+        notes.append(f"Not in the posterior, so certain: {names}.")
+    return notes
+
+
+def _rows(where: Where) -> list[list[str]]:
+    table = where.table("layer")
+    order = list(range(len(where.layers)))
+    if len(order) > _MOST_LAYERS:
+        largest = sorted(order, key=lambda i: -where.layers[i].predictive_share)[:_MOST_LAYERS]
+        order = sorted(largest)
+    shown = {key: form for key, (_, form) in _COLUMNS.items() if key in table}
+    return [[_cell(table[key][i], form) for key, form in shown.items()] for i in order]
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None:
+        return "–"
+    if form == "text":
+        return str(value)
+    return f"{value:,}" if form == "count" else f"{value:,.1f}" if form == "number" else written(float(value), form)
+
+
+def _pictures(where: Where) -> list[Picture]:
+    found = [
+        picture(
+            where.figure("layers", title=""),
+            "layers",
+            "Share of each layer in the variance of the network's outputs; the shares add to one. Circles: share of the weights.",
+            "Bars: " + ", ".join(f"{k.name} {k.predictive_share:.1%}" for k in where.layers[:_MOST_LAYERS]) + ".",
+        )
+    ]
+    if where.kind == "classification" and where.classes.pairs is not None:
+        caption = "Mean epistemic uncertainty of the test inputs by true and predicted class: off the diagonal, the confusions."
+        found.append(picture(where.figure("pairs", title=""), "pairs", caption, caption))
+    if where.weights_of is not None and any(layer.layer.kind.startswith("Conv") for layer in where.layers):
+        caption = "Filters of the first convolution: their weights, and the standard deviation that the posterior leaves them."
+        found.append(picture(where.figure("filters", title=""), "filters", caption, caption))
+    if where.inputs.saliency is not None and _are_images(where):
+        caption = "The most uncertain inputs, and the pixels on which their epistemic uncertainty hangs."
+        found.append(picture(where.figure("saliency", title=""), "saliency", caption, caption))
+    return found
+
+
+def _are_images(where: Where) -> bool:
+    """Whether the inputs have a height and a width, so that a map over them can be looked at."""
+    shape = getattr(where.inputs.inputs[0], "shape", ()) if len(where.inputs.inputs) else ()
+    return len(shape) >= 2 and min(shape[-2:]) > 1

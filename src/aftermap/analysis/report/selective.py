@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from aftermap.analysis.figures.columns import Array
+from aftermap.analysis.figures.style import Array
 from aftermap.evaluation.results import Results
 from aftermap.metrics import risk_coverage
 

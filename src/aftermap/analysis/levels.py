@@ -1,0 +1,356 @@
+"""Uncertainty by class and by pair of classes, and by input: the most uncertain ones, and where in them it sits (MATH W5-W7).
+
+The covariance of the outputs, V(x), averaged over all inputs, over those of each true class and over those of each predicted
+class; and of every pair of outputs the variance of their difference, V_kk + V_jj − 2 V_kj, which stays the same when all
+logits move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.analysis.layers import Contributions
+from aftermap.batches import Batch, take, tensors_of
+from aftermap.errors import DataError, InputError, UnsupportedError
+from aftermap.evaluation.results import Table
+from aftermap.predictive import Prediction
+from aftermap.predictive.predictor import PosteriorPredictor
+
+__all__ = ["ClassResult", "ClassSums", "InputKeeper", "InputResult", "saliency_of"]
+
+MAX_GROUPED = 32  # classes; beyond it only the average over all inputs has a covariance
+_JACOBIAN_NUMBERS = 5 * 10**7  # of the Jacobians that a saliency map holds at once
+
+
+@dataclass(frozen=True, eq=False)
+class ClassResult:
+    """K classes (or outputs of a regression), rows being inputs times output positions.
+
+    Attributes:
+        labels: names of the outputs.
+        covariance: mean V [C, C]; None if only variances were taken.
+        variance: mean diagonal of V [C].
+        counts: group -> rows of each class [K]; groups are "true" and "predicted"; empty for a regression.
+        by_class: group -> mean V over the rows of each class [K, C, C]; empty where it would be too large.
+        epistemic: group -> mean mutual information [K], NaN for a class without a row.
+        aleatoric: group -> mean expected entropy [K].
+        accuracy: share of right predictions of each true class [K]; None for a regression.
+        pairs: mean mutual information of the rows with true class k that were predicted as j [K, K]; NaN without a row.
+        pair_counts: how many there are [K, K].
+        layer_shares: group -> each layer's share of the variance, cross terms included [K, L].
+    """
+
+    labels: tuple[str, ...]
+    covariance: Tensor | None
+    variance: Tensor
+    counts: dict[str, Tensor]
+    by_class: dict[str, Tensor]
+    epistemic: dict[str, Tensor]
+    aleatoric: dict[str, Tensor]
+    accuracy: Tensor | None
+    pairs: Tensor | None
+    pair_counts: Tensor | None
+    layer_shares: dict[str, Tensor]
+
+    @property
+    def contrast(self) -> Tensor | None:
+        """Mean variance of the difference of every two outputs [C, C]."""
+        if self.covariance is None:
+            return None
+        own = self.covariance.diagonal()
+        return own[:, None] + own - 2 * self.covariance
+
+    @property
+    def correlation(self) -> Tensor | None:
+        """Correlation of the outputs, from the mean covariance [C, C]."""
+        if self.covariance is None:
+            return None
+        scale = self.covariance.diagonal().clamp_min(torch.finfo(torch.float64).tiny).sqrt()
+        return self.covariance / scale / scale[:, None]
+
+    def table(self, layers: Sequence[str]) -> Table:
+        """One row per class, or per output of a regression."""
+        if not self.counts:
+            return Table({"output": list(self.labels), "variance": self.variance.tolist()})
+        group = "true" if "true" in self.counts else "predicted"
+        found = Table({"class": [*self.labels] if len(self.labels) == len(self.counts[group]) else ["0", "1"]})
+        for word, counts in self.counts.items():
+            found[f"{word} inputs"] = counts.tolist()
+        if self.accuracy is not None and "true" in self.counts:
+            found["accuracy"] = self.accuracy.tolist()
+        for word in self.counts:
+            found[f"epistemic ({word})"] = self.epistemic[word].tolist()
+            found[f"aleatoric ({word})"] = self.aleatoric[word].tolist()
+        if len(self.variance) == len(found["class"]):
+            found["variance"] = self.variance.tolist()
+        for i, layer in enumerate(layers):
+            found[f"{layer} share"] = self.layer_shares[group][:, i].tolist()
+        return found
+
+
+class ClassSums:
+    """Sums over batches."""
+
+    def __init__(self, labels: Sequence[str] | None = None):
+        self.labels = None if labels is None else tuple(map(str, labels))
+        self.rows = 0
+        self.sums: dict[str, Tensor] = {}
+
+    def _add(self, key: str, value: Tensor) -> None:
+        value = value.to(torch.float64).cpu()
+        self.sums[key] = self.sums[key] + value if key in self.sums else value
+
+    def add(self, found: Contributions, prediction: Prediction, targets: object) -> None:
+        """Adds a batch.
+
+        Args:
+            found: its contributions.
+            prediction: made of them.
+            targets: of the examples; None: only predicted classes are known.
+        """
+        width = found.mean.shape[-1]
+        variance = found.var.reshape(-1, width)
+        self.rows += len(variance)
+        self._add("variance", variance.double().sum(0))
+        covariance = None if found.cov is None else found.cov.reshape(-1, width, width).double()
+        if covariance is not None:
+            self._add("covariance", covariance.sum(0))
+        groups = _groups(prediction, targets)
+        if not groups:
+            return
+        classes = max(2, width)
+        each = found.whole.sum(-1).flatten(1).T.cpu()  # [rows, L]
+        numbers = {
+            "count": torch.ones(len(variance)),
+            "epistemic": prediction.epistemic.reshape(-1),
+            "aleatoric": prediction.aleatoric.reshape(-1),
+        }
+        for word, labels in groups.items():
+            inside = (labels >= 0) & (labels < classes)
+            chosen = torch.where(inside, labels, 0)
+            member = torch.zeros(len(labels), classes, dtype=torch.float64)
+            member[torch.arange(len(labels)), chosen] = inside.double()
+            for name, value in numbers.items():
+                self._add(f"{name}/{word}", member.T @ value.detach().cpu().double())
+            self._add(f"layers/{word}", member.T @ each)
+            if covariance is not None and classes <= MAX_GROUPED:
+                by_class = torch.einsum("rk,rcd->kcd", member, covariance.detach().cpu())
+                self._add(f"covariance/{word}", by_class)
+            groups[word] = torch.where(inside, labels, -1)
+        if "true" in groups:
+            known = groups["true"] >= 0
+            place = groups["true"][known] * classes + groups["predicted"][known]
+            for name in ("count", "epistemic"):
+                flat = torch.zeros(classes * classes, dtype=torch.float64)
+                flat.index_add_(0, place, numbers[name].detach().cpu().double()[known])
+                self._add(f"pair {name}", flat.reshape(classes, classes))
+
+    def result(self) -> ClassResult:
+        """Means of everything."""
+        sums, rows = self.sums, self.rows
+        width = len(sums["variance"])
+        labels = tuple(map(str, range(width))) if self.labels is None else self.labels
+        if len(labels) != width:
+            raise InputError(
+                f"classes= names {len(labels)} outputs, but the model has {width}: {', '.join(labels[:8])}"
+            )
+        words = [w for w in ("true", "predicted") if f"count/{w}" in sums]
+        counts = {w: sums[f"count/{w}"] for w in words}
+        pairs = sums.get("pair count")
+        return ClassResult(
+            labels,
+            sums["covariance"] / rows if "covariance" in sums else None,
+            sums["variance"] / rows,
+            {w: c.long() for w, c in counts.items()},
+            {w: sums[f"covariance/{w}"] / counts[w][:, None, None] for w in words if f"covariance/{w}" in sums},
+            {w: sums[f"epistemic/{w}"] / counts[w] for w in words},
+            {w: sums[f"aleatoric/{w}"] / counts[w] for w in words},
+            None if pairs is None else pairs.diagonal() / counts["true"],
+            None if pairs is None else sums["pair epistemic"] / pairs,
+            None if pairs is None else pairs.long(),
+            {w: sums[f"layers/{w}"] / sums[f"layers/{w}"].sum(1, keepdim=True) for w in words},
+        )
+
+
+def _groups(prediction: Prediction, targets: object) -> dict[str, Tensor]:
+    """True and predicted classes by row; nothing where there are no classes, or several labels at once."""
+    single = prediction.kind == "binary" and prediction.mean.shape[-1] == 1
+    if prediction.kind != "classification" and not single:
+        return {}
+    predicted = prediction.labels.reshape(-1).cpu()
+    found = {"predicted": predicted}
+    if isinstance(targets, Tensor) and targets.numel() == len(predicted):
+        found = {"true": targets.reshape(-1).cpu().long(), **found}
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class InputResult:
+    """The most uncertain inputs, most uncertain first; and two numbers for every input.
+
+    Uncertainties are means over positions and outputs: nats for classes, variances for a regression.
+
+    Attributes:
+        indices: places in the data, in the order they came [T].
+        inputs: the inputs themselves, each a batch of one, on the CPU.
+        targets: of them, each a batch of one, or None.
+        predictions: of them, on the CPU.
+        epistemic: [T].
+        aleatoric: [T].
+        layer_shares: each layer's share of the variance of its outputs, cross terms included [T, L].
+        all_epistemic: of every input [N].
+        all_aleatoric: of every input [N].
+        saliency: gradients of the epistemic uncertainty in the inputs, of their shape [T, ...]; None if not asked for.
+    """
+
+    indices: Tensor
+    inputs: tuple[Any, ...]
+    targets: tuple[Any, ...]
+    predictions: Prediction
+    epistemic: Tensor
+    aleatoric: Tensor
+    layer_shares: Tensor
+    all_epistemic: Tensor
+    all_aleatoric: Tensor
+    saliency: Tensor | None = None
+
+    def table(self, layers: Sequence[str]) -> Table:
+        """One row per input."""
+        found = Table({"index": self.indices.tolist()})
+        one = self.predictions.mean.dim() == 2
+        if one and all(isinstance(t, Tensor) and t.numel() == 1 for t in self.targets):
+            found["target"] = [t.item() for t in self.targets]
+        if one and self.predictions.kind == "classification":
+            found["prediction"] = self.predictions.labels.tolist()
+            found["confidence"] = self.predictions.confidence.tolist()
+        elif one and self.predictions.mean.shape[1] == 1:
+            found["prediction"] = self.predictions.mean[:, 0].tolist()
+        found["epistemic"], found["aleatoric"] = self.epistemic.tolist(), self.aleatoric.tolist()
+        found["epistemic share"] = (self.epistemic / (self.epistemic + self.aleatoric)).tolist()
+        for i, layer in enumerate(layers):
+            found[f"{layer} share"] = self.layer_shares[:, i].tolist()
+        return found
+
+
+class InputKeeper:
+    """Keeps the most uncertain inputs of a stream; what is not among them is forgotten.
+
+    Args:
+        top: how many.
+    """
+
+    def __init__(self, top: int):
+        self.top, self.seen = top, 0
+        self.epistemic: list[Tensor] = []
+        self.aleatoric: list[Tensor] = []
+        self.kept: list[tuple[float, int, Any, Any, Prediction, Tensor]] = []
+
+    def add(self, batch: Batch, found: Contributions, prediction: Prediction) -> None:
+        """Adds a batch."""
+        light = _light(prediction)
+        epistemic, aleatoric = _by_example(light.epistemic), _by_example(light.aleatoric)
+        self.epistemic.append(epistemic)
+        self.aleatoric.append(aleatoric)
+        layers = found.whole.sum((2, 3)).T.cpu()  # [n, L]
+        shares = layers / layers.sum(1, keepdim=True)
+        for i in epistemic.argsort(descending=True, stable=True)[: self.top].tolist():
+            if len(self.kept) == self.top and float(epistemic[i]) <= self.kept[-1][0]:
+                break
+            index = torch.tensor([i])
+            example = _on_cpu(take(batch.inputs, index, batch.size))
+            target = _on_cpu(take(batch.targets, index, batch.size))
+            self.kept.append((float(epistemic[i]), self.seen + i, example, target, light[i], shares[i]))
+            self.kept = sorted(self.kept, key=lambda k: (-k[0], k[1]))[: self.top]
+        self.seen += batch.size
+
+    def result(self, predictor: PosteriorPredictor, saliency: bool | None, generator: Any) -> InputResult:
+        """What was kept, with saliency maps if asked for."""
+        kept = self.kept
+        if not kept:
+            raise DataError("the data hold no example")
+        predictions = Prediction.concatenate([k[4] for k in kept])
+        inputs = tuple(k[2] for k in kept)
+        size = predictor.posterior.n_params * predictions.mean.shape[-1]
+        # A map is of one uncertainty per example: outputs [N, C], not one for every pixel or token.
+        possible = predictions.mean.dim() == 2 and _is_plain(inputs) and size <= _JACOBIAN_NUMBERS
+        wanted = possible if saliency is None else saliency
+        maps = saliency_of(predictor, inputs, generator) if wanted else None
+        return InputResult(
+            torch.tensor([k[1] for k in kept]),
+            inputs,
+            tuple(k[3] for k in kept),
+            predictions,
+            _by_example(predictions.epistemic),
+            _by_example(predictions.aleatoric),
+            torch.stack([k[5] for k in kept]),
+            torch.cat(self.epistemic),
+            torch.cat(self.aleatoric),
+            maps,
+        )
+
+
+def _light(prediction: Prediction) -> Prediction:
+    """Without samples and covariances, on the CPU."""
+    light = replace(prediction.detach(), samples=None, sample_variance=None, weights=None, latent_cov=None)
+    return light.cpu()
+
+
+def _by_example(values: Tensor) -> Tensor:
+    return values.detach().reshape(len(values), -1).double().mean(1).cpu()
+
+
+def _on_cpu(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {k: _on_cpu(v) for k, v in tree.items()}
+    return tuple(_on_cpu(v) for v in tree) if isinstance(tree, tuple | list) else tree
+
+
+def _is_plain(inputs: Sequence[Any]) -> bool:
+    """Whether every input is one floating-point tensor, all of one shape."""
+    if not all(isinstance(x, Tensor) and x.is_floating_point() for x in inputs):
+        return False
+    return len({tuple(x.shape) for x in inputs}) == 1
+
+
+def saliency_of(
+    predictor: PosteriorPredictor, inputs: Sequence[Any], generator: torch.Generator | None = None
+) -> Tensor:
+    """The gradient of the epistemic uncertainty in each input: which pixels or features it hangs on (MATH W6).
+
+    For classes of the mutual information, for a regression of the variance summed over outputs; linearised predictive.
+
+    Args:
+        predictor: model, posterior and likelihood.
+        inputs: batches of one.
+        generator: for the samples of the link.
+
+    Returns:
+        [T, ...], the inputs' shape.
+
+    Raises:
+        UnsupportedError: inputs that are not single floating-point tensors of one shape have no such gradient.
+    """
+    if not _is_plain(inputs):
+        shapes = [[tuple(t.shape) for t in tensors_of(x)] for x in inputs[:2]]
+        raise UnsupportedError(
+            f"a saliency map needs single floating-point inputs of one shape, got {shapes}…; pass saliency=False"
+        )
+    seed = None if generator is None else int(torch.randint(2**31, (), generator=generator))
+    device = next(predictor.model.parameters()).device
+    found = []
+    # One at a time: a Jacobian per example is formed.
+    for each in inputs:
+        x = each.to(device).clone().requires_grad_()
+        own = None if seed is None else torch.Generator().manual_seed(seed)
+        with torch.enable_grad():
+            prediction = predictor.predict(x, differentiable=True, generator=own)
+            (gradient,) = torch.autograd.grad(prediction.epistemic.sum(), x)
+        found.append(gradient.detach().cpu())
+    return torch.cat(found)

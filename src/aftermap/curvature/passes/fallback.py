@@ -1,0 +1,126 @@
+"""Exact per-example gradients for parameters without a rule: slower, never wrong.
+
+The model is run on one example at a time, vectorised by torch.func where its operations allow that (`vmap`), in a plain
+loop where they do not (recurrent layers, control flow that depends on data).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+
+from aftermap.batches import take
+from aftermap.models import call_model
+from aftermap.params import named_parameters
+
+__all__ = ["per_example_products"]
+
+
+def per_example_products(
+    model: nn.Module, names: Sequence[str], inputs: Any, size: int, vectors: Tensor, start: int, length: int
+) -> dict[str, Tensor]:
+    """J_nᵀ v for examples ``start … start + length`` and each vector.
+
+    Args:
+        model: any module; nothing of it is changed.
+        names: parameters J is taken with respect to.
+        inputs: the inputs of a batch.
+        size: how many examples it has, b.
+        vectors: [v, b, ..., c].
+        start: the first example wanted.
+        length: how many are wanted.
+
+    Returns:
+        name -> [v, length, *shape].
+    """
+    index = torch.arange(start, start + length)
+    # Seen on the whole batch: a tensor that only happens to have as many rows as are chosen has no batch dimension.
+    dims = _batch_dims(inputs, size)
+    chosen = take(inputs, index, size)
+    parts = vectors[:, start : start + length]
+    try:
+        return _vectorised(model, names, chosen, dims, parts)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        # An operation that cannot be vectorised: the loop makes the same numbers, and raises what is really wrong.
+        return _looped(model, names, chosen, dims, parts)
+
+
+def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vectors: Tensor) -> dict[str, Tensor]:
+    own = named_parameters(model)
+    params = {n: own[n].detach() for n in names}
+
+    def products(example: Any, each: Tensor) -> dict[str, Tensor]:  # each: [v, ..., c]
+        single = _with_batch(example, dims)
+
+        def outputs(chosen: Mapping[str, Tensor]) -> Tensor:
+            return call_model(lambda *a, **k: functional_call(model, dict(chosen), a, k), single)[0]
+
+        pull = vjp(outputs, params)[1]
+        return vmap(lambda v: pull(v)[0])(each)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+        found = vmap(products, in_dims=(dims, 1), out_dims=1)(inputs, vectors)
+    return dict(found)
+
+
+def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vectors: Tensor) -> dict[str, Tensor]:
+    own = named_parameters(model)
+    found: dict[str, list[Tensor]] = {n: [] for n in names}
+    with torch.enable_grad():
+        params = {n: own[n].detach().requires_grad_() for n in names}
+        for example in range(vectors.shape[1]):
+            single = _with_batch(_one(inputs, dims, example), dims)
+            outputs = call_model(lambda *a, **k: functional_call(model, params, a, k), single)
+            rows = []
+            for number, vector in enumerate(vectors[:, example]):
+                grads = torch.autograd.grad(
+                    outputs[0],
+                    list(params.values()),
+                    vector,
+                    retain_graph=number < len(vectors) - 1,
+                    allow_unused=True,
+                )
+                rows.append(
+                    [torch.zeros_like(p) if g is None else g for g, p in zip(grads, params.values(), strict=True)]
+                )
+            for place, name in enumerate(names):
+                found[name].append(torch.stack([row[place] for row in rows]))
+    return {n: torch.stack(values, 1) for n, values in found.items()}
+
+
+def _batch_dims(inputs: Any, size: int) -> Any:
+    """0 where a tensor holds the batch, None elsewhere, in the structure of the inputs."""
+    if isinstance(inputs, Tensor):
+        return 0 if inputs.dim() > 0 and inputs.shape[0] == size else None
+    if isinstance(inputs, Mapping):
+        return {k: _batch_dims(v, size) for k, v in inputs.items()}
+    if isinstance(inputs, tuple | list):
+        return tuple(_batch_dims(v, size) for v in inputs)
+    return None
+
+
+def _one(inputs: Any, dims: Any, example: int) -> Any:
+    """One example, without a batch dimension."""
+    if isinstance(inputs, Tensor):
+        return inputs[example] if dims == 0 else inputs
+    if isinstance(inputs, Mapping):
+        return {k: _one(v, dims[k], example) for k, v in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(_one(v, d, example) for v, d in zip(inputs, dims, strict=True))
+    return inputs
+
+
+def _with_batch(inputs: Any, dims: Any) -> Any:
+    if isinstance(inputs, Tensor):
+        return inputs[None] if dims == 0 else inputs
+    if isinstance(inputs, Mapping):
+        return {k: _with_batch(v, dims[k]) for k, v in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(_with_batch(v, d) for v, d in zip(inputs, dims, strict=True))
+    return inputs

@@ -1,0 +1,242 @@
+"""Products with the generalised Gauss-Newton matrix, without the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Batch, Unpack, iterate
+from aftermap.distributed import all_reduce_, together
+from aftermap.draws import normal_like
+from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.likelihoods import Likelihood
+from aftermap.models import check_device, chosen_parameters, evaluating, functional_outputs, prepare_forward_mode
+from aftermap.params import Params, flatten, unflatten
+
+__all__ = ["GGNOperator"]
+
+
+class GGNOperator:
+    """The matrix G = sum_n w_n J_n^T Lambda_n J_n as a function v -> G v.
+
+    In an initialised process group each process holds a part of the data, and products are sums over all; every
+    process must then ask for the same products. Every product streams once over the data: u = J v (forward mode), Lambda u, J^T Lambda u (reverse mode).
+    Where an operation of the model knows no forward mode or no vmap, the product falls back to double
+    backward, one column at a time. The model runs in eval mode and is unchanged afterwards.
+
+    Args:
+        model: a network with outputs [N, ..., C].
+        data: batches that can be iterated repeatedly (a list or a DataLoader), the same examples every time.
+        likelihood: gives Lambda through `hessian(outputs, targets)`; class weights and ignored targets enter
+            there.
+        names: parameter names, in the flat order (each row-major); None means all that require a gradient.
+        unpack: turns a batch into (inputs, targets) or (inputs, targets, weight); None understands these as
+            they are.
+        chunk_size: how many columns go through the network at once: more is faster and needs more memory.
+
+    Raises:
+        InputError: unknown names, or a chunk size below 1.
+
+    >>> from aftermap.likelihoods import Gaussian
+    >>> net = nn.Linear(2, 1, bias=False)
+    >>> operator = GGNOperator(net, [(torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1))], Gaussian(1.0))
+    >>> operator.mv(torch.tensor([1.0, 0.0]))
+    tensor([1., 2.])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Iterable[Any],
+        likelihood: Likelihood,
+        names: Sequence[str] | None = None,
+        unpack: Unpack | None = None,
+        *,
+        chunk_size: int = 16,
+    ) -> None:
+        if chunk_size < 1:
+            raise InputError(f"got chunk_size={chunk_size}; pass at least 1")
+        self._model, self._data, self._likelihood, self._unpack = model, data, likelihood, unpack
+        self._params = chosen_parameters(model, names)
+        self._chunk_size = chunk_size
+        self._n_data: int | None = None
+        self._forward_mode = True
+        prepare_forward_mode()
+        self.names = list(self._params)
+        self.size = sum(p.numel() for p in self._params.values())
+        self.device, self.dtype = check_device(model)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, P)."""
+        return self.size, self.size
+
+    @property
+    def params(self) -> Params:
+        """The weights at which the matrix is taken, by name: the model's own, not copies."""
+        return dict(self._params)
+
+    @property
+    def n_data(self) -> int:
+        """The number of examples seen in a pass; counted now if there has been none."""
+        if self._n_data is None:
+            seen = 0
+            with together("counting the data"):
+                seen = sum(batch.size for batch in self._batches())
+            self._count(seen)
+        return self._n_data or 0
+
+    def mv(self, v: Tensor) -> Tensor:
+        """G v.
+
+        The sums over batches are kept in the dtype of v: float64 vectors cost little and keep a float32
+        network's product as exact as it is.
+
+        Args:
+            v: [P] or [P, k].
+
+        Returns:
+            Like v.
+
+        Raises:
+            ShapeError: v does not fit the parameters.
+            DataError: the data gave another number of examples than before.
+        """
+        if v.dim() not in (1, 2) or v.shape[0] != self.size:
+            raise ShapeError(f"got a vector of shape {tuple(v.shape)}; pass [{self.size}] or [{self.size}, k]")
+        columns = v if v.dim() == 2 else v[:, None]
+        total, seen = torch.zeros_like(columns), 0
+        with together("multiplying with the GGN"), evaluating(self._model):
+            for batch in self._batches():
+                total += self._batch_product(batch, columns.to(self.dtype)).to(total)
+                seen += batch.size
+        all_reduce_([total])
+        self._count(seen)
+        return total if v.dim() == 2 else total[:, 0]
+
+    def noise(self, count: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draws from N(0, G): sum_n sqrt(w_n) J_n^T S_n eps_n with S_n S_n^T = Lambda_n and standard normal eps_n.
+
+        Args:
+            count: how many draws, in one pass over the data.
+            generator: the source of randomness; each process of a group needs another one, since each has other data.
+
+        Returns:
+            [P, count] in float64.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"the number of draws must be a whole number of at least 1, got {count!r}")
+        total, seen = torch.zeros(self.size, count, dtype=torch.float64, device=self.device), 0
+        with together("drawing noise with the covariance of the GGN"), evaluating(self._model):
+            for batch in self._batches():
+                total += self._batch_noise(batch, count, generator).to(total)
+                seen += batch.size
+        all_reduce_([total])
+        self._count(seen)
+        return total
+
+    def __matmul__(self, v: Tensor) -> Tensor:
+        return self.mv(v)
+
+    def to_dense(self) -> Tensor:
+        """G [P, P] in float64; for small models and tests."""
+        return self.mv(torch.eye(self.size, dtype=torch.float64, device=self.device))
+
+    def _batches(self) -> Iterable[Batch]:
+        return iterate(self._data, device=self.device, dtype=self.dtype, unpack=self._unpack)
+
+    def _count(self, here: int) -> None:
+        counted = torch.tensor([here])
+        all_reduce_([counted])
+        seen = int(counted)
+        if self._n_data is not None and seen != self._n_data:
+            raise DataError(
+                f"a pass over the data gave {seen} examples, an earlier one {self._n_data}; the product "
+                "needs the same data every time: pass a list or a DataLoader, not a generator"
+            )
+        self._n_data = seen
+
+    def _batch_product(self, batch: Batch, columns: Tensor) -> Tensor:
+        """One batch's sum of w_n J_n^T Lambda_n J_n V for V [P, k]."""
+        if self._forward_mode:
+            try:
+                return self._forward_product(batch, columns)
+            except torch.OutOfMemoryError:
+                raise
+            except (NotImplementedError, RuntimeError):
+                # Some operation has no forward-mode or batching rule. The model's own errors come back below.
+                result = self._double_backward_product(batch, columns)
+                self._forward_mode = False
+                return result
+        return self._double_backward_product(batch, columns)
+
+    def _forward_product(self, batch: Batch, columns: Tensor) -> Tensor:
+        def outputs(params: Params) -> Tensor:
+            return functional_outputs(self._model, params, batch.inputs)
+
+        f, pullback, *_ = torch.func.vjp(outputs, self._params)
+        Lambda = self._output_hessian(f.detach(), batch)
+
+        def product(tangent: Params) -> Tensor:
+            _, u, *_ = torch.func.jvp(outputs, (self._params,), (tangent,))
+            (gradient,) = pullback((Lambda @ u[..., None])[..., 0])
+            return flatten(gradient, self.names)
+
+        parts = [
+            torch.func.vmap(product)(unflatten(chunk, self._params)).T.detach()
+            for chunk in columns.split(self._chunk_size, dim=1)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def _double_backward_product(self, batch: Batch, columns: Tensor) -> Tensor:
+        with torch.enable_grad():
+            params = {name: p.clone().requires_grad_() for name, p in self._params.items()}
+            leaves = list(params.values())
+            f = functional_outputs(self._model, params, batch.inputs)
+            Lambda = self._output_hessian(f.detach(), batch)
+            # J^T z is linear in z, so that its derivative in z, applied to v, is J v.
+            z = torch.zeros_like(f, requires_grad=True)
+            JTz = torch.autograd.grad(f, leaves, z, create_graph=True, allow_unused=True, materialize_grads=True)
+            out = []
+            for column in columns.T:
+                tangent = list(unflatten(column, self._params).values())
+                used = [(g, t) for g, t in zip(JTz, tangent, strict=True) if g.requires_grad]
+                (u,) = torch.autograd.grad(
+                    [g for g, _ in used], z, [t for _, t in used], retain_graph=True, materialize_grads=True
+                )
+                gradient = torch.autograd.grad(
+                    f, leaves, (Lambda @ u[..., None])[..., 0], retain_graph=True, materialize_grads=True
+                )
+                out.append(torch.cat([g.reshape(-1) for g in gradient]))
+        return torch.stack(out, dim=1).detach()
+
+    def _batch_noise(self, batch: Batch, count: int, generator: torch.Generator | None) -> Tensor:
+        """One batch's sum of sqrt(w_n) J_n^T S_n eps_n: [P, count]."""
+        with torch.enable_grad():
+            params = {name: p.clone().requires_grad_() for name, p in self._params.items()}
+            f = functional_outputs(self._model, params, batch.inputs)
+            outputs = f.detach()
+            self._likelihood.check(outputs, batch.targets)
+            columns = self._likelihood.columns(outputs.shape[-1])
+            like = outputs.new_empty(()).expand(count, *outputs.shape[:-1], columns)
+            vectors = self._likelihood.hessian_root_mv(outputs, normal_like(like, generator), batch.targets)
+            if batch.weight is not None:
+                vectors = vectors * batch.weight.to(vectors).sqrt().reshape(-1, *[1] * (outputs.dim() - 1))
+            out = []
+            for vector in vectors:
+                gradient = torch.autograd.grad(
+                    f, list(params.values()), vector, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
+                out.append(torch.cat([g.reshape(-1) for g in gradient]))
+        return torch.stack(out, dim=1).detach()
+
+    def _output_hessian(self, f: Tensor, batch: Batch) -> Tensor:
+        """w_n Lambda_n: [N, ..., C, C]."""
+        self._likelihood.check(f, batch.targets)
+        Lambda = self._likelihood.hessian(f, batch.targets)
+        if batch.weight is None:
+            return Lambda
+        return Lambda * batch.weight.to(Lambda).reshape(-1, *[1] * (Lambda.dim() - 1))

@@ -1,0 +1,271 @@
+"""Linear layers and embeddings: a matrix on dense rows, and a matrix on rows that are one-hot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.curvature.rules.base import (
+    MOMENT_NUMBERS,
+    LayerRule,
+    Layout,
+    MatrixRows,
+    Named,
+    Rows,
+    append_ones,
+    budget,
+    matrix_layout,
+    merged_vectors,
+    register,
+    split_vectors,
+)
+from aftermap.linalg import GramSum, add_product_
+
+__all__ = ["DenseRows", "OneHotRows"]
+
+
+@dataclass(frozen=True)
+class DenseRows(MatrixRows):
+    """Rows that are there as a tensor; ``ones`` says that a trailing 1 belongs to each.
+
+    Attributes:
+        data: [b, g, t, i] without the ones; i may be 0 (only a bias).
+        only_group: the one group that this call concerns (the others hold zeros); None for all.
+        reused: several vectors will meet the rows; what is made of them is kept.
+    """
+
+    data: Tensor
+    ones: bool
+    only_group: int | None = None
+    reused: bool = False
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        return self.data.shape[0]
+
+    @property
+    def groups(self) -> int:  # type: ignore[override]
+        return self.data.shape[1]
+
+    @property
+    def shared(self) -> int:  # type: ignore[override]
+        return self.data.shape[2]
+
+    @property
+    def features(self) -> int:  # type: ignore[override]
+        return self.data.shape[3] + int(self.ones)
+
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(self.shared if self.only_group in (None, g) else 0 for g in range(self.groups))
+
+    def dense(self) -> Tensor:
+        """[b, g, t, i] with the ones."""
+        return append_ones(self.data) if self.ones else self.data
+
+    def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
+        if weight is not None:
+            root = weight.to(self.data.dtype).sqrt()[:, None, None, None]
+            DenseRows(self.dense() * root, ones=False).add_gram_(out)
+            return
+        rows = self.data.transpose(0, 1).flatten(1, 2)  # [g, bt, i]
+        out.add(rows)
+        if self.ones:
+            out.add_ones(rows.sum(1, dtype=out.dtype), rows.shape[1])
+
+    def total(self) -> Tensor:
+        summed = self.data.sum(2)
+        return torch.cat([summed, summed.new_full((*summed.shape[:-1], 1), self.shared)], -1) if self.ones else summed
+
+    def outer(self, grads: Tensor) -> Tensor:
+        if self.shared == 1:
+            return grads[:, :, :, 0, :, None] * self.dense()[:, :, 0, None, :]
+        lines = merged_vectors(grads)  # [b, g, v·o, t]
+        if not self.ones:
+            return split_vectors(self._products(lines, self.data), len(grads))
+        # The bias column is a sum: cheaper than a copy of the rows with ones.
+        result = lines.new_empty(*lines.shape[:-1], self.features)
+        result[..., :-1] = self._products(lines, self.data)
+        torch.sum(lines, -1, out=result[..., -1])
+        return split_vectors(result, len(grads))
+
+    def _products(self, lines: Tensor, data: Tensor) -> Tensor:
+        """[b, g, o, t] · [b, g, t, i]; groups that share their rows (a packed projection) in one product, without copies."""
+        if self.groups == 1 or data.stride(1) != 0:
+            return lines @ data
+        return (lines.flatten(1, 2) @ data[:, 0]).unflatten(1, lines.shape[1:3])
+
+    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+        if self.shared > 1:
+            self._add_shared_moments_(None, out, grads)
+            return
+        # Without sharing Σ_vb g² a² is one matrix product per group: no per-example tensor exists.
+        weights = grads[:, :, :, 0].square().sum(0).transpose(0, 1)  # [g, b, o]
+        rows = self._squares if self.reused else self._squared()
+        for group in range(self.groups):
+            add_product_(out[group], weights[group], rows[group])
+
+    def _squared(self) -> Tensor:
+        """Squares of unshared rows: [g, b, i]."""
+        return self.dense()[:, :, 0].square().transpose(0, 1)
+
+    @cached_property
+    def _squares(self) -> Tensor:
+        return self._squared()
+
+    def for_reuse(self) -> DenseRows:
+        return replace(self, reused=True)
+
+    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        vectors, _, groups, _, out = grads.shape
+        width = self.data.shape[-1]
+        total = grads.new_zeros(groups, out, self.features)
+        squares = torch.zeros_like(total)
+        if self.shared > 1:
+            self._add_shared_moments_(total, squares, grads)
+            return total, squares
+        for g in range(groups):
+            rows, lines = self.data[:, g, 0], grads[:, :, g, 0]  # [b, i], [v, b, o]
+            summed = lines[0] if vectors == 1 else lines.sum(0)
+            squared = lines[0].square() if vectors == 1 else lines.square().sum(0)
+            if width:
+                torch.mm(summed.T, rows, out=total[g, :, :width])
+                torch.mm(squared.T, rows.square(), out=squares[g, :, :width])
+            if self.ones:
+                total[g, :, width] = summed.sum(0)
+                squares[g, :, width] = squared.sum(0)
+        return total, squares
+
+    def _add_shared_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor) -> None:
+        """Adds Σ_vb G and Σ_vb G²; weights and bias apart, so that a product is never copied to make room for a column."""
+        vectors, out, width = grads.shape[0], grads.shape[-1], self.data.shape[-1]
+        step = budget(vectors * self.groups * out * max(1, width), MOMENT_NUMBERS)
+        for start in range(0, self.batch, step):
+            lines = merged_vectors(grads[:, start : start + step])  # [b, g, v·o, t]
+            parts = []
+            if width:
+                parts.append((slice(0, width), self._products(lines, self.data[start : start + step])))
+            if self.ones:
+                parts.append((slice(width, None), lines.sum(-1, keepdim=True)))
+            for columns, each in parts:
+                each = each if vectors == 1 else each.unflatten(2, (vectors, out)).transpose(1, 2).flatten(0, 1)
+                if total is not None:
+                    total[..., columns].add_(each.sum(0))
+                squares[..., columns].add_(each.square_().sum(0))
+
+    def narrow(self, start: int, length: int) -> DenseRows:
+        return DenseRows(self.data[start : start + length], self.ones, self.only_group)
+
+
+@dataclass(frozen=True)
+class OneHotRows(MatrixRows):
+    """Rows that are one-hot (embeddings): only the index is kept, Σ a aᵀ is the diagonal of counts.
+
+    Attributes:
+        index: [b, t] integer; a negative index is a row of zeros (padding).
+        features: vocabulary.
+    """
+
+    index: Tensor
+    features: int
+    dtype: torch.dtype
+    groups: int = 1
+
+    @property
+    def batch(self) -> int:  # type: ignore[override]
+        return self.index.shape[0]
+
+    @property
+    def shared(self) -> int:  # type: ignore[override]
+        return self.index.shape[1]
+
+    def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
+        used = self.index >= 0
+        counts = None if weight is None else weight[:, None].expand_as(self.index)[used].to(torch.float64)
+        out.add_diagonal(torch.bincount(self.index[used], counts, minlength=self.features)[None])
+
+    def total(self) -> Tensor:
+        out = torch.zeros(self.batch, self.features, dtype=self.dtype, device=self.index.device)
+        ones = (self.index >= 0).to(self.dtype)
+        return out.scatter_add_(1, self.index.clamp_min(0), ones)[:, None]
+
+    def outer(self, grads: Tensor) -> Tensor:
+        vectors, batch, _, shared, out = grads.shape
+        result = grads.new_zeros(vectors, batch, self.features, out)
+        used = (self.index >= 0).to(grads.dtype)[None, :, :, None]
+        place = self.index.clamp_min(0)[None, :, :, None].expand(vectors, batch, shared, out)
+        result.scatter_add_(2, place, grads[:, :, 0] * used)
+        return result.transpose(2, 3)[:, :, None]
+
+    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+        # Sum what one example says about one token, square, then sum over examples: never [b, vocabulary, o].
+        used = self.index >= 0
+        numbers = self.index + self.features * torch.arange(self.batch, device=self.index.device)[:, None]
+        whole = bool(used.all())
+        pairs, place = torch.unique(numbers.flatten() if whole else numbers[used], return_inverse=True)
+        for each in grads[:, :, 0]:  # [b, t, o]
+            lines = each.flatten(0, 1) if whole else each[used]
+            sums = each.new_zeros(len(pairs), each.shape[-1]).index_add_(0, place, lines)
+            result = grads.new_zeros(self.features, grads.shape[-1])  # at most b terms are added one after the other
+            out[0].add_(result.index_add_(0, pairs % self.features, sums.square_()).T)
+
+    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+        used = self.index >= 0
+        total = grads.new_zeros(self.features, grads.shape[-1])
+        for each in grads[:, :, 0]:  # [b, t, o]
+            total.index_add_(0, self.index[used], each[used])
+        squares = grads.new_zeros(1, grads.shape[-1], self.features)
+        self.add_outer_squared_(squares, grads)
+        return total.T[None], squares
+
+    def narrow(self, start: int, length: int) -> OneHotRows:
+        return OneHotRows(self.index[start : start + length], self.features, self.dtype)
+
+
+@register(nn.Linear)
+class LinearRule(LayerRule):
+    """y = W x + b, applied to the last dimension of an input with any number of leading dimensions."""
+
+    leading = True
+
+    def layout(self, name: str, module: Any, named: Named) -> Layout:
+        _, first = next(iter(named.values()))
+        out = first.shape[0]
+        return matrix_layout(name, named, 1, out, (1, out, first.numel() // out), (0, 1, 2))
+
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+        data = inputs.reshape(inputs.shape[0], 1, -1, inputs.shape[-1])
+        return DenseRows(data if "weight" in named else data[..., :0], "bias" in named)
+
+    def grads(self, module: Any, grads: Tensor) -> Tensor:
+        return grads.reshape(*grads.shape[:2], 1, -1, grads.shape[-1])
+
+
+@register(nn.Embedding)
+class EmbeddingRule(LayerRule):
+    """A table: a linear map of one-hot rows, of which only the index is kept."""
+
+    leading = True
+    one_hot = True
+
+    def unsupported(self, module: Any) -> str | None:
+        return "max_norm changes the weights in every forward pass" if module.max_norm is not None else None
+
+    def layout(self, name: str, module: Any, named: Named) -> Layout:
+        _, weight = named["weight"]
+        words, out = weight.shape
+        return matrix_layout(name, named, 1, out, (1, words, out), (0, 2, 1))
+
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+        _, weight = named["weight"]
+        index = inputs.reshape(inputs.shape[0], -1).long()
+        padding = module.padding_idx
+        if padding is not None:
+            index = index.masked_fill(index == padding, -1)
+        return OneHotRows(index, weight.shape[0], weight.dtype)
+
+    def grads(self, module: Any, grads: Tensor) -> Tensor:
+        return grads.reshape(*grads.shape[:2], 1, -1, grads.shape[-1])

@@ -1,0 +1,395 @@
+"""Sums over data in frozen form: blocks of a curvature matrix, and the whole of them.
+
+A `Factors` stands for Σ_n (curvature of datum n): a block-diagonal matrix over the selected parameters. Factors of
+disjoint data add up, scale with a number, and sum over processes. What a block stands for, block by block, is
+`to_dense`; nothing outside a block's own file knows its scale.
+
+Gaussian posteriors of single blocks: precision s·H + P₀ with the data's scale s and the prior's precision P₀.
+
+A block posterior is made once from a curvature block; a new prior or scale costs no decomposition (`with_prior`).
+The log determinants, which the evidence needs, are differentiable in s and P₀.
+
+J Σ Jᵀ of one layer in the basis where Σ is diagonal, without a Jacobian (MATH 7).
+
+With G_c the gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c and variances R in that basis,
+
+    V[c, c'] = Σ_oi G̃_c,oi R_oi G̃_c',oi.
+
+Where a layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. Where the
+layer is the last one, g_c is a unit vector and V = U_B diag(R ã²) U_Bᵀ.
+
+Index legend: b example, v output, g group, t shared position, i feature in, o feature out.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.passes.backward import Block, VectorStep
+from aftermap.curvature.rules.base import budget
+from aftermap.curvature.rules.convolution import ConvRows
+from aftermap.curvature.rules.linear import DenseRows
+from aftermap.distributed import all_reduce_, is_distributed
+from aftermap.errors import InputError
+from aftermap.params import Params, flatten
+from aftermap.prior import Prior
+
+__all__ = ["BlockPosterior", "Factors", "Treatment", "site_covariance", "site_of"]
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """How one parameter was treated.
+
+    Attributes:
+        block: kron, ekfac, kfra, full, diagonal, low rank …
+        rule: the layer rule's name, or "per-example" where there was none.
+        note: why there was none; "unused" if the outputs do not depend on it.
+    """
+
+    block: str
+    rule: str
+    note: str = ""
+
+    @property
+    def by_rule(self) -> bool:
+        """Whether a layer rule covered it."""
+        return self.rule != "per-example"
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The curvature of a data set.
+
+    Attributes:
+        structure: what was asked for.
+        blocks: together they hold every selected parameter once.
+        names: the selected parameters in the model's order.
+        n_data: how many data were seen (in one pass; weights count as copies).
+        loss: Σ −log p(y_n | f_n) over one pass.
+        curvature: kind of vectors (exact, rademacher, …).
+        treatment: how each parameter was treated.
+        n_outputs: numbers that the network returns for one datum.
+    """
+
+    structure: str
+    blocks: tuple[Block, ...]
+    names: tuple[str, ...]
+    n_data: float
+    loss: float
+    curvature: str
+    treatment: Mapping[str, Treatment]
+    n_outputs: int = 0
+
+    def __add__(self, other: Factors) -> Factors:
+        """The curvature of both data sets together."""
+        if (self.structure, self.names) != (other.structure, other.names):
+            raise InputError(
+                f"factors with structure {self.structure!r} over {len(self.names)} parameters and with structure "
+                f"{other.structure!r} over {len(other.names)} cannot be added; fit both in the same way"
+            )
+        blocks = tuple(a + b for a, b in zip(self.blocks, other.blocks, strict=True))
+        return replace(self, blocks=blocks, n_data=self.n_data + other.n_data, loss=self.loss + other.loss)
+
+    def __mul__(self, factor: float) -> Factors:
+        """Every datum counted ``factor`` times."""
+        if not math.isfinite(factor) or factor < 0:
+            raise InputError(f"factors can be multiplied by a finite number that is not negative, got {factor}")
+        blocks = tuple(b.scaled(factor) for b in self.blocks)
+        return replace(self, blocks=blocks, n_data=self.n_data * factor, loss=self.loss * factor)
+
+    __rmul__ = __mul__
+
+    def all_reduced(self) -> Factors:
+        """The sum over all processes; one message per dtype. In one process: the same."""
+        if not is_distributed():
+            return self
+        count = torch.tensor([self.n_data, self.loss], dtype=torch.float64)
+        sums = [{k: t.clone() for k, t in b.tensors().items()} for b in self.blocks]
+        all_reduce_([count, *(t for each in sums for t in each.values())])
+        blocks = tuple(b.with_tensors(t) for b, t in zip(self.blocks, sums, strict=True))
+        return replace(self, blocks=blocks, n_data=float(count[0]), loss=float(count[1]))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters, in the order of `names`."""
+        found = {n: s for b in self.blocks for n, s in b.shapes.items()}
+        return {n: found[n] for n in self.names}
+
+    @property
+    def n_params(self) -> int:
+        """How many numbers are selected."""
+        return sum(b.size for b in self.blocks)
+
+    def to_dense(self) -> Tensor:
+        """The matrix [P, P] in float64 over `names`, each parameter row-major; for small models and tests."""
+        shapes = self.shapes
+        starts: dict[str, int] = {}
+        total = 0
+        for name in self.names:
+            starts[name] = total
+            total += math.prod(shapes[name])
+        dense = torch.zeros(total, total, dtype=torch.float64)
+        for block in self.blocks:
+            place = torch.cat([torch.arange(math.prod(s)) + starts[n] for n, s in block.shapes.items()])
+            dense[place[:, None], place] = block.to_dense().cpu()
+        return dense
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """The diagonal by parameter, in float64."""
+        found: dict[str, Tensor] = {}
+        for block in self.blocks:
+            found.update(block.diagonal())
+        return {n: found[n] for n in self.names}
+
+    def trace(self) -> float:
+        """Σ of the diagonal: the mean curvature seen by a random direction, times P."""
+        return sum(b.trace() for b in self.blocks)
+
+    def summary(self) -> str:
+        """A table of the blocks, for people."""
+        rows: list[Sequence[Any]] = [("block", "kind", "parameters", "trace", "treated by")]
+        for block in self.blocks:
+            first = self.treatment[next(iter(block.shapes))]
+            how = first.rule + (f" ({first.note})" if first.note else "")
+            rows.append((block.name, block.kind, f"{block.size:,}", f"{block.trace():.4g}", how))
+        widths = [max(len(str(r[c])) for r in rows) for c in range(len(rows[0]))]
+        lines = [
+            f"{self.structure} curvature ({self.curvature} vectors) of {self.n_params:,} parameters, "
+            f"{self.n_data:,g} data, negative log-likelihood {self.loss:.5g}",
+            "",
+        ]
+        for number, row in enumerate(rows):
+            cells = [
+                str(v).rjust(w) if c in (2, 3) else str(v).ljust(w)
+                for c, (v, w) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+            if number == 0:
+                lines.append("  ".join("-" * w for w in widths))
+        return "\n".join(lines)
+
+
+class BlockPosterior(ABC):
+    """N(mean, (s·H + P₀)⁻¹) over some parameters; deviations from the mean are handled, never the mean itself.
+
+    Batches of parameter values are dicts name -> [..., *shape] with the same leading dimensions.
+
+    Attributes:
+        scale: s, a 0-d float64 tensor.
+    """
+
+    scale: Tensor
+
+    @property
+    @abstractmethod
+    def source(self) -> Block:
+        """The curvature block H."""
+
+    @abstractmethod
+    def with_prior(self, prior: Prior, scale: Tensor) -> BlockPosterior:
+        """The same curvature under another prior and scale; no new decomposition where the prior allows it."""
+
+    @abstractmethod
+    def log_det_ratio(self) -> Tensor:
+        """log |s·H + P₀| − log |P₀|, without cancellation; differentiable."""
+
+    @abstractmethod
+    def log_det_prior(self) -> Tensor:
+        """log |P₀|."""
+
+    @abstractmethod
+    def effective_parameters(self) -> Tensor:
+        """γ = p − tr(P₀ Σ): how many directions the data determine (MacKay); 0 ≤ γ ≤ p."""
+
+    @abstractmethod
+    def sample(self, count: int, generator: torch.Generator | None) -> Params:
+        """Deviations from the mean: name -> [count, *shape]."""
+
+    @abstractmethod
+    def precision_mv(self, values: Params) -> Params:
+        """(s·H + P₀) v for v [..., *shape]."""
+
+    @abstractmethod
+    def covariance_mv(self, values: Params) -> Params:
+        """(s·H + P₀)⁻¹ v."""
+
+    @abstractmethod
+    def marginal_variance(self) -> Params:
+        """The diagonal of the covariance."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its parameters."""
+        return tuple(self.source.shapes)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Their shapes."""
+        return self.source.shapes
+
+    @property
+    def size(self) -> int:
+        """p."""
+        return self.source.size
+
+    def log_det_precision(self) -> Tensor:
+        """log |s·H + P₀|."""
+        return self.log_det_ratio() + self.log_det_prior()
+
+    def to_dense(self) -> Tensor:
+        """The precision [p, p] in float64, by products with unit vectors."""
+        eye = torch.eye(self.size, dtype=torch.float64, device=self.scale.device)
+        values, start = {}, 0
+        for name, shape in self.shapes.items():
+            size = int(torch.Size(shape).numel())
+            values[name] = eye[:, start : start + size].reshape((self.size, *shape))
+            start += size
+        product = self.precision_mv(values)
+        return torch.cat([product[n].reshape(self.size, -1) for n in self.names], dim=1)
+
+    def functional_covariance(
+        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+    ) -> list[Tensor]:
+        """J Σ Jᵀ of this block for back-propagated outputs, under each of ``variants`` (the same curvature, other priors).
+
+        Args:
+            step: the outputs' vectors v at every site.
+            variants: block posteriors made from this one by `with_prior`.
+            diagonal: only the variances.
+
+        Returns:
+            For each variant [b, v, v], or [b, v].
+        """
+        found: list[list[Tensor]] = [[] for _ in variants]
+        stride = budget(2 * step.vectors * self.size)
+        for start in range(0, step.batch.size, stride):
+            length = min(stride, step.batch.size - start)
+            values = step.per_example(self.names, start, length)  # [v, b, *shape]
+            left = flatten_batch(values, self.names)
+            for place, variant in enumerate(variants):
+                right = flatten_batch(variant.covariance_mv(values), self.names)
+                if diagonal:
+                    found[place].append((left * right).sum(-1).T)
+                else:
+                    found[place].append(torch.einsum("vbp,wbp->bvw", left, right))
+        return [torch.cat(parts) for parts in found]
+
+
+def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:
+    """[v, b, *shape] by name -> [v, b, p]."""
+    return join_flat(values, names, 2)
+
+
+def split_flat(vector: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
+    """[..., p] -> name -> [..., *shape]."""
+    sizes = [int(torch.Size(s).numel()) for s in shapes.values()]
+    return {
+        n: part.reshape((*vector.shape[:-1], *s))
+        for (n, s), part in zip(shapes.items(), vector.split(sizes, dim=-1), strict=True)
+    }
+
+
+def join_flat(values: Params, names: Sequence[str], lead: int) -> Tensor:
+    """name -> [..., *shape] with ``lead`` leading dimensions -> [..., p]."""
+    if lead == 0:
+        return flatten(values, names)
+    return torch.cat(
+        [values[n].flatten(lead) if values[n].dim() > lead else values[n][..., None] for n in names], dim=-1
+    )
+
+
+def site_of(step: VectorStep, names: Sequence[str]) -> int | None:
+    """The site whose rule alone accounts for exactly these parameters; None where there is none."""
+    plan = step.batch.by_parameter
+    numbers = plan.get(names[0], [])
+    if len(numbers) != 1 or any(plan.get(n) != numbers for n in names):
+        return None
+    layout = step.batch.sites.sites[numbers[0]].layout
+    return numbers[0] if set(layout.names) == set(names) else None
+
+
+def site_covariance(
+    step: VectorStep, site: int, tables: Sequence[Tensor], outer: Tensor | None, inner: Tensor | None, diagonal: bool
+) -> list[Tensor]:
+    """Covariance of the outputs due to one site.
+
+    Args:
+        step: the outputs' vectors, back-propagated.
+        site: its number.
+        tables: variances R [g, o, i] in the basis, one per variant.
+        outer: U_B [g, o, o]; None for the identity.
+        inner: U_A [g, i, i]; None for the identity.
+        diagonal: only the variances.
+
+    Returns:
+        For each table [b, v, v], or [b, v].
+    """
+    calls = step.grads[site]
+    if not calls:
+        shape = (step.batch.size, step.vectors) if diagonal else (step.batch.size, step.vectors, step.vectors)
+        return [step.chunk.new_zeros(shape) for _ in tables]
+    call, grads = calls[0]
+    if len(calls) > 1 or not isinstance(call.rows, DenseRows) or call.rows.shared > 1:
+        return _with_sharing(step, site, tables, outer, inner, diagonal)
+    dtype = step.chunk.dtype
+    inputs = call.rows.dense()[:, :, 0]  # [b, g, i]
+    if inner is not None:
+        inputs = torch.einsum("bgi,gij->bgj", inputs, inner.to(dtype))
+    squares = inputs.square().transpose(0, 1)  # [g, b, i]
+    weights = [(squares @ t.to(dtype).transpose(-1, -2)).transpose(0, 1) for t in tables]  # [b, g, o]
+    if step.identity:
+        basis = torch.eye(grads.shape[-1], dtype=dtype, device=inputs.device) if outer is None else outer[0].to(dtype)
+        if diagonal:
+            return [w[:, 0] @ basis.square().T for w in weights]
+        return [(basis * w) @ basis.T for w in weights]  # [b, 1, o] scales the columns
+    turned = grads[:, :, :, 0].transpose(0, 1)  # [b, v, g, o]
+    if outer is not None:
+        turned = torch.einsum("bvgo,gop->bvgp", turned, outer.to(dtype))
+    return [_contract(turned, w[:, None], diagonal) for w in weights]
+
+
+def _with_sharing(
+    step: VectorStep, site: int, tables: Sequence[Tensor], outer: Tensor | None, inner: Tensor | None, diagonal: bool
+) -> list[Tensor]:
+    found: list[list[Tensor]] = [[] for _ in tables]
+    layout = step.batch.sites.sites[site].layout
+    stride = budget(2 * step.vectors * layout.size)
+    for start in range(0, step.batch.size, stride):
+        length = min(stride, step.batch.size - start)
+        turned = _turned_inputs(step, site, start, length, inner)  # [v, b, g, o, i]
+        if outer is not None:
+            turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
+        turned = turned.transpose(0, 1)
+        for place, table in enumerate(tables):
+            found[place].append(_contract(turned, table.to(turned.dtype), diagonal))
+    return [torch.cat(parts) for parts in found]
+
+
+def _turned_inputs(step: VectorStep, site: int, start: int, length: int, inner: Tensor | None) -> Tensor:
+    """G U_A for some examples: the rows are turned first where they are fewer than the gradients' rows, v·o."""
+    calls = step.grads[site]
+    rows = calls[0][0].rows
+    if inner is None:
+        return step.outer(site, start, length)
+    if len(calls) == 1 and isinstance(rows, DenseRows | ConvRows):
+        grads = calls[0][1]
+        if rows.shared < step.vectors * grads.shape[-1]:
+            turned = rows.narrow(start, length).dense() @ inner.to(grads.dtype)
+            return DenseRows(turned, ones=False).outer(grads[:, start : start + length])
+    each = step.outer(site, start, length)
+    return each @ inner.to(each.dtype)
+
+
+def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
+    """Σ over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'."""
+    weighted = (values * weights).flatten(2)
+    flat = values.flatten(2)
+    return (weighted * flat).sum(-1) if diagonal else weighted @ flat.transpose(-1, -2)

@@ -1,0 +1,204 @@
+"""Dense curvature over some parameters: G = Σ_n Σ_v (J_nᵀ v)(J_nᵀ v)ᵀ, cross-layer terms included.
+
+Dense posteriors: precision s·M + D with a diagonal prior D, in the eigenbasis of the whitened matrix.
+
+With D^{-½} M D^{-½} = V diag(l) Vᵀ the precision is D^{½} V (s·l + 1) Vᵀ D^{½}. A prior that only rescales D and any new
+s reuse V and l; another shape of D costs one decomposition.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.passes.backward import Block, ExampleSum
+from aftermap.curvature.structures.base import BlockPosterior, join_flat, split_flat
+from aftermap.draws import normal_like
+from aftermap.errors import NumericalError
+from aftermap.linalg import GramSum, psd_eigh, symmetrise
+from aftermap.params import Params
+from aftermap.prior import Prior
+
+__all__ = ["FullBlock", "FullBlockPosterior", "FullSum", "full_block_posterior"]
+
+
+@dataclass(frozen=True)
+class FullBlock(Block):
+    """A dense symmetric matrix.
+
+    Attributes:
+        label: a name for tables.
+        sizes: parameters and shapes, in the order of the matrix.
+        matrix: [p, p].
+    """
+
+    label: str
+    sizes: Mapping[str, tuple[int, ...]]
+    matrix: Tensor
+    kind: str = "full"
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(self.sizes)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"matrix": self.matrix}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> FullBlock:
+        return replace(self, matrix=tensors["matrix"])
+
+    def scaled(self, factor: float) -> FullBlock:
+        return replace(self, matrix=self.matrix * factor)
+
+    def to_dense(self) -> Tensor:
+        return symmetrise(self.matrix.to(torch.float64))
+
+    def diagonal(self) -> dict[str, Tensor]:
+        entries = self.matrix.diagonal().to(torch.float64)
+        parts = entries.split([math.prod(s) for s in self.sizes.values()])
+        return {n: p.reshape(s) for (n, s), p in zip(self.sizes.items(), parts, strict=True)}
+
+
+class FullSum(ExampleSum):
+    """Sums the outer products of per-example gradients over all of its parameters."""
+
+    def __init__(self, label: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
+        self.label, self.shapes, self.names = label, dict(shapes), tuple(shapes)
+        size = sum(math.prod(s) for s in shapes.values())
+        self.sums = GramSum(1, size, dtype, device)
+
+    def add(self, found: Mapping[str, Tensor]) -> None:
+        lines = torch.cat([found[n].reshape(math.prod(found[n].shape[:2]), -1) for n in self.names], dim=1)
+        self.sums.add(lines[None])
+
+    def result(self) -> FullBlock:
+        return FullBlock(self.label, self.shapes, self.sums.full()[0])
+
+
+@dataclass(frozen=True)
+class FullBlockPosterior(BlockPosterior):
+    """A dense block under a prior.
+
+    Attributes:
+        source_block: the curvature M.
+        prior: D as a vector [p].
+        whitener: √D of the decomposition [p]; the present prior is ratio · whitener².
+        values: l [p]; vectors: V [p, p], float64.
+        ratio: 0-d.
+        scale: s, 0-d.
+        dtype: of samples.
+    """
+
+    source_block: FullBlock
+    prior: Tensor
+    whitener: Tensor
+    values: Tensor
+    vectors: Tensor
+    ratio: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+    @property
+    def source(self) -> Block:
+        return self.source_block
+
+    def with_prior(self, prior: Prior, scale: Tensor) -> FullBlockPosterior:
+        device = self.vectors.device
+        vector, scale = prior.vector(self.names, device), scale.to(device)
+        ratio = vector / self.whitener.square()
+        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) < 1e-12:
+            # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
+            common = ratio[0] if prior.is_shared(self.names) else ratio[0].detach()
+            _check_positive(self.source_block, self.values, scale / common)
+            return replace(self, prior=vector, ratio=common, scale=scale)
+        return full_block_posterior(self.source_block, prior, scale, self.dtype)
+
+    @property
+    def _gain(self) -> Tensor:
+        """Eigenvalues of the whitened precision, s·l/ratio + 1."""
+        return self.scale * self.values / self.ratio + 1
+
+    def log_det_ratio(self) -> Tensor:
+        if self.prior.requires_grad and not self.ratio.requires_grad:
+            # The eigenvalues depend on the entries of D: differentiate a Cholesky factor instead.
+            matrix = self.scale * self.source_block.to_dense() + torch.diag(self.prior)
+            factor = torch.linalg.cholesky(symmetrise(matrix))
+            return 2 * factor.diagonal().log().sum() - self.prior.log().sum()
+        return torch.log1p(self.scale * self.values / self.ratio).sum()
+
+    def log_det_prior(self) -> Tensor:
+        return self.prior.log().sum()
+
+    def effective_parameters(self) -> Tensor:
+        return (1 - 1 / self._gain).sum()
+
+    def _deviation(self) -> Tensor:
+        """D^{-½} V / √gain: a root of the covariance [p, p]."""
+        root = (self.whitener * self.ratio.sqrt())[:, None]
+        return (self.vectors / self._gain.sqrt()) / root
+
+    def sample(self, count: int, generator: torch.Generator | None) -> Params:
+        like = torch.empty(count, self.size, dtype=torch.float64, device=self.vectors.device)
+        noise = normal_like(like, generator)
+        return split_flat((noise @ self._deviation().detach().T).to(self.dtype), self.shapes)
+
+    def precision_mv(self, values: Params) -> Params:
+        vector = self._joined(values)
+        product = vector @ (self.scale * self.source_block.to_dense()) + vector * self.prior
+        return split_flat(product.to(next(iter(values.values())).dtype), self.shapes)
+
+    def covariance_mv(self, values: Params) -> Params:
+        vector = self._joined(values)
+        root = self._deviation()
+        return split_flat(((vector @ root) @ root.T).to(next(iter(values.values())).dtype), self.shapes)
+
+    def _joined(self, values: Params) -> Tensor:
+        name = self.names[0]
+        lead = values[name].dim() - len(self.shapes[name])
+        return join_flat(values, self.names, lead).to(torch.float64)
+
+    def marginal_variance(self) -> Params:
+        return split_flat(self._deviation().detach().square().sum(1), self.shapes)
+
+
+def full_block_posterior(block: FullBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> FullBlockPosterior:
+    """Decomposes the whitened matrix.
+
+    Raises:
+        NumericalError: s·M + D is not positive definite (possible for an exact Hessian only).
+    """
+    matrix = block.to_dense()
+    scale = scale.to(matrix.device)
+    vector = prior.vector(tuple(block.shapes), matrix.device)
+    whitener = vector.detach().sqrt()
+    white = matrix / whitener / whitener[:, None]
+    if block.kind == "hessian":
+        values, vectors = torch.linalg.eigh(symmetrise(white))
+        _check_positive(block, values, scale)
+    else:
+        what = f"the full curvature of {block.name}"
+        values, vectors = psd_eigh(white, what=what, precision=block.matrix.dtype)
+    one = torch.ones((), dtype=torch.float64, device=matrix.device)
+    if vector.requires_grad and prior.is_shared(tuple(block.shapes)):
+        one = vector[0] / vector[0].detach()  # 1, with the gradient of the prior's one number
+    return FullBlockPosterior(block, vector, whitener, values, vectors, one, scale, dtype)
+
+
+def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:
+    """Raises unless all of 1 + factor · l are positive; only an exact Hessian can fail."""
+    if block.kind != "hessian":
+        return
+    smallest = float((factor.detach() * values + 1).min())
+    if smallest <= 0:
+        raise NumericalError(
+            f"the Hessian plus the prior is not positive definite (smallest eigenvalue relative to the prior: {smallest:.3g}), "
+            "so it is no precision. Train longer, use a larger prior precision, or structure='full' (the GGN)"
+        )

@@ -1,0 +1,166 @@
+"""The exact Hessian of the summed negative log-likelihood; for small models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Batch, Unpack, iterate
+from aftermap.distributed import all_reduce_, together
+from aftermap.errors import InputError, NumericalError, NumericalWarning
+from aftermap.likelihoods import Likelihood
+from aftermap.models import check_device, chosen_parameters, evaluating, functional_outputs
+from aftermap.params import Params
+
+__all__ = ["MAX_PARAMETERS", "HessianResult", "full_hessian"]
+
+MAX_PARAMETERS = 20_000
+
+
+@dataclass(frozen=True)
+class HessianResult:
+    """A Hessian and what its spectrum says.
+
+    Attributes:
+        matrix: [P, P], float64, symmetric; the prior is not in it.
+        min_eigenvalue: smallest eigenvalue.
+        max_eigenvalue: largest eigenvalue.
+        indefinite: the smallest eigenvalue is negative beyond rounding.
+        n_data: the number of examples seen.
+    """
+
+    matrix: Tensor
+    min_eigenvalue: float
+    max_eigenvalue: float
+    indefinite: bool
+    n_data: int
+
+
+def full_hessian(
+    model: nn.Module,
+    data: Iterable[Any],
+    likelihood: Likelihood,
+    names: Sequence[str] | None = None,
+    unpack: Unpack | None = None,
+    *,
+    chunk_size: int = 32,
+) -> HessianResult:
+    """The Hessian H = d^2 sum_n w_n E_n / d theta^2 by double backward.
+
+    H = sum_n w_n [J_n^T Lambda_n J_n - sum_k r_nk d^2 f_nk / d theta^2] with the residual r_n = -dE_n/df. The
+    second term makes it indefinite away from a minimum, and then it is no precision of a Gaussian: the
+    generalised Gauss-Newton matrix, which drops that term, always is. For piecewise-linear networks the two
+    agree on the diagonal block of every layer, but not elsewhere.
+
+    Args:
+        model: a network with outputs [N, ..., C]; it runs in eval mode and is unchanged afterwards.
+        data: batches (x, y) or (x, y, weight).
+        likelihood: gives `nll(outputs, targets) -> [N]`.
+        names: parameter names, in the flat order (each row-major); None means all that require a gradient.
+        unpack: turns a batch into (inputs, targets) or (inputs, targets, weight).
+        chunk_size: how many rows are back-propagated at once: more is faster and needs more memory.
+
+    Returns:
+        A `HessianResult`; nothing is clamped.
+
+    Raises:
+        InputError: more than 20,000 parameters, or unknown names.
+        NumericalError: an entry is not finite.
+
+    Warns:
+        NumericalWarning: the matrix is indefinite.
+
+    References:
+        Ritter, Botev, Barber 2018, section 2.1.
+
+    >>> from aftermap.likelihoods import Gaussian
+    >>> net = nn.Linear(2, 1, bias=False)
+    >>> full_hessian(net, [(torch.tensor([[1.0, 2.0]]), torch.zeros(1, 1))], Gaussian(1.0)).matrix
+    tensor([[1., 2.],
+            [2., 4.]], dtype=torch.float64)
+    """
+    params = chosen_parameters(model, names)
+    size = sum(p.numel() for p in params.values())
+    if size > MAX_PARAMETERS:
+        raise InputError(
+            f"the Hessian of {size:,} parameters would need {8 * size**2 / 2**30:,.1f} GiB; at most "
+            f"{MAX_PARAMETERS:,} are allowed. Choose fewer parameters (the last layer), or use a "
+            "Kronecker or low-rank structure"
+        )
+    if chunk_size < 1:
+        raise InputError(f"got chunk_size={chunk_size}; pass at least 1")
+    device, dtype = check_device(model)
+    H = torch.zeros(size, size, dtype=torch.float64, device=device)
+    n_data = 0
+    with together("computing the Hessian"), evaluating(model):
+        for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
+            _add_batch(H, model, params, likelihood, batch, chunk_size)
+            n_data += batch.size
+    counted = torch.tensor([n_data])
+    all_reduce_([H, counted])
+    if not bool(torch.isfinite(H).all()):
+        raise NumericalError("the Hessian is not finite; check the model's outputs and weights")
+    H = (H + H.T) / 2
+    eigenvalues = torch.linalg.eigvalsh(H)
+    lowest, highest = float(eigenvalues[0]), float(eigenvalues[-1])
+    rounding = 100 * torch.finfo(dtype).eps * max(abs(lowest), abs(highest))
+    if lowest < -rounding:
+        warnings.warn(
+            f"the Hessian is indefinite: its smallest eigenvalue is {lowest:.4g} (largest {highest:.4g}), so "
+            "it is not the precision of a Gaussian. Train to a minimum, or use the GGN, which never is",
+            NumericalWarning,
+            stacklevel=2,
+        )
+    return HessianResult(H, lowest, highest, lowest < -rounding, int(counted))
+
+
+def _add_batch(
+    H: Tensor, model: nn.Module, params: Params, likelihood: Likelihood, batch: Batch, chunk_size: int
+) -> None:
+    """Add the Hessian of one batch to H [P, P], some rows at a time."""
+    with torch.enable_grad():
+        leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+        outputs = functional_outputs(model, leaves, batch.inputs)
+        likelihood.check(outputs.detach(), batch.targets)
+        loss = likelihood.nll(outputs, batch.targets)
+        total = loss.sum() if batch.weight is None else (loss * batch.weight.to(loss)).sum()
+        variables = list(leaves.values())
+        gradient = torch.cat(
+            [g.reshape(-1) for g in torch.autograd.grad(total, variables, create_graph=True, materialize_grads=True)]
+        )
+        if not gradient.requires_grad:  # the loss is linear in all of them
+            return
+        start, batched = 0, True
+        while start < len(gradient):
+            stop = min(start + chunk_size, len(gradient))
+            units = torch.zeros(stop - start, len(gradient), dtype=gradient.dtype, device=H.device)
+            units[torch.arange(stop - start), torch.arange(start, stop)] = 1.0
+            try:
+                rows = _rows(gradient, variables, units, batched)
+            except torch.OutOfMemoryError:
+                raise
+            except (NotImplementedError, RuntimeError):
+                if not batched:
+                    raise
+                batched = False  # some operation has no batching rule: one row at a time
+                continue
+            H[start:stop] += rows.to(H)
+            start = stop
+
+
+def _rows(gradient: Tensor, variables: list[Tensor], units: Tensor, batched: bool) -> Tensor:
+    """Rows of the Hessian: d (units . gradient) / d theta, [len(units), P]."""
+
+    def pull(vector: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(
+            gradient, variables, vector, retain_graph=True, is_grads_batched=batched, materialize_grads=True
+        )
+
+    if batched:
+        return torch.cat([g.reshape(len(units), -1) for g in pull(units)], dim=1)
+    return torch.stack([torch.cat([g.reshape(-1) for g in pull(unit)]) for unit in units])

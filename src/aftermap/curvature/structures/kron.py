@@ -1,0 +1,390 @@
+"""Kronecker-factored curvature (KFAC): one pair of factors per layer and group.
+
+For the sum loss and row-major vec(W) the block of a layer is approximated by
+
+    Σ_n Σ_v vec(G_nv) vec(G_nv)ᵀ ≈ B ⊗ A / rows,   A = Σ a aᵀ,   B = Σ g gᵀ
+
+with the sums over data and shared positions (expand, Grosse & Martens 2016; Ritter et al. 2018, eq. 1 and 14), or over
+data after summing each example's positions (reduce, Eschenhagen et al. 2023). ``rows`` is the number of rows in A: the
+block is an expectation over rows of one factor times the sum of the other. Exact for one datum without sharing, for deep
+linear networks with squared loss, and (reduce) for linear convolutions with mean pooling.
+
+Kronecker posteriors in the eigenbasis: KFAC, EKFAC and KFRA factors with the exact prior, or factored damping.
+
+With B ⊗ A / rows = (U_B ⊗ U_A) diag(μ_i λ_j) (U_B ⊗ U_A)ᵀ the posterior precision has eigenvalues
+
+    exact:      s·μ_i λ_j + δ                                        (EKFAC: s·E_ij + δ)
+    factored:   (√(sN) λ_j + √δ)(√(s/N) μ_i + √δ)                    (Ritter et al. 2018, eq. 9, with H̄ = B/N)
+    pi:         (√(sN) λ_j + π√δ)(√(s/N) μ_i + √δ/π),  π² = ratio of the factors' mean traces
+
+in the same basis, so priors, scales and kinds of damping are all re-evaluated without a decomposition.
+
+Draws from a Kronecker block whose data leave many directions to the prior.
+
+With fewer data than a layer is wide, most eigenvalues of its factors are zero, and there the standard deviation is the
+prior's, c = δ^{-1/2}. A standard normal matrix E looks the same in every basis, so
+
+    W = c·E + U_R ((T − c) ∘ (U_Rᵀ E V_C)) V_Cᵀ,        T_ij the standard deviation in eigen-direction (i, j),
+
+is a draw from the block, exactly, where R and C are the directions in which T differs from c. Only these are rotated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.passes.backward import Accumulator, BatchStep, Block, VectorStep
+from aftermap.curvature.rules.base import Layout, MatrixRows, add_grad_gram_
+from aftermap.curvature.structures.base import BlockPosterior, site_covariance, site_of
+from aftermap.curvature.structures.eigenbasis import EigenTable, KronEigen
+from aftermap.curvature.structures.ekfac import EigenBlock
+from aftermap.draws import normal_like
+from aftermap.errors import InputError
+from aftermap.linalg import GramSum, kron
+from aftermap.params import Params
+from aftermap.prior import Prior
+
+__all__ = [
+    "APPROACHES",
+    "Informed",
+    "KronAccumulator",
+    "KronBlock",
+    "KronBlockPosterior",
+    "kron_block_posterior",
+    "rotation_costs",
+]
+
+APPROACHES = ("expand", "reduce")
+_SAMPLE_NUMBERS = 1 << 20
+_ROUNDING = 8  # times machine epsilon: less than the rotations themselves round
+
+
+@dataclass(frozen=True)
+class KronBlock(Block):
+    """B ⊗ A / rows for each group.
+
+    Attributes:
+        layout: how the parameters form [group, out, in].
+        inputs: A [g, i, i], or its diagonal [g, i] (embeddings).
+        outputs: B [g, o, o].
+        rows: [g], float64.
+        kind: kron or kfra.
+        approach: expand or reduce: what the sums are sums of.
+    """
+
+    layout: Layout
+    inputs: Tensor
+    outputs: Tensor
+    rows: Tensor
+    kind: str = "kron"
+    approach: str = "expand"
+
+    def __add__(self, other: Block) -> Block:
+        if isinstance(other, KronBlock) and other.approach != self.approach:
+            raise InputError(
+                f"Kronecker factors of {self.name} made with approach={self.approach!r} and with {other.approach!r} are sums "
+                "of different things and cannot be added; fit both with the same approach"
+            )
+        return super().__add__(other)
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.layout.shapes
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"inputs": self.inputs, "outputs": self.outputs, "rows": self.rows}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> KronBlock:
+        return replace(self, inputs=tensors["inputs"], outputs=tensors["outputs"], rows=tensors["rows"])
+
+    def scaled(self, factor: float) -> KronBlock:
+        # Counting every datum c times multiplies both sums and the rows.
+        return replace(self, inputs=self.inputs * factor, outputs=self.outputs * factor, rows=self.rows * factor)
+
+    def input_mean(self) -> Tensor:
+        """A / rows in float64: [g, i, i] or [g, i]."""
+        return self.inputs.to(torch.float64) / self.row_counts().reshape(-1, *[1] * (self.inputs.dim() - 1))
+
+    def row_counts(self) -> Tensor:
+        """What A is divided by: [g], float64; 1 for a layer that was never called, whose A is 0."""
+        return torch.where(self.rows > 0, self.rows, 1.0)
+
+    def to_dense(self) -> Tensor:
+        mean, size = self.input_mean(), self.layout.out * self.layout.in_
+        dense = torch.zeros(self.size, self.size, dtype=torch.float64, device=mean.device)
+        for g in range(self.layout.groups):
+            side = torch.diag(mean[g]) if mean.dim() == 2 else mean[g]
+            part = slice(g * size, (g + 1) * size)
+            dense[part, part] = kron(self.outputs[g].to(torch.float64), side)
+        place = self.layout.positions()
+        ordered = torch.empty_like(dense)
+        ordered[place[:, None], place] = dense
+        return ordered
+
+    def diagonal(self) -> dict[str, Tensor]:
+        mean = self.input_mean()
+        inner = mean if mean.dim() == 2 else mean.diagonal(dim1=-2, dim2=-1)
+        outer = self.outputs.to(torch.float64).diagonal(dim1=-2, dim2=-1)
+        return self.layout.split(outer[:, :, None] * inner[:, None, :])
+
+
+class KronAccumulator(Accumulator):
+    """Sums A and B of one site."""
+
+    def __init__(
+        self,
+        site: int,
+        layout: Layout,
+        approach: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        one_hot: bool,
+    ):
+        self.site, self.layout, self.approach = site, layout, approach
+        self.needs = (site,)
+        groups, out, width = layout.groups, layout.out, layout.in_
+        self.inputs = GramSum(groups, width, dtype, device, diagonal=one_hot)
+        self.outputs = GramSum(groups, out, dtype, device)
+        self.rows, self.device = [0.0] * groups, device
+
+    def on_batch(self, step: BatchStep) -> None:
+        weight = step.batch.weight
+        rows = [r for r in (call.fresh_rows() for call in step.calls[self.site]) if isinstance(r, MatrixRows)]
+        if not rows:
+            return
+        count = step.size if weight is None else float(weight.sum())
+        lengths = [sum(each) for each in zip(*(r.lengths() for r in rows), strict=True)]  # by group
+        if self.approach == "expand":
+            for each in rows:
+                each.add_gram_(self.inputs, weight)
+            self.rows = [r + count * n for r, n in zip(self.rows, lengths, strict=True)]
+            return
+        total = sum((r.total() for r in rows[1:]), rows[0].total())  # [b, g, i]
+        if weight is not None:
+            total = total * weight.to(total.dtype).sqrt()[:, None, None]
+        if self.inputs.diagonal is not None:
+            self.inputs.add_diagonal(total.square().sum(0))
+        else:
+            self.inputs.add(total.transpose(0, 1))
+        self.rows = [r + count * n**2 for r, n in zip(self.rows, lengths, strict=True)]
+
+    def on_vectors(self, step: VectorStep) -> None:
+        grads = [g for _, g in step.grads[self.site]]
+        if not grads:
+            return
+        if self.approach == "expand":
+            for each in grads:
+                add_grad_gram_(self.outputs, each)
+            return
+        total = sum((g.sum(3) for g in grads[1:]), grads[0].sum(3))  # [v, b, g, o]
+        self.outputs.add(total.flatten(0, 1).transpose(0, 1))
+
+    def results(self) -> list[Block]:
+        rows = torch.tensor(self.rows, dtype=torch.float64, device=self.device)
+        return [KronBlock(self.layout, self.inputs.full(), self.outputs.full(), rows, approach=self.approach)]
+
+
+def rotation_costs(rows: int, columns: int, out: int, into: int) -> tuple[int, int]:
+    """Multiplications of one draw of [o, i] with r × c informed directions: the outer side first, or the inner one.
+
+    >>> rotation_costs(1, 2, 3, 4)
+    (40, 60)
+    """
+    return 2 * rows * into * (out + columns), 2 * columns * out * (into + rows)
+
+
+class Informed:
+    """The directions that data inform.
+
+    Args:
+        outer: U_R [g, o, r].
+        inner: V_C [g, i, c].
+        prior_deviation: c, 0-d.
+        deviations: T of these directions [g, r, c].
+
+    >>> import torch
+    >>> eye = torch.eye(3)[None]
+    >>> one = Informed(eye[:, :, :1], eye[:, :, :2], torch.tensor(2.0), torch.tensor([[[0.5, 1.0]]]))
+    >>> drawn = torch.empty(1, 1, 3, 3)
+    >>> one.draw(torch.ones(1, 1, 3, 3), [(slice(0, 3), drawn)])
+    >>> drawn[0, 0]
+    tensor([[0.5000, 1.0000, 2.0000],
+            [2.0000, 2.0000, 2.0000],
+            [2.0000, 2.0000, 2.0000]])
+    """
+
+    def __init__(self, outer: Tensor, inner: Tensor, prior_deviation: Tensor, deviations: Tensor):
+        self.outer, self.inner = outer, inner
+        self.prior_deviation, self.change = prior_deviation, deviations - prior_deviation
+
+    def draw(self, noise: Tensor, parts: Sequence[tuple[slice, Tensor]]) -> None:
+        """Writes the columns of draws that ``noise`` [s, g, o, i] makes into each part's tensor [s, g, o, columns]."""
+        outer_first, inner_first = rotation_costs(*self.change.shape[1:], *noise.shape[-2:])
+        back = self.outer.transpose(-1, -2)
+        if outer_first < inner_first:
+            middle = (back @ noise) @ self.inner * self.change
+        else:
+            middle = self.outer @ (back @ (noise @ self.inner) * self.change)
+        for columns, out in parts:
+            out.copy_(noise[..., columns]).mul_(self.prior_deviation)
+            turned = middle @ self.inner[:, columns].transpose(-1, -2)
+            out += self.outer @ turned if outer_first < inner_first else turned
+
+
+@dataclass(frozen=True)
+class KronBlockPosterior(BlockPosterior):
+    """A Kronecker block under a prior.
+
+    Attributes:
+        source_block: the curvature.
+        layout: how parameters form [g, o, i].
+        inner: U_A [g, i, i] or None for the identity (embeddings).
+        outer: U_B [g, o, o].
+        eigen: curvature eigenvalues.
+        prior: δ, 0-d.
+        scale: s, 0-d.
+        damping: exact, factored or pi.
+    """
+
+    source_block: Block
+    layout: Layout
+    inner: Tensor | None
+    outer: Tensor
+    eigen: EigenTable
+    prior: Tensor
+    scale: Tensor
+    damping: str = "exact"
+
+    @property
+    def source(self) -> Block:
+        return self.source_block
+
+    @property
+    def precision(self) -> Tensor:
+        """Eigenvalues of the precision [g, o, i]."""
+        return self.eigen.precision(self.scale, self.prior, self.damping)
+
+    def with_prior(self, prior: Prior, scale: Tensor) -> KronBlockPosterior:
+        return replace(self, prior=prior.scalar(self.names).to(self.outer.device), scale=scale.to(self.outer.device))
+
+    def log_det_ratio(self) -> Tensor:
+        if self.damping == "exact":
+            return torch.log1p(self.scale * self.eigen.values() / self.prior).sum()
+        return (self.precision.log() - self.prior.log()).sum()
+
+    def log_det_prior(self) -> Tensor:
+        return self.size * self.prior.log()
+
+    def effective_parameters(self) -> Tensor:
+        return (1 - self.prior / self.precision).sum()
+
+    def rotate(self, values: Tensor) -> Tensor:
+        """U_Bᵀ W U_A for W [..., g, o, i]."""
+        turned = self.outer.to(values.dtype).transpose(-1, -2) @ values
+        return turned if self.inner is None else turned @ self.inner.to(values.dtype)
+
+    def rotate_back(self, values: Tensor) -> Tensor:
+        """U_B W U_Aᵀ."""
+        turned = self.outer.to(values.dtype) @ values
+        return turned if self.inner is None else turned @ self.inner.to(values.dtype).transpose(-1, -2)
+
+    def sample(self, count: int, generator: torch.Generator | None) -> Params:
+        dtype = self.outer.dtype
+        # Sums of positive numbers lose nothing in the samples' own precision, and the table is as large as the network.
+        precision = self.eigen.to(dtype).precision(self.scale.to(dtype), self.prior.to(dtype), self.damping)
+        table = precision.detach().rsqrt_()
+        pieces = self.layout.pieces
+        found = [table.new_empty(count, *table.shape[:2], p.stop - p.start) for p in pieces]
+        informed = self._informed(table)
+        # Some at a time: the noise and its rotations stay in the cache.
+        step = max(1, _SAMPLE_NUMBERS // table.numel())
+        for start in range(0, count, step):
+            some = slice(start, min(start + step, count))
+            noise = normal_like(table.new_empty(1).expand(some.stop - start, *table.shape), generator)
+            parts = [(slice(p.start, p.stop), out[some]) for p, out in zip(pieces, found, strict=True)]
+            if informed is not None:
+                informed.draw(noise, parts)
+                continue
+            turned = self.outer @ noise.mul_(table)
+            for columns, out in parts:
+                # Each parameter is written into a tensor of its own: nothing is copied afterwards.
+                if self.inner is None:
+                    out.copy_(turned[..., columns])
+                else:
+                    torch.matmul(turned, self.inner[..., columns, :].transpose(-1, -2), out=out)
+        return {piece.name: piece.to_parameter(columns) for piece, columns in zip(pieces, found, strict=True)}
+
+    def _informed(self, table: Tensor) -> Informed | None:
+        """The directions about which the data say more than rounding; None where they are too many to gain from."""
+        if self.damping != "exact" or self.inner is None:
+            return None
+        least = _ROUNDING * torch.finfo(self.outer.dtype).eps * self.prior / self.scale
+        rows, columns = (told.any(0).nonzero()[:, 0] for told in self.eigen.exceed(least))
+        out, into = table.shape[1:]
+        # Counted before anything is copied: most blocks have data for every direction.
+        if min(rotation_costs(len(rows), len(columns), out, into)) >= 0.7 * out * into * (out + into):
+            return None
+        root, chosen = self.prior.to(table.dtype).rsqrt(), table[:, rows][:, :, columns]
+        return Informed(self.outer[:, :, rows], self.inner[:, :, columns], root, chosen)
+
+    def _apply(self, values: Params, table: Tensor) -> Params:
+        block = self.layout.join(values)
+        return self.layout.split(self.rotate_back(self.rotate(block) * table.to(block.dtype)))
+
+    def precision_mv(self, values: Params) -> Params:
+        return self._apply(values, self.precision)
+
+    def covariance_mv(self, values: Params) -> Params:
+        return self._apply(values, 1 / self.precision)
+
+    def marginal_variance(self) -> Params:
+        found = self.outer.to(torch.float64).square() @ (1 / self.precision.detach())
+        if self.inner is not None:
+            found = found @ self.inner.to(torch.float64).square().transpose(-1, -2)
+        return self.layout.split(found)
+
+    def functional_covariance(
+        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+    ) -> list[Tensor]:
+        site = site_of(step, self.names)
+        tables = [1 / v.precision for v in variants if isinstance(v, KronBlockPosterior)]
+        if site is None or len(tables) != len(variants):
+            return super().functional_covariance(step, variants, diagonal)
+        return site_covariance(step, site, tables, self.outer, self.inner, diagonal)
+
+
+def kron_block_posterior(
+    block: KronBlock | EigenBlock,
+    eigen: KronEigen | None,
+    prior: Prior,
+    scale: Tensor,
+    n_data: float,
+    damping: str,
+    dtype: torch.dtype,
+) -> KronBlockPosterior:
+    """A posterior from a curvature block and, for plain Kronecker factors, their eigendecomposition.
+
+    Eigenvectors take ``dtype`` (the model's own: they meet its gradients); eigenvalues stay in float64.
+    """
+    device = block.values.device if isinstance(block, EigenBlock) else block.outputs.device
+    delta = prior.scalar(tuple(block.shapes)).to(device)
+    if isinstance(block, EigenBlock):
+        if damping != "exact":
+            raise InputError(f"damping={damping!r} needs Kronecker factors; EKFAC has none: use damping='exact'")
+        table = EigenTable(block.values.to(torch.float64), None, None, n_data)
+        inner, outer = block.input_vectors, block.output_vectors
+    else:
+        if eigen is None:
+            raise InputError(f"the Kronecker block of {block.name} needs its eigendecomposition")
+        table = EigenTable(None, eigen.output_values, eigen.input_values, n_data)
+        inner, outer = eigen.input_vectors, eigen.output_vectors
+    inner = None if inner is None else inner.to(dtype)
+    return KronBlockPosterior(block, block.layout, inner, outer.to(dtype), table, delta, scale.to(device), damping)

@@ -1,0 +1,314 @@
+"""Dense curvature over chosen single entries of the parameters; all other weights stay as they are.
+
+G_S = Σ_n Σ_v (J_nᵀ v)_S (J_nᵀ v)_Sᵀ is the submatrix of the full curvature at the entries S, summed without ever forming the
+full one (Daxberger et al. 2021, Bayesian deep learning via subnetwork inference, section 4).
+
+Full covariance over chosen entries of the parameters; all others are fixed at their trained values.
+
+A fixed weight has no variance: its rows and columns of the covariance are zero. Precision and determinants are those of the
+chosen entries alone, s·G_S + D_S (Daxberger et al. 2021, section 4).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Unpack
+from aftermap.curvature.passes.backward import Block, ExampleAccumulator, ExampleSum, VectorStep, same_names
+from aftermap.curvature.passes.plan import agreed, probe
+from aftermap.curvature.passes.stream import Stream
+from aftermap.curvature.rules.base import budget
+from aftermap.curvature.structures.base import BlockPosterior, Factors, Treatment
+from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, full_block_posterior
+from aftermap.distributed import together
+from aftermap.errors import InputError
+from aftermap.likelihoods import Likelihood
+from aftermap.linalg import GramSum, symmetrise
+from aftermap.models import check_device
+from aftermap.params import Params, named_parameters
+from aftermap.prior import Prior
+
+__all__ = [
+    "SubsetBlock",
+    "SubsetBlockPosterior",
+    "SubsetSum",
+    "fit_subset",
+    "gathered",
+    "scattered",
+    "subset_block_posterior",
+]
+
+_INNER = "entries"
+
+
+def gathered(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: int) -> Tensor:
+    """The entries of parameters [..., *shape] with ``lead`` leading dimensions: [..., S]."""
+    return torch.cat(
+        [
+            values[n].reshape(*values[n].shape[:lead], -1)[..., place.to(values[n].device)]
+            for n, place in entries.items()
+        ],
+        -1,
+    )
+
+
+def scattered(
+    vector: Tensor, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Undoes `gathered`: [..., S] to parameters, zero at every other entry.
+
+    >>> scattered(torch.tensor([5.0]), {"a": torch.tensor([1])}, {"a": (3,)})
+    {'a': tensor([0., 5., 0.])}
+    """
+    found, lead = {}, vector.shape[:-1]
+    parts = vector.split([len(p) for p in entries.values()], dim=-1)
+    for (name, place), part in zip(entries.items(), parts, strict=True):
+        flat = vector.new_zeros(*lead, math.prod(shapes[name]))
+        flat[..., place.to(vector.device)] = part
+        found[name] = flat.reshape(*lead, *shapes[name])
+    return found
+
+
+@dataclass(frozen=True)
+class SubsetBlock(Block):
+    """A dense matrix over some entries of some parameters.
+
+    Attributes:
+        label: a name for tables.
+        sizes: the parameters and their whole shapes.
+        entries: parameter -> places in its flattened values, ascending.
+        matrix: [S, S], in the order of ``entries``.
+    """
+
+    label: str
+    sizes: Mapping[str, tuple[int, ...]]
+    entries: Mapping[str, Tensor]
+    matrix: Tensor
+    kind: str = "subset"
+
+    @property
+    def name(self) -> str:
+        return self.label
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {n: tuple(s) for n, s in self.sizes.items()}
+
+    @property
+    def size(self) -> int:
+        """S: how many numbers are uncertain."""
+        return len(self.matrix)
+
+    @property
+    def places(self) -> Tensor:
+        """The entries' places in the concatenation of the flattened parameters [S]."""
+        found, start = [], 0
+        for name, shape in self.sizes.items():
+            found.append(self.entries[name].cpu() + start)
+            start += math.prod(shape)
+        return torch.cat(found)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"matrix": self.matrix}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> SubsetBlock:
+        return replace(self, matrix=tensors["matrix"])
+
+    def scaled(self, factor: float) -> SubsetBlock:
+        return replace(self, matrix=self.matrix * factor)
+
+    def __add__(self, other: Block) -> Block:
+        same_names(self, other)
+        if isinstance(other, SubsetBlock) and not torch.equal(self.places, other.places):
+            raise InputError("two subnetworks over different entries cannot be added; fit both over the same ones")
+        return super().__add__(other)
+
+    def to_dense(self) -> Tensor:
+        """[p, p] over whole parameters; rows and columns of fixed entries are zero."""
+        total = sum(math.prod(s) for s in self.sizes.values())
+        dense = torch.zeros(total, total, dtype=torch.float64)
+        places = self.places
+        dense[places[:, None], places] = symmetrise(self.matrix.to(torch.float64)).cpu()
+        return dense
+
+    def diagonal(self) -> dict[str, Tensor]:
+        return scattered(self.matrix.diagonal().to(torch.float64), self.entries, self.shapes)
+
+
+class SubsetSum(ExampleSum):
+    """Sums the outer products of some entries of per-example gradients."""
+
+    def __init__(
+        self,
+        label: str,
+        shapes: Mapping[str, tuple[int, ...]],
+        entries: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.label, self.shapes, self.names, self.entries = label, dict(shapes), tuple(shapes), dict(entries)
+        size = sum(len(p) for p in entries.values())
+        self.sums = GramSum(1, size, dtype, device)
+
+    def add(self, found: Mapping[str, Tensor]) -> None:
+        self.sums.add(gathered(found, self.entries, 2).flatten(0, 1)[None])
+
+    def result(self) -> SubsetBlock:
+        return SubsetBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
+
+
+@torch.inference_mode(False)
+def fit_subset(
+    model: nn.Module,
+    data: Iterable[Any],
+    likelihood: Likelihood,
+    entries: Mapping[str, Tensor],
+    *,
+    curvature: str = "auto",
+    samples: int = 1,
+    passes: int = 1,
+    unpack: Unpack | None = None,
+    generator: torch.Generator | None = None,
+    progress: bool | None = None,
+) -> Factors:
+    """Σ_n of the curvature over chosen entries, cross terms included.
+
+    Args:
+        model: a network with outputs [N, ..., C], in eval mode; it is unchanged afterwards.
+        data: batches, as for `fit_curvature`.
+        likelihood: of the targets.
+        entries: parameter -> places in its flattened values, ascending and distinct.
+        curvature: what is back-propagated; see `fit_curvature`.
+        samples: draws per datum for the random kinds.
+        passes: how often to go through data that augment themselves.
+        unpack: turns a batch of another form into (inputs, targets).
+        generator: for the random kinds.
+        progress: show a bar; None: on a terminal.
+
+    >>> net = nn.Linear(2, 1, bias=False)
+    >>> from aftermap.likelihoods import Gaussian
+    >>> data = [(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.zeros(2, 1))]
+    >>> fit_subset(net, data, Gaussian(1.0), {"weight": torch.tensor([1])}).blocks[0].matrix
+    tensor([[5.]])
+    """
+    names = [n for n in named_parameters(model) if n in entries]
+    shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
+    stream = Stream(
+        model, data, likelihood, names, curvature, samples, None, passes, unpack, generator, progress
+    )  # fmt: skip
+    with together("looking at the first batch"):
+        found = probe(model, names, stream.first())
+    found = agreed(found, names)
+    device, dtype = check_device(model)
+    dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = SubsetSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
+    accumulator = ExampleAccumulator([total], sum(math.prod(s) for s in shapes.values()))
+    with together("summing the curvature of a subnetwork"):
+        seen = stream.run(found, [accumulator], "subnetwork curvature")
+    told = {
+        n: Treatment("subset", "per-example", f"{len(entries[n]):,} of {math.prod(shapes[n]):,} entries") for n in names
+    }
+    block = total.result().scaled(1 / passes)
+    factors = Factors("full", (block,), tuple(names), seen.n_data, seen.loss, seen.kind, told, seen.n_outputs)
+    return factors.all_reduced()
+
+
+@dataclass(frozen=True)
+class SubsetBlockPosterior(BlockPosterior):
+    """A dense block over some entries under a prior.
+
+    Attributes:
+        source_block: which entries, and their curvature.
+        inner: the dense posterior over them as one vector [S].
+        scale: s, 0-d.
+    """
+
+    source_block: SubsetBlock
+    inner: FullBlockPosterior
+    scale: Tensor
+
+    @property
+    def source(self) -> Block:
+        return self.source_block
+
+    def with_prior(self, prior: Prior, scale: Tensor) -> SubsetBlockPosterior:
+        inner = self.inner.with_prior(_inner_prior(self.source_block, prior), scale)
+        return replace(self, inner=inner, scale=inner.scale)
+
+    def log_det_ratio(self) -> Tensor:
+        return self.inner.log_det_ratio()
+
+    def log_det_prior(self) -> Tensor:
+        return self.inner.log_det_prior()
+
+    def effective_parameters(self) -> Tensor:
+        return self.inner.effective_parameters()
+
+    def _scattered(self, vector: Tensor) -> Params:
+        return scattered(vector, self.source_block.entries, self.shapes)
+
+    def _gathered(self, values: Params) -> Tensor:
+        name = self.names[0]
+        return gathered(values, self.source_block.entries, values[name].dim() - len(self.shapes[name]))
+
+    def sample(self, count: int, generator: torch.Generator | None) -> Params:
+        return self._scattered(self.inner.sample(count, generator)[_INNER])
+
+    def precision_mv(self, values: Params) -> Params:
+        """The precision of the chosen entries times theirs; zero at fixed ones."""
+        return self._scattered(self.inner.precision_mv({_INNER: self._gathered(values)})[_INNER])
+
+    def covariance_mv(self, values: Params) -> Params:
+        return self._scattered(self.inner.covariance_mv({_INNER: self._gathered(values)})[_INNER])
+
+    def marginal_variance(self) -> Params:
+        return self._scattered(self.inner.marginal_variance()[_INNER])
+
+    def to_dense(self) -> Tensor:
+        """The precision [p, p] over whole parameters; rows and columns of fixed entries are zero."""
+        places = self.source_block.places.to(self.scale.device)
+        total = sum(int(torch.Size(s).numel()) for s in self.shapes.values())
+        dense = torch.zeros(total, total, dtype=torch.float64, device=self.scale.device)
+        dense[places[:, None], places] = self.inner.to_dense().detach()
+        return dense
+
+    def functional_covariance(
+        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+    ) -> list[Tensor]:
+        """J_S Σ_S J_Sᵀ: only the chosen columns of per-example gradients."""
+        found: list[list[Tensor]] = [[] for _ in variants]
+        total = sum(int(torch.Size(s).numel()) for s in self.shapes.values())
+        stride = budget(2 * step.vectors * total)
+        for start in range(0, step.batch.size, stride):
+            length = min(stride, step.batch.size - start)
+            left = gathered(step.per_example(self.names, start, length), self.source_block.entries, 2)  # [v, b, S]
+            for place, variant in enumerate(variants):
+                assert isinstance(variant, SubsetBlockPosterior)
+                right = variant.inner.covariance_mv({_INNER: left})[_INNER]
+                if diagonal:
+                    found[place].append((left * right).sum(-1).T)
+                else:
+                    found[place].append(torch.einsum("vbp,wbp->bvw", left, right))
+        return [torch.cat(parts) for parts in found]
+
+
+def _inner_prior(block: SubsetBlock, prior: Prior) -> Prior:
+    """The prior of the chosen entries as one vector; one shared number stays one, so that a gradient in it is whole."""
+    names, shape = tuple(block.sizes), (block.size,)
+    value = prior.precision[names[0]]
+    if not prior.is_shared(names):
+        value = prior.vector(names, block.matrix.device)[block.places.to(block.matrix.device)]
+    return Prior({_INNER: value}, {_INNER: torch.zeros((), dtype=torch.float64)}, {_INNER: shape})
+
+
+def subset_block_posterior(block: SubsetBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> SubsetBlockPosterior:
+    """Decomposes the whitened matrix over the entries."""
+    full = FullBlock(block.label, {_INNER: (block.size,)}, block.matrix)
+    inner = full_block_posterior(full, _inner_prior(block, prior), scale, dtype)
+    return SubsetBlockPosterior(block, inner, inner.scale)

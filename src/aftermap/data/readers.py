@@ -1,0 +1,356 @@
+"""Readers of the usual formats: tables (.csv, .tsv), .npz files, the idx format of MNIST, and folders of images."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from aftermap.data.examples import Examples, as_inputs, as_targets, existing_file
+from aftermap.errors import DataError
+from aftermap.lazy import optional
+
+__all__ = ["csv_rows", "read_csv", "read_idx", "read_image_folder", "read_npz"]
+
+_DELIMITERS = ",;\t|"
+_INPUTS = ("x", "X", "inputs", "images", "data", "features", "arr_0")
+_TARGETS = ("y", "Y", "targets", "labels", "target", "label", "arr_1")
+_SUFFIXES = {"train": ("_train", "_tr"), "validation": ("_val", "_validation"), "test": ("_test", "_te")}
+_TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+
+
+def csv_rows(path: str | Path) -> tuple[list[str], list[list[str]], list[int]]:
+    r"""Header, rows and their line numbers in the file; columns without a header are called column_1, column_2, ...
+
+    The first line is the header if none of its cells is a number. The delimiter (comma, semicolon, tab or bar) is the one
+    that occurs most often in the first line.
+
+    >>> import tempfile
+    >>> place = Path(tempfile.mkdtemp()) / "table.csv"
+    >>> _ = place.write_text("a;b\n1;2\n")
+    >>> csv_rows(place)
+    (['a', 'b'], [['1', '2']], [2])
+    """
+    file = existing_file(path)
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is no text in UTF-8: {error}") from error
+    first = text.lstrip("\n").split("\n", 1)[0]
+    delimiter = max(_DELIMITERS, key=first.count)
+    numbered = [(number, row) for number, row in _lines(text, delimiter) if any(cell.strip() for cell in row)]
+    if not numbered:
+        raise DataError(f"{file} is empty")
+    header = [cell.strip() for cell in numbered[0][1]]
+    has_header = not any(_number(cell) is not None for cell in header)
+    if has_header:
+        numbered = numbered[1:]
+    else:
+        header = [f"column_{i + 1}" for i in range(len(header))]
+    if not numbered:
+        raise DataError(f"{file} has a header, but no rows")
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise DataError(f"{file} has two columns called {twice[0]!r}; give each its own name")
+    for number, row in numbered:
+        if len(row) != len(header):
+            raise DataError(f"{file}, row {number}: {len(row)} cells, but there are {len(header)} columns")
+    return header, [row for _, row in numbered], [number for number, _ in numbered]
+
+
+def _lines(text: str, delimiter: str) -> list[tuple[int, list[str]]]:
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    return [(reader.line_num, row) for row in reader]
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def read_csv(
+    path: str | Path,
+    *,
+    target: str | None = None,
+    columns: Sequence[str] | None = None,
+    drop: Sequence[str] = (),
+    classes: Sequence[str] | None = None,
+    need_targets: bool = True,
+) -> Examples:
+    r"""Reads a table of numbers.
+
+    Args:
+        path: the file.
+        target: the column with the targets: its name, or its number from 1 (-1: the last). Whole numbers or words are
+            classes, other numbers are regression targets.
+        columns: the input columns, in this order; None: all but the target and ``drop``.
+        drop: columns that are no inputs, such as an identifier.
+        classes: names of the classes, where they are known from the training data; None: the sorted words of the column.
+        need_targets: refuse a table without targets.
+
+    Returns:
+        The examples, with the names of their columns and classes.
+
+    Raises:
+        DataError: no such file or column, a cell that is not a finite number (with its row and column), an unknown class.
+
+    >>> import tempfile
+    >>> place = Path(tempfile.mkdtemp()) / "flowers.csv"
+    >>> _ = place.write_text("length,width,kind\n5.1,3.5,iris\n6.0,2.9,rose\n")
+    >>> flowers = read_csv(place, target="kind")
+    >>> flowers.classes, flowers.targets
+    (('iris', 'rose'), tensor([0, 1]))
+    """
+    file = Path(path).expanduser()
+    header, rows, numbers = csv_rows(file)
+    goal = None if target is None else _column(file, header, target, required=need_targets)
+    if goal is None and need_targets:
+        raise DataError(
+            f"{file}: which column holds the targets? Name it with --target (target=); there are {', '.join(header)}"
+        )
+    for name in drop:
+        _column(file, header, name, required=True)
+    chosen = list(columns) if columns is not None else [n for n in header if n != goal and n not in drop]
+    missing = [n for n in chosen if n not in header]
+    if missing:
+        raise DataError(f"{file} lacks the columns {', '.join(missing[:8])}; it has {', '.join(header)}")
+    if not chosen:
+        raise DataError(f"{file} has no input column beside the target {goal!r}")
+    where = [header.index(n) for n in chosen]
+    values = np.empty((len(rows), len(chosen)), dtype=np.float32)
+    for i, row in enumerate(rows):
+        for j, k in enumerate(where):
+            values[i, j] = _cell(file, numbers[i], header[k], row[k])
+    names = None if classes is None else tuple(classes)
+    targets = None
+    if goal is not None:
+        cells = [row[header.index(goal)].strip() for row in rows]
+        targets, names = _targets(file, numbers, goal, cells, names)
+    return Examples(torch.from_numpy(values), targets, file.stem, names, tuple(chosen))
+
+
+def _column(file: Path, header: list[str], wanted: str, *, required: bool) -> str | None:
+    if wanted in header:
+        return wanted
+    try:
+        number = int(wanted)
+    except ValueError:
+        number = 0
+    if number and -len(header) <= number <= len(header):
+        return header[number - 1 if number > 0 else number]
+    if not required:
+        return None
+    raise DataError(f"{file} has no column {wanted!r}; it has {', '.join(header)}")
+
+
+def _cell(file: Path, number: int, column: str, cell: str) -> float:
+    value = _number(cell)
+    if value is None or not math.isfinite(value):
+        got = f"{cell.strip()!r} is not a finite number" if cell.strip() else "the cell is empty"
+        raise DataError(
+            f"{file}, row {number}, column {column!r}: {got}. Inputs are numbers: fill or correct the cell, "
+            "turn words into numbers, or leave the column out with --drop (drop=)"
+        )
+    return value
+
+
+def _targets(
+    file: Path, lines: list[int], column: str, cells: list[str], classes: tuple[str, ...] | None
+) -> tuple[torch.Tensor, tuple[str, ...] | None]:
+    numbers = [_number(c) for c in cells]
+    if classes is None and all(n is not None and math.isfinite(n) for n in numbers):
+        found = np.array(numbers, dtype=np.float64)
+        if (found == np.round(found)).all() and not any("." in c or "e" in c.lower() for c in cells):
+            return torch.from_numpy(found.astype(np.int64)), None
+        return torch.from_numpy(found.astype(np.float32)), None
+    words = sum(n is None for n in numbers)
+    if classes is None and 0 < words < len(cells) // 2:  # a few words among numbers are mistakes, not classes
+        row = next(i for i, n in enumerate(numbers) if n is None)
+        _cell(file, lines[row], column, cells[row])
+    names = classes if classes is not None else tuple(sorted(set(cells)))
+    index = {name: i for i, name in enumerate(names)}
+    for i, cell in enumerate(cells):
+        if cell not in index:
+            raise DataError(
+                f"{file}, row {lines[i]}, column {column!r}: the class {cell!r} is not one of {', '.join(names)}"
+            )
+    return torch.tensor([index[c] for c in cells]), names
+
+
+def read_npz(path: str | Path, *, part: str | None = None, need_targets: bool = True) -> Examples:
+    """Reads inputs and targets from an .npz file.
+
+    Args:
+        path: the file. Inputs are called x, X, inputs, images, data or features; targets y, targets or labels. A file may
+            hold several parts, such as x_train and x_test (or X_tr and X_te).
+        part: "train", "validation" or "test", for a file with several parts.
+        need_targets: refuse a file without targets.
+
+    Returns:
+        The examples; bytes are pixels and become numbers from 0 to 1.
+
+    Raises:
+        DataError: no such file, no .npz file, Python objects inside, or no array of a known name.
+
+    >>> import tempfile
+    >>> place = Path(tempfile.mkdtemp()) / "data.npz"
+    >>> np.savez(place, x=np.zeros((3, 2)), y=np.array([0, 1, 1]))
+    >>> read_npz(place).targets
+    tensor([0, 1, 1])
+    """
+    file = existing_file(path)
+    try:
+        content = np.load(file, allow_pickle=False)
+        if isinstance(content, np.ndarray):
+            raise DataError(f"{file} holds one array, no .npz archive; write it with numpy.savez(path, x=..., y=...)")
+        with content:
+            arrays = {name: content[name] for name in content.files if content[name].ndim}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{file} cannot be read as an .npz file: {error}") from error
+    x, y = _find(arrays, _INPUTS, part), _find(arrays, _TARGETS, part)
+    if x is None:
+        raise DataError(
+            f"{file} has no array of inputs: it holds {', '.join(arrays) or 'nothing'}; inputs are called {', '.join(_INPUTS[:-1])}"
+        )
+    if y is None and need_targets:
+        raise DataError(
+            f"{file} has no array of targets: it holds {', '.join(arrays)}; targets are called {', '.join(_TARGETS[:-1])}"
+        )
+    targets = None if y is None else as_targets(arrays[y], f"{file}: {y}")
+    return Examples(as_inputs(arrays[x], f"{file}: {x}"), targets, file.stem)
+
+
+def _find(arrays: dict[str, np.ndarray], names: tuple[str, ...], part: str | None) -> str | None:
+    endings = _SUFFIXES.get(part or "", ())
+    wanted = [n + e for e in endings for n in names] + list(names)
+    return next((n for n in wanted if n in arrays), None)
+
+
+def read_idx(path: str | Path) -> Tensor:
+    """Reads an idx file, plain or compressed with gzip.
+
+    Args:
+        path: the file; compression is seen from its first bytes, not from its name.
+
+    Returns:
+        The array, in its own type: images [N, H, W] in uint8, labels [N] in uint8.
+
+    Raises:
+        DataError: no such file, no idx file, or one that is cut short.
+
+    References:
+        LeCun, Cortes, Burges: The MNIST database (file formats).
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise DataError(f"there is no file {file}")
+    content = file.read_bytes()
+    if content[:2] == b"\x1f\x8b":
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"{file} is a damaged gzip file: {error}") from error
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES or content[3] == 0:
+        raise DataError(f"{file} is not an idx file: it begins with {content[:4].hex(' ') or 'nothing'}")
+    kind, dimensions = np.dtype(_TYPES[content[2]]), content[3]
+    start = 4 + 4 * dimensions
+    if len(content) < start:
+        raise DataError(f"{file} is cut short: its shape of {dimensions} numbers is missing")
+    shape = struct.unpack(f">{dimensions}I", content[4:start])
+    expected = math.prod(shape) * kind.itemsize
+    if len(content) - start != expected:
+        raise DataError(
+            f"{file} says that its shape is {list(shape)}, which takes {expected:,} bytes, but holds {len(content) - start:,}"
+        )
+    values = np.frombuffer(content, kind, offset=start).reshape(shape)
+    return torch.from_numpy(values.astype(kind.newbyteorder("="), copy=True))
+
+
+def read_image_folder(
+    path: str | Path,
+    *,
+    size: tuple[int, int] | None = None,
+    channels: int | None = None,
+    classes: Sequence[str] | None = None,
+    need_targets: bool = True,
+) -> Examples:
+    """Reads a folder with one subfolder of images per class.
+
+    Args:
+        path: the folder; images that lie in it directly have no class.
+        size: (height, width) to which images are resized; None: all must have the size of the first.
+        channels: 1 (grey) or 3; None: 1 if every image is grey.
+        classes: names of the subfolders in the order of the class indices; None: sorted.
+        need_targets: refuse a folder without subfolders.
+
+    Returns:
+        Inputs [N, C, H, W] from 0 to 1, in the order of the names.
+
+    Raises:
+        DataError: no such folder, no images, a file that is no image, or images of different sizes.
+        UnsupportedError: Pillow is not installed.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}")
+    image = optional("PIL.Image", "plot", "image folders")
+    found = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    names = tuple(classes) if classes is not None else tuple(found)
+    unknown = [n for n in found if n not in names]
+    if unknown:
+        raise DataError(
+            f"{folder} has the subfolder {unknown[0]!r}, which is not one of the classes {', '.join(names)}"
+        )
+    files = [(p, i) for i, name in enumerate(names) for p in _images(folder / name)]
+    has_targets = bool(files)
+    if not files:
+        files = [(p, -1) for p in _images(folder)]
+    if not files:
+        raise DataError(f"{folder} holds no images; understood are {', '.join(_ENDINGS)}")
+    if need_targets and not has_targets:
+        raise DataError(f"{folder} holds images, but no subfolder per class, so that their classes are unknown")
+    arrays: list[np.ndarray] = []
+    opened = [_open(image, p, size) for p, _ in files]
+    grey = channels == 1 or (channels is None and all(p.mode in ("1", "L", "I", "I;16") for p in opened))
+    for (file, _), picture in zip(files, opened, strict=True):
+        pixels = np.asarray(picture.convert("L" if grey else "RGB"), dtype=np.uint8)
+        if arrays and pixels.shape != arrays[0].shape:
+            one, other = ("×".join(map(str, s[:2])) for s in (pixels.shape, arrays[0].shape))
+            raise DataError(
+                f"{file} is {one} pixels, but {files[0][0]} is {other}; resize them with --image-size (size=)"
+            )
+        arrays.append(pixels)
+    stack = torch.from_numpy(np.stack(arrays)).float().div_(255)
+    inputs = stack[:, None] if grey else stack.permute(0, 3, 1, 2).contiguous()
+    targets = torch.tensor([i for _, i in files]) if has_targets else None
+    return Examples(inputs, targets, folder.name, names or None)
+
+
+def _images(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in _ENDINGS)
+
+
+def _open(image: object, file: Path, size: tuple[int, int] | None):  # type: ignore[no-untyped-def]
+    try:
+        with image.open(file) as picture:  # type: ignore[attr-defined]
+            picture.load()
+            return picture if size is None else picture.resize((size[1], size[0]))
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(f"{file} cannot be read as an image: {error}") from error

@@ -1,0 +1,312 @@
+"""How hard to push: the step λ from a pilot, the curvature check, runaway detection, and what is reported.
+
+For a minimum of L the pushed minimiser θ_λ = argmin L − λψ has dψ(θ_λ)/dλ = gᵀH⁻¹g at λ = 0, the variance of ψ. With
+both signs the error of the difference quotient is of order λ². The move is λ√v posterior standard deviations.
+
+Index legend: r pushes (rows), q functionals, p parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.structures.base import join_flat
+from aftermap.errors import NumericalError, NumericalWarning
+from aftermap.hessian_free.minimise import Ends, Runner
+from aftermap.hessian_free.objective import Objective, Push
+from aftermap.hessian_free.settings import Settings
+from aftermap.predictive.functionals import FunctionalSet, functional_gradients
+
+__all__ = ["STATUS", "Perturbed", "StepReport", "pack", "perturb", "unpack_reports"]
+
+STATUS = ("ok", "not converged", "curved", "runaway")
+_OK, _LOOSE, _CURVED, _RUNAWAY = range(4)
+# A move of less than this share of the wanted one, or of more than its inverse, is made again with a better λ.
+_LEAST_MOVE = 0.3
+_RESCALES = 6
+# The first fine-tuning only finds the scale of λ: this residual is enough.
+_PILOT_TOLERANCE = 1e-3
+# Steps on batches: the variance may be too small by this share before it is flagged.
+_MISSING = 0.25
+# The loss must rise by λ²v/2; a fall of this share of it says that the start was no minimum.
+_FALL = -0.5
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """How the variance of one functional was found.
+
+    Attributes:
+        value: ψ at the trained weights.
+        control: ψ after fine-tuning without a push (λ = 0); its difference to ``value`` is the drift.
+        plus: ψ after the push by +λ.
+        minus: ψ after the push by −λ; NaN if there was none.
+        step: λ.
+        variance: v.
+        deviation: λ√v, the move in posterior standard deviations.
+        curvature: |ψ₊ + ψ₋ − 2ψ₀| / |ψ₊ − ψ₋|; 0 for a functional that is linear in λ.
+        energy: rise of L relative to λ²v/2; 1 at a converged minimum, less if the fine-tuning stopped early.
+        residual: gradient of the pushed objective relative to the push, half the difference between the two sides (what
+            they have in common, drift and the noise of batches, cancels).
+        missing: the most that the variance may be too small by, relative to it. A move d with the residual r that it left has
+            v = v̂ + (rᵀH⁻¹r − dᵀr)/λ² (exact where L is quadratic), and rᵀH⁻¹r ≤ rᵀP₀⁻¹r where the curvature of the data is not
+            negative. The residual alone does not tell: the slowest directions have little of the gradient and much of the variance.
+        steps: of the optimiser, the more of the two, in the last attempt.
+        attempts: how often λ was changed and the fine-tuning repeated.
+        halvings: how often λ was halved.
+        status: "ok", "not converged", "curved" (the curvature check failed to the end) or "runaway".
+    """
+
+    value: float
+    control: float
+    plus: float
+    minus: float
+    step: float
+    variance: float
+    deviation: float
+    curvature: float
+    energy: float
+    residual: float
+    missing: float
+    steps: float
+    attempts: float
+    halvings: float
+    code: float
+
+    @property
+    def status(self) -> str:
+        """In a word."""
+        return STATUS[int(self.code)]
+
+    @property
+    def drift(self) -> float:
+        """ψ₀ − ψ(θ*): how far the trained weights are from the minimum, in units of ψ."""
+        return self.control - self.value
+
+
+@dataclass(frozen=True)
+class Perturbed:
+    """Weights after pushes in both directions.
+
+    Attributes:
+        plus: [R, P].
+        minus: [R, P]; the control where only one side was pushed.
+        width: 2λ, or λ where only one side was pushed [R].
+        reports: one per row.
+    """
+
+    plus: Tensor
+    minus: Tensor
+    width: Tensor
+    reports: tuple[StepReport, ...]
+
+
+def pack(reports: tuple[StepReport, ...]) -> Tensor:
+    """Reports as numbers [R, fields], to be sent between processes."""
+    return torch.tensor([astuple(r) for r in reports], dtype=torch.float64)
+
+
+def unpack_reports(numbers: Tensor) -> tuple[StepReport, ...]:
+    """Undoes `pack`."""
+    return tuple(StepReport(*row) for row in numbers.tolist())
+
+
+@dataclass
+class _Rows:
+    """Pushes on their way."""
+
+    step: Tensor
+    plus: Tensor
+    minus: Tensor
+    numbers: Tensor  # [R, fields of StepReport]
+    going: Tensor
+    attempts: Tensor
+    halvings: Tensor
+    moved: Tensor  # λ at which plus and minus were reached; 0: never
+
+
+def perturb(
+    objective: Objective,
+    runner: Runner,
+    functionals: FunctionalSet,
+    origin: Tensor,
+    settings: Settings,
+    *,
+    combine: Tensor | None = None,
+    allow_zero: bool = False,
+) -> Perturbed:
+    """Pushes each functional, or each given combination of them, and fine-tunes.
+
+    Args:
+        objective: L.
+        runner: fine-tunes.
+        functionals: ψ, Q of them.
+        origin: where fine-tuning starts [P]: the λ = 0 minimum, or the trained weights.
+        settings: λ, tolerances, limits.
+        combine: [R, Q]; row r pushes Σ_q combine_rq ψ_q. None: each functional by itself, R = Q.
+        allow_zero: a functional with a gradient of zero is no error; its variance is 0.
+
+    Raises:
+        InputError: a functional that is not scalar or does not depend on the parameters.
+        NumericalError: a functional runs away, and the settings are strict.
+    """
+    mixing = torch.eye(functionals.count, dtype=objective.dtype, device=objective.device)
+    mixing = mixing if combine is None else combine.to(mixing)
+    net = objective.network(origin)
+    _, gradients = functional_gradients(
+        objective.model, objective.names, functionals, params=net.params, fixed=objective.fixed, allow_zero=allow_zero
+    )
+    slopes = mixing @ join_flat(gradients, objective.names, 1)  # [R, P]
+    trained = mixing @ objective.values(objective.centre[None], functionals)[0]
+    # With a positive semi-definite curvature of the data the prior's variance is the most there can be: a safe pilot.
+    most = (slopes.square() / objective.precision).sum(1)
+    step = torch.full_like(most, settings.step) if settings.step is not None else settings.deviation / most.sqrt()
+    rows = _Rows(
+        step,
+        origin.expand(len(most), -1).clone(),
+        origin.expand(len(most), -1).clone(),
+        torch.zeros(len(most), len(fields(StepReport)), dtype=torch.float64),
+        most > 0,
+        torch.zeros(len(most), dtype=torch.long),
+        torch.zeros(len(most), dtype=torch.long),
+        torch.zeros_like(step),
+    )
+    rows.numbers[:, 0] = trained.double().cpu()
+    for _ in range(settings.max_halvings + _RESCALES + 1):
+        index = torch.nonzero(rows.going)[:, 0]
+        if not len(index):
+            break
+        _attempt(objective, runner, functionals, origin, settings, mixing, slopes, rows, index)
+    reports = unpack_reports(rows.numbers)
+    _judge(reports, settings)
+    one = rows.moved.clamp_min(torch.finfo(rows.moved.dtype).tiny)
+    return Perturbed(rows.plus, rows.minus, 2 * one if settings.symmetric else one, reports)
+
+
+def _attempt(
+    objective: Objective,
+    runner: Runner,
+    functionals: FunctionalSet,
+    origin: Tensor,
+    settings: Settings,
+    mixing: Tensor,
+    slopes: Tensor,
+    rows: _Rows,
+    index: Tensor,
+) -> None:
+    """One fine-tuning of the rows ``index`` with their present λ; decides for each whether it is done."""
+    step, mix = rows.step[index], mixing[index]
+    # What was reached with another λ, stretched: exact where the objective is quadratic.
+    stretch = torch.where(rows.moved[index] > 0, step / rows.moved[index].clamp_min(1e-300), 0.0)[:, None]
+    starts = [origin + stretch * (rows.plus[index] - origin)]
+    weights, goal = [step[:, None] * mix], [step * slopes[index].norm(dim=1)]
+    if settings.symmetric:
+        starts.append(origin + stretch * (rows.minus[index] - origin))
+        weights, goal = [*weights, -weights[0]], [*goal, goal[0]]
+    tolerance = settings.relative_tolerance(objective.dtype)
+    pilots = (rows.attempts[index] == 0).to(step.device) & (settings.step is None)
+    wanted = torch.where(pilots, max(tolerance, _PILOT_TOLERANCE), tolerance).to(step).repeat(len(goal))
+    ends = runner.run(torch.cat(starts), Push(functionals, torch.cat(weights)), wanted * torch.cat(goal))
+    values = objective.values(torch.cat([ends.theta, ends.control[None]]), functionals)
+    found = _measure(ends, values, mix, step, goal[0], settings, objective.precision)
+    rows.plus[index] = ends.theta[: len(index)]
+    rows.minus[index] = ends.theta[len(index) :] if settings.symmetric else ends.control
+    rows.moved[index] = step
+    rows.attempts[index] += 1
+    for place, row in enumerate(index.tolist()):
+        code, better = _decide(found[place], settings, tolerance, int(rows.halvings[row]), int(rows.attempts[row]))
+        numbers = [float(rows.numbers[row, 0]), *found[place].tolist()]
+        numbers += [float(rows.attempts[row]), float(rows.halvings[row]), float(code)]
+        rows.numbers[row] = torch.tensor(numbers, dtype=torch.float64)
+        rows.going[row] = better is not None
+        if better is not None:
+            rows.halvings[row] += int(better < float(rows.step[row]))
+            if code == _RUNAWAY:  # what was reached is no guide to where the next one should begin
+                rows.moved[row] = 0.0
+            rows.step[row] = better
+
+
+def _measure(
+    ends: Ends, values: Tensor, mix: Tensor, step: Tensor, push: Tensor, settings: Settings, precision: Tensor
+) -> Tensor:
+    """For each row the numbers of a StepReport from ``control`` to ``steps``: [r, 11], float64."""
+    count = len(step)
+    plus, control = (values[:count] * mix).sum(1), (values[-1] * mix).sum(1)
+    taken = ends.steps[:count]
+    rise = ends.loss[:count] - ends.control_loss
+    if settings.symmetric:
+        minus = (values[count : 2 * count] * mix).sum(1)
+        difference, bend = plus - minus, (plus + minus - 2 * control).abs()
+        rise = (rise + ends.loss[count:] - ends.control_loss) / 2
+        left = (ends.gradient[:count] - ends.gradient[count:]) / 2
+        move = (ends.theta[:count] - ends.theta[count:]) / 2
+        taken = torch.maximum(taken, ends.steps[count:])
+        variance = difference / (2 * step)
+        curvature = bend / difference.abs()
+    else:
+        minus, variance = torch.full_like(plus, float("nan")), (plus - control) / step
+        common = 0.0 if settings.on_all_data else ends.control_gradient
+        left, move = ends.gradient[:count] - common, ends.theta[:count] - ends.control
+        curvature = torch.zeros_like(plus)  # one side alone does not show it
+    deviation = step * variance.abs().sqrt()
+    energy = rise / (0.5 * step.square() * variance)
+    residual = left.norm(dim=1) / push
+    missing = (left * (left / precision - move)).sum(1) / (step.square() * variance.abs())
+    parts = [control, plus, minus, step, variance, deviation, curvature, energy, residual, missing, taken.to(step)]
+    return torch.stack([p.double() for p in parts], dim=1).cpu()
+
+
+def _decide(
+    numbers: Tensor, settings: Settings, tolerance: float, halvings: int, attempts: int
+) -> tuple[int, float | None]:
+    """The status of an attempt, and the λ of the next one; None: it is done."""
+    _, plus, _, step, variance, deviation, curvature, energy, residual, missing, _ = numbers.tolist()
+    finite = all(x == x and abs(x) != float("inf") for x in (plus, variance, energy))
+    lost = not finite or variance <= 0 or energy < _FALL
+    bent = not curvature <= settings.curvature_limit
+    automatic = settings.step is None
+    gentle = finite and deviation < _LEAST_MOVE * settings.deviation
+    if lost or bent:
+        code = _RUNAWAY if lost else _CURVED
+        if automatic and gentle and attempts <= _RESCALES and not settings.on_all_data:
+            return code, 10 * step  # lost in the noise of the batches: push harder
+        return code, step / 2 if halvings < settings.max_halvings else None
+    pilot = attempts == 1 and settings.on_all_data
+    if automatic and attempts <= _RESCALES and (pilot or gentle or deviation > settings.deviation / _LEAST_MOVE):
+        return _OK, settings.deviation / variance**0.5
+    loose = residual > 100 * tolerance if settings.on_all_data else residual > 0.5 or missing > _MISSING
+    return (_LOOSE if loose else _OK), None
+
+
+def _judge(reports: tuple[StepReport, ...], settings: Settings) -> None:
+    """Raises or warns about what did not work."""
+    for place, report in enumerate(reports):
+        if report.status == "runaway":
+            message = (
+                f"functional {place} runs away: pushed by λ = {report.step:.3g} it gives a variance of {report.variance:.3g} and the "
+                f"loss changes by {report.energy:.2g} of what it should (1 at a minimum). The trained weights are no minimum of "
+                "the objective (an indefinite Hessian), or λ is far too large. Train longer or with this prior, fit with "
+                "polish=True, or use a Gauss-Newton posterior: Laplace(structure='matrix_free')"
+            )
+            if settings.strict:
+                raise NumericalError(message)
+            warnings.warn(message, NumericalWarning, stacklevel=3)
+        elif report.status == "curved":
+            warnings.warn(
+                f"functional {place} is curved even at λ = {report.step:.3g} (bend {report.curvature:.2g}, allowed "
+                f"{settings.curvature_limit:.2g}): its variance {report.variance:.3g} is uncertain",
+                NumericalWarning,
+                stacklevel=3,
+            )
+        elif report.status == "not converged":
+            warnings.warn(
+                f"functional {place}: the fine-tuning has not converged (gradient {report.residual:.2g} of the push, loss "
+                f"{report.energy:.2g} of its rise), so its variance {report.variance:.3g} is likely too small, by up to "
+                f"{report.missing:.0%}. Allow more steps, or use a method on all data (lbfgs, newton_cg)",
+                NumericalWarning,
+                stacklevel=3,
+            )

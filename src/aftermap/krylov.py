@@ -1,0 +1,459 @@
+"""Linear algebra with a symmetric matrix known only through products: eigenpairs, solves, log determinants.
+
+Nothing here knows about networks. A `matvec` takes [P] or [P, k] and returns the same shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aftermap.errors import InputError, NumericalError, ShapeError
+
+__all__ = [
+    "CGResult",
+    "Eigenpairs",
+    "KrylovSpace",
+    "LanczosResult",
+    "Matvec",
+    "TraceEstimate",
+    "conjugate_gradient",
+    "gaussian",
+    "lanczos",
+    "lanczos_eigh",
+    "randomised_eigh",
+    "stochastic_lanczos_quadrature",
+]
+
+Matvec = Callable[[Tensor], Tensor]
+_CHECK_EVERY = 4  # Lanczos steps between two looks at the Ritz values
+_LEAST_STEPS = 12  # before a round may conclude that nothing large is left
+
+
+@dataclass(frozen=True)
+class LanczosResult:
+    """A Q = Q T + (rest) with orthonormal Q.
+
+    Attributes:
+        basis: Q [P, m].
+        diagonal: of T [m].
+        off_diagonal: of T [m - 1].
+        remainder: norm of what the last step left over; it is zero when the space is exhausted.
+        exhausted: the Krylov space is invariant, so the eigenvalues of T are eigenvalues of A.
+    """
+
+    basis: Tensor
+    diagonal: Tensor
+    off_diagonal: Tensor
+    remainder: float
+    exhausted: bool
+
+    def eigh(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues [m] (ascending) and eigenvectors [m, m] of T."""
+        T = torch.diag(self.diagonal)
+        if self.off_diagonal.numel():
+            T = T + torch.diag(self.off_diagonal, 1) + torch.diag(self.off_diagonal, -1)
+        values, vectors = torch.linalg.eigh(T)
+        return values, vectors
+
+
+@dataclass(frozen=True)
+class TraceEstimate:
+    """A stochastic estimate of tr f(A) with its standard error over probe vectors."""
+
+    value: float
+    standard_error: float
+
+
+class KrylovSpace:
+    """A growing Krylov basis with full reorthogonalisation, kept orthogonal to `against`."""
+
+    def __init__(self, matvec: Matvec, start: Tensor, against: Tensor | None, noise: float, scale: float) -> None:
+        self.matvec, self.against, self.noise, self.scale = matvec, against, noise, scale
+        self.columns: list[Tensor] = []
+        self.diagonal: list[float] = []
+        self.off_diagonal: list[float] = []
+        self.exhausted = False
+        self.remainder = 0.0
+        start = self._project(start)
+        norm = float(start.norm())
+        self.exhausted = norm == 0.0
+        self.next = start if self.exhausted else start / norm
+
+    def _project(self, v: Tensor) -> Tensor:
+        # Twice is enough: one pass loses orthogonality when most of v is cancelled.
+        Q = torch.stack(self.columns, dim=1) if self.columns else None
+        for _ in range(2):
+            if self.against is not None:
+                v = v - self.against @ (self.against.T @ v)
+            if Q is not None:
+                v = v - Q @ (Q.T @ v)
+        return v
+
+    def step(self) -> None:
+        """Add one basis vector."""
+        q = self.next
+        if self.columns:
+            self.off_diagonal.append(self.remainder)
+        self.columns.append(q)
+        v = self.matvec(q).to(q)
+        if not bool(torch.isfinite(v).all()):
+            raise NumericalError("the matrix-vector product is not finite; check the model's outputs and weights")
+        self.diagonal.append(float(q @ v))
+        self.scale = max(self.scale, float(v.norm()))
+        v = self._project(v)
+        self.remainder = float(v.norm())
+        full = len(self.columns) + (0 if self.against is None else self.against.shape[1]) >= q.numel()
+        if full or self.remainder <= self.noise * self.scale:
+            self.exhausted, self.remainder = True, 0.0
+        else:
+            self.next = v / self.remainder
+
+    def result(self) -> LanczosResult:
+        """What has been found so far."""
+        q = self.next
+        basis = torch.stack(self.columns, dim=1) if self.columns else q.new_zeros(q.numel(), 0)
+        return LanczosResult(
+            basis,
+            q.new_tensor(self.diagonal),
+            q.new_tensor(self.off_diagonal),
+            self.remainder,
+            self.exhausted,
+        )
+
+
+def lanczos(matvec: Matvec, start: Tensor, steps: int, *, noise: float = 1e-13) -> LanczosResult:
+    """Lanczos tridiagonalisation with full reorthogonalisation.
+
+    Args:
+        matvec: v [P] -> A v [P], A symmetric.
+        start: [P], any scale, not zero.
+        steps: the most basis vectors wanted.
+        noise: relative rounding of `matvec`; a smaller remainder ends the recursion.
+
+    Returns:
+        A `LanczosResult` with m <= steps; fewer when the Krylov space is exhausted.
+
+    Raises:
+        InputError: steps < 1 or a zero start.
+
+    >>> A = torch.diag(torch.tensor([3.0, 2.0, 0.0], dtype=torch.float64))
+    >>> result = lanczos(lambda v: A @ v, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64), 3)
+    >>> result.exhausted, result.basis.shape[1]
+    (True, 2)
+
+    References:
+        Golub and Van Loan, Matrix Computations, chapter 10.
+    """
+    if steps < 1 or start.dim() != 1 or not float(start.norm()) > 0:
+        raise InputError(
+            f"got steps={steps} and a start of shape {tuple(start.shape)}; "
+            "pass steps >= 1 and a vector that is not zero"
+        )
+    state = KrylovSpace(matvec, start, None, noise, 0.0)
+    while len(state.columns) < steps and not state.exhausted:
+        state.step()
+    return state.result()
+
+
+def stochastic_lanczos_quadrature(
+    matvec: Matvec,
+    size: int,
+    *,
+    function: Callable[[Tensor], Tensor] = torch.log,
+    samples: int = 16,
+    steps: int = 50,
+    noise: float = 1e-13,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> TraceEstimate:
+    """Estimate tr f(A); with f = log (the default) this is log det A.
+
+    tr f(A) ~ (1/S) sum_s P sum_i tau_si^2 f(theta_si): Rademacher probes, m Lanczos steps each, theta the
+    Ritz values and tau the first entries of their eigenvectors.
+
+    Args:
+        matvec: v [P] -> A v [P], A symmetric, positive definite for the logarithm.
+        size: P.
+        function: applied to Ritz values, [m] -> [m].
+        samples: S.
+        steps: m.
+        noise: relative rounding of `matvec`.
+        generator: for the probes.
+        dtype: of the arithmetic in here.
+        device: of the vectors.
+
+    Returns:
+        The estimate and its standard error (over probes; NaN for one probe).
+
+    Raises:
+        NumericalError: the function is not finite at a Ritz value (log of a value that is not positive).
+
+    References:
+        Ubaru, Chen and Saad 2017.
+    """
+    if samples < 1 or steps < 1 or size < 1:
+        raise InputError(f"got size={size}, samples={samples}, steps={steps}; all must be at least 1")
+    estimates = []
+    for _ in range(samples):
+        bits = torch.randint(2, (size,), generator=generator, device=draw_device(generator, device))
+        start = (2.0 * bits - 1.0).to(dtype=dtype, device=device)
+        theta, S = lanczos(matvec, start, min(steps, size), noise=noise).eigh()
+        f = function(theta)
+        if not bool(torch.isfinite(f).all()):
+            raise NumericalError(
+                f"the function is not finite at the eigenvalue {float(theta.min()):.3g}; a log det needs a "
+                "positive definite matrix: add a prior precision"
+            )
+        estimates.append(float(size * (S[0] ** 2 * f).sum()))
+    values = torch.tensor(estimates, dtype=torch.float64)
+    error = float(values.std() / math.sqrt(samples)) if samples > 1 else math.nan
+    return TraceEstimate(float(values.mean()), error)
+
+
+def draw_device(generator: torch.Generator | None, device: torch.device | str) -> torch.device:
+    """Random numbers are drawn where the generator lives."""
+    return torch.device(device) if generator is None else generator.device
+
+
+def gaussian(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Standard normal numbers in the dtype and on the device of `like`."""
+    where = draw_device(generator, like.device)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=where).to(like)
+
+
+@dataclass(frozen=True)
+class CGResult:
+    """A solution of A x = b.
+
+    Attributes:
+        solution: like the right-hand side.
+        residual: true relative residuals ||b - A x|| / ||b||, one per column ([] or [k]).
+        iterations: the number of products, the check at the end not counted.
+        converged: every residual is at most the tolerance (or the rounding level).
+    """
+
+    solution: Tensor
+    residual: Tensor
+    iterations: int
+    converged: bool
+
+
+def conjugate_gradient(
+    matvec: Matvec,
+    rhs: Tensor,
+    *,
+    preconditioner: Matvec | None = None,
+    tolerance: float = 1e-8,
+    max_iterations: int | None = None,
+) -> CGResult:
+    """Solve A x = b by preconditioned conjugate gradients, all columns at once.
+
+    Args:
+        matvec: like b -> like b; A symmetric positive definite.
+        rhs: b, [P] or [P, k].
+        preconditioner: an approximation of A^-1, symmetric positive definite; None means the identity.
+        tolerance: on ||b - A x|| / ||b||.
+        max_iterations: None means 10 * P.
+
+    Returns:
+        A `CGResult` with the true residual (computed anew, not the recursive one). It is not an error when
+        the tolerance is not reached: look at `converged`.
+
+    Raises:
+        NumericalError: A is not positive definite, or a product is not finite.
+
+    >>> A = torch.tensor([[4.0, 1.0], [1.0, 3.0]], dtype=torch.float64)
+    >>> conjugate_gradient(lambda v: A @ v, A @ torch.ones(2, dtype=torch.float64)).solution
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    if rhs.dim() not in (1, 2):
+        raise ShapeError(f"got a right-hand side of shape {tuple(rhs.shape)}; pass [P] or [P, k]")
+    limit = 10 * rhs.shape[0] if max_iterations is None else max_iterations
+    apply = preconditioner if preconditioner is not None else torch.clone
+    goal = tolerance * rhs.norm(dim=0)
+    x, r = torch.zeros_like(rhs), rhs.clone()
+    z = apply(r)
+    p, rz, iterations = z.clone(), (r * z).sum(0), 0
+    while iterations < limit and bool((r.norm(dim=0) > goal).any()):
+        active = r.norm(dim=0) > goal
+        Ap = matvec(p)
+        curvature = (p * Ap).sum(0)
+        if not bool(torch.isfinite(curvature).all()) or bool((curvature[active] <= 0).any()):
+            raise NumericalError(
+                f"p^T A p = {float(curvature[active].min()):.3g} in iteration {iterations}; A must be "
+                "positive definite: add a prior precision, or use the GGN instead of the Hessian"
+            )
+        # Finished columns stand still: their steps would divide rounding by rounding.
+        alpha = torch.where(active, rz / torch.where(active, curvature, 1.0), 0.0)
+        x, r = x + alpha * p, r - alpha * Ap
+        z = apply(r)
+        rz_new = (r * z).sum(0)
+        beta = torch.where(active, rz_new / torch.where(rz == 0, 1.0, rz), 0.0)
+        p, rz, iterations = z + beta * p, rz_new, iterations + 1
+    norm = rhs.norm(dim=0)
+    residual = (rhs - matvec(x)).norm(dim=0) / torch.where(norm == 0, 1.0, norm)
+    allowed = max(2 * tolerance, 100 * torch.finfo(rhs.dtype).eps)  # the recursive residual drifts a little
+    return CGResult(x, residual, iterations, bool((residual <= allowed).all()))
+
+
+@dataclass(frozen=True)
+class Eigenpairs:
+    """Leading eigenpairs, largest first.
+
+    Attributes:
+        vectors: [P, k], orthonormal.
+        values: [k], descending.
+        residuals: [k], bounds on ||A u - l u||.
+        matvecs: the number of products that were used.
+        converged: all residuals are below the tolerance.
+    """
+
+    vectors: Tensor
+    values: Tensor
+    residuals: Tensor
+    matvecs: int
+    converged: bool
+
+
+def lanczos_eigh(
+    matvec: Matvec,
+    size: int,
+    rank: int,
+    *,
+    tolerance: float = 1e-8,
+    max_matvecs: int | None = None,
+    noise: float = 1e-13,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> Eigenpairs:
+    """Leading eigenpairs of a positive semi-definite matrix by Lanczos in deflated rounds.
+
+    One Krylov space holds a single vector of a repeated eigenvalue. So after a round the found vectors are
+    locked and a new round starts in their complement, until a round finds nothing larger than what is locked.
+
+    Args:
+        matvec: v [P] -> A v [P].
+        size: P.
+        rank: the number of eigenpairs wanted.
+        tolerance: on residuals, relative to the largest eigenvalue.
+        max_matvecs: a budget; None means 20 * rank + 200.
+        noise: relative rounding of `matvec`; eigenvalues below it (relative to the largest) are not returned.
+        generator: for the random starts.
+        dtype: of the arithmetic in here.
+        device: of the vectors.
+
+    Returns:
+        At most `rank` eigenpairs; fewer when the matrix has a smaller rank.
+
+    >>> A = torch.diag(torch.tensor([2.0, 2.0, 1.0, 0.0], dtype=torch.float64))
+    >>> lanczos_eigh(lambda v: A @ v, 4, 3, generator=torch.Generator().manual_seed(0)).values.round(decimals=6)
+    tensor([2., 2., 1.], dtype=torch.float64)
+    """
+    _check_rank(rank, size)
+    budget = 20 * rank + 200 if max_matvecs is None else max_matvecs
+    if budget < 1:
+        raise InputError(f"got max_matvecs={max_matvecs}; pass at least 1")
+    U = torch.zeros(size, 0, dtype=dtype, device=device)
+    values, residuals = U.new_zeros(0), U.new_zeros(0)
+    scale, used, finished = 0.0, 0, False
+    while U.shape[1] < size and used < budget and not finished:
+        threshold = float(values[rank - 1]) if len(values) >= rank else 0.0
+        state = KrylovSpace(matvec, gaussian((size,), U, generator), U, noise, scale)
+        theta, vectors, residual = _grow(state, rank, budget - used, threshold, tolerance)
+        used, scale = used + len(state.columns), state.scale
+        # A copy of the k-th eigenvalue itself may be exchanged for it freely, hence the margin.
+        keep = theta > max(threshold * (1 + 10 * tolerance), noise * scale)
+        finished = not bool(keep.any())
+        U = torch.cat([U, state.result().basis @ vectors[:, keep]], dim=1)
+        values, residuals = torch.cat([values, theta[keep]]), torch.cat([residuals, residual[keep]])
+        order = values.argsort(descending=True)
+        U, values, residuals = U[:, order], values[order], residuals[order]
+    converged = (finished or U.shape[1] == size) and bool((residuals[:rank] <= tolerance * scale).all())
+    return Eigenpairs(U[:, :rank], values[:rank], residuals[:rank], used, converged)
+
+
+def _grow(
+    state: KrylovSpace, rank: int, budget: int, threshold: float, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Grow a Krylov space until the Ritz values above `threshold` have converged; the leading `rank`."""
+    while not state.exhausted and len(state.columns) < budget:
+        state.step()
+        m = len(state.columns)
+        if m % _CHECK_EVERY == 0 and m >= _LEAST_STEPS:
+            theta, _, residual = _ritz(state, rank)
+            relevant = theta + residual > threshold
+            enough = m >= rank or threshold > 0
+            if enough and bool((residual[relevant] <= 0.1 * tolerance * state.scale).all()):
+                break
+    return _ritz(state, rank)
+
+
+def _ritz(state: KrylovSpace, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The leading Ritz values, their coordinates in the basis and their residual norms."""
+    if not state.columns:
+        empty = state.next.new_zeros(0)
+        return empty, state.next.new_zeros(0, 0), empty
+    result = state.result()
+    theta, S = result.eigh()
+    theta, S = theta.flip(0)[:rank], S.flip(1)[:, :rank]
+    return theta, S, result.remainder * S[-1].abs()
+
+
+def randomised_eigh(
+    matvec: Matvec,
+    size: int,
+    rank: int,
+    *,
+    oversampling: int = 10,
+    power_iterations: int = 3,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device | str = "cpu",
+) -> Eigenpairs:
+    """Leading eigenpairs by a random subspace, power iterations and Rayleigh-Ritz.
+
+    Q = orth(A^(q+1) Omega); Q^T A Q = V diag(l) V^T; U = Q V.
+
+    Args:
+        matvec: V [P, k] -> A V [P, k], A positive semi-definite.
+        size: P.
+        rank: the number of eigenpairs wanted.
+        oversampling: further columns of Omega.
+        power_iterations: q; every one costs rank + oversampling products.
+        generator: for Omega.
+        dtype: of the arithmetic in here.
+        device: of the vectors.
+
+    Returns:
+        `rank` eigenpairs (some may be zero); `converged`: all residuals are below 1e-6 of the largest.
+
+    References:
+        Halko, Martinsson and Tropp 2011 (subspace iteration).
+    """
+    _check_rank(rank, size)
+    columns = min(size, rank + oversampling)
+    like = torch.zeros((), dtype=dtype, device=device)
+    Q = torch.linalg.qr(gaussian((size, columns), like, generator)).Q
+    for _ in range(power_iterations + 1):
+        Q = torch.linalg.qr(matvec(Q).to(Q)).Q
+    AQ = matvec(Q).to(Q)
+    if not bool(torch.isfinite(AQ).all()):
+        raise NumericalError("the matrix-vector product is not finite; check the model's outputs and weights")
+    T = Q.T @ AQ
+    values, V = torch.linalg.eigh((T + T.T) / 2)
+    values, V = values.flip(0)[:rank], V.flip(1)[:, :rank]
+    residuals = (AQ @ V - (Q @ V) * values).norm(dim=0)
+    converged = bool((residuals <= 1e-6 * values.abs().max()).all())
+    return Eigenpairs(Q @ V, values, residuals, columns * (power_iterations + 2), converged)
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if not 1 <= rank <= size:
+        raise InputError(f"got rank={rank}; pass a rank between 1 and the matrix size {size}")

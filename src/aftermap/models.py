@@ -1,0 +1,343 @@
+"""What is done to a user's network: calling it, looking at its modes, outputs and weights, and putting everything back.
+
+A forward pass as a pure function of chosen parameters writes to nothing of the model. `WeightsWatch` notices when the weights
+are no longer those that a posterior was fitted around. `update_bn` gives BatchNorm layers the running statistics that belong
+to the mean or to a draw of the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from aftermap.batches import Unpack, describe, iterate, tensors_of
+from aftermap.errors import AftermapError, InputError, ShapeError
+from aftermap.linalg import all_finite
+from aftermap.params import Params
+
+__all__ = [
+    "WeightsWatch",
+    "call_model",
+    "check_device",
+    "check_modes",
+    "check_outputs",
+    "chosen_parameters",
+    "evaluating",
+    "evaluation_mode",
+    "functional_outputs",
+    "gradients_for",
+    "model_errors_explained",
+    "prepare_forward_mode",
+    "update_bn",
+]
+
+_ENTRIES = 64
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Tensor:
+    """Runs the model on a batch's inputs and finds the tensor among what it returns.
+
+    A tensor is passed as it is, a tuple as positional and a mapping as keyword arguments. From a returned object or
+    mapping the ``logits`` are taken (Hugging Face models), from a tuple or list its only tensor.
+    """
+    if isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    elif isinstance(inputs, tuple):
+        outputs = model(*inputs)
+    else:
+        outputs = model(inputs)
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
+        found: Tensor = outputs["logits"]
+        return found
+    logits = getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    if isinstance(outputs, tuple | list) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
+        return outputs[0]
+    raise ShapeError(
+        f"the model returned {describe(outputs)}; it must return a tensor [N, ..., C] or an object with .logits. "
+        "Wrap it in a module that picks the output"
+    )
+
+
+def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of a model's parameters; an error when they are spread or not materialised."""
+    parameters = [p for p in model.parameters() if p.is_floating_point()]
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        raise InputError(
+            f"the model's parameters are on several devices: {sorted(map(str, devices))}. Move it to one with model.to(device)"
+        )
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type == "meta":
+        raise InputError("the model's parameters are on the meta device and hold no values; load its weights first")
+    return device, parameters[0].dtype if parameters else torch.get_default_dtype()
+
+
+@contextmanager
+def model_errors_explained(model: nn.Module, inputs: Callable[[], Any]) -> Iterator[None]:
+    """An error of the model itself, on inputs that it does not accept, is said to be one.
+
+    Args:
+        model: the network.
+        inputs: hands out what it was given; asked only after an error.
+
+    Raises:
+        InputError: something failed inside, and the model alone fails on the inputs, too.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, AftermapError):
+            raise
+        given = inputs()
+        try:
+            with torch.no_grad():
+                call_model(model, given)
+        except RuntimeError as own:
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(given))
+            raise InputError(f"the model does not accept inputs of shape {shapes}: {own}") from error
+        raise
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode; each module's own mode comes back."""
+    before = [(m, m.training) for m in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+@contextmanager
+def gradients_for(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Inside, exactly the named parameters require gradients: frozen parts build no graph and cost no memory."""
+    before = {n: p.requires_grad for n, p in model.named_parameters()}
+    wanted = set(names)
+    try:
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(name in wanted)
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_(before[name])
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; every module gets its training flag back, whatever happens inside.
+
+    Fused attention kernels have no forward-mode and no second derivatives, so the plain one is used
+    meanwhile.
+
+    >>> net = nn.Dropout(0.5)
+    >>> with evaluating(net):
+    ...     net.training
+    False
+    >>> net.training
+    True
+    """
+    flags = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        for module, training in flags:
+            module.training = training
+
+
+def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> Params:
+    """The named parameters, detached, in the order of `names`; None means all that require a gradient.
+
+    Raises:
+        InputError: a name is unknown or named twice, or nothing is chosen.
+
+    >>> list(chosen_parameters(nn.Linear(2, 3), None))
+    ['weight', 'bias']
+    """
+    available = dict(model.named_parameters())
+    if names is None:
+        names = [name for name, p in available.items() if p.requires_grad]
+    wrong = [name for name in names if name not in available] or [n for n in names if list(names).count(n) > 1]
+    if wrong or not names:
+        raise InputError(f"got parameter names {wrong or list(names)}; choose some, each once, among {list(available)}")
+    return {name: available[name].detach() for name in names}
+
+
+def functional_outputs(model: nn.Module, params: Params, inputs: Any) -> Tensor:
+    """Outputs [N, ..., C] of the model with `params` in place; buffers are copies, so none can change."""
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(model, {**buffers, **params}, args, kwargs)
+
+    return call_model(call, inputs)
+
+
+@functools.cache
+def prepare_forward_mode() -> None:
+    """Load torch's forward-mode rules once: torch warns of its own deprecations while it does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
+
+
+def check_modes(model: nn.Module) -> None:
+    """Raises if a layer would make outputs random or dependent on other examples."""
+    bad: list[str] = []
+    for path, module in model.named_modules():
+        dropout = _dropout(module) > 0
+        if module.training and (dropout or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+            bad.append(f"{path or 'the model'} ({type(module).__name__})")
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
+            bad.append(f"{path or 'the model'} ({type(module).__name__} without running statistics)")
+    if bad:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise InputError(
+            f"these layers are in training mode: {', '.join(bad[:5])}{more}. Batch statistics couple the examples and dropout "
+            "makes outputs random, so there is no curvature of one datum. Call model.eval() first "
+            "(a BatchNorm needs running statistics)"
+        )
+
+
+def _dropout(module: nn.Module) -> float:
+    """How much a module drops in training mode."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return float(module.p)
+    return float(module.dropout) if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else 0.0
+
+
+def check_outputs(outputs: Tensor, size: int) -> None:
+    """Raises unless outputs are finite floating-point numbers [size, ..., C]."""
+    if outputs.dim() < 2 or outputs.shape[0] != size:
+        raise ShapeError(
+            f"the model returned shape {tuple(outputs.shape)} for {size} examples; allowed is [N, ..., C] with the batch first. "
+            "For one output per example add a last dimension: model(x).unsqueeze(-1)"
+        )
+    if not outputs.is_floating_point():
+        raise ShapeError(
+            f"the model returned {outputs.dtype}; the outputs must be floating-point (logits, means, log rates)"
+        )
+    if not all_finite(outputs):
+        bad = torch.nonzero(~torch.isfinite(outputs.detach()))[0].tolist()
+        raise InputError(
+            f"the model's outputs are not finite: {outputs[tuple(bad)].item()} at index {bad}. "
+            "Check the weights and the scale of the inputs"
+        )
+
+
+@dataclass(frozen=True)
+class WeightsWatch:
+    """A few entries and a checksum of every parameter and floating-point buffer: cheap to compare, no copy of the weights.
+
+    Attributes:
+        entries: name -> some entries.
+        sums: name -> the sum of all bits, read as whole numbers: a change of any one entry changes it.
+    """
+
+    entries: dict[str, Tensor]
+    sums: dict[str, int]
+
+    @staticmethod
+    def of(model: nn.Module) -> WeightsWatch:
+        """Looks at a model."""
+        state = _state(model)
+        return WeightsWatch({n: _some(t) for n, t in state.items()}, {n: _sum(t) for n, t in state.items()})
+
+    def check(self, model: nn.Module) -> None:
+        """Raises if the model has changed."""
+        now = _state(model)
+        changed = [n for n in self.entries if n not in now or not self._same(n, now[n])]
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            raise InputError(
+                f"the model's weights have changed since the fit ({', '.join(changed[:3])}{more}). A Laplace approximation holds "
+                "around the weights it was fitted at: fit again, or restore them"
+            )
+
+    def _same(self, name: str, value: Tensor) -> bool:
+        return torch.equal(_some(value), self.entries[name]) and _sum(value) == self.sums[name]
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    found = {n: p.detach() for n, p in model.named_parameters()}
+    found.update({n: b for n, b in model.named_buffers() if b.is_floating_point()})
+    return found
+
+
+def _some(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _ENTRIES)].clone()
+
+
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _sum(tensor: Tensor) -> int:
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    return int(flat.view(_WHOLE[flat.element_size()]).sum(dtype=torch.int64))
+
+
+@torch.no_grad()
+def update_bn(model: nn.Module, data: Iterable[Any], *, unpack: Unpack | None = None) -> None:
+    """Sets the running statistics of every BatchNorm layer to those of ``data`` under the present weights.
+
+    While training with drawn weights, running statistics are averages over draws. They serve the posterior's average well;
+    for the mean alone, or for one draw that is to be kept, they should be made anew: each layer's mean and variance become the
+    plain averages over the batches.
+
+    Args:
+        model: any network; modes and momenta are as before afterwards.
+        data: batches: a DataLoader or a list of (x, y).
+        unpack: turns a batch of another form into (inputs, targets).
+
+    >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    >>> update_bn(net, [(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2))])
+    >>> net[0].running_mean
+    tensor([2., 4.])
+    """
+    norms = [
+        m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.running_mean is not None
+    ]
+    if not norms:
+        return
+    device, dtype = check_device(model)
+    with _averaging(model, norms):
+        for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
+            call_model(model, batch.inputs)
+
+
+@contextmanager
+def _averaging(model: nn.Module, norms: list[nn.modules.batchnorm._BatchNorm]) -> Iterator[None]:
+    """Inside, only the BatchNorm layers train, with a cumulative average from zero."""
+    modes = [(m, m.training) for m in model.modules()]
+    momenta = [m.momentum for m in norms]
+    try:
+        model.eval()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None
+            norm.train()
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, mode in modes:
+            module.training = mode
