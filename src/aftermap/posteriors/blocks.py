@@ -1,5 +1,5 @@
 """Moved to `aftermap.curvature.structures`; the names stay importable from here for one release."""
 
-from aftermap.curvature.structures.base import BlockPosterior
+from aftermap.curvature.structures.base import BlockPosterior, flatten_batch, join_flat, split_flat
 
-__all__ = ["BlockPosterior"]
+__all__ = ["BlockPosterior", "flatten_batch", "join_flat", "split_flat"]

@@ -47,7 +47,7 @@ from aftermap.curvature.rules.linear import DenseRows
 from aftermap.errors import InputError
 from aftermap.linalg import GramSum
 
-__all__ = ["ConvRows", "LinedConvRows"]
+__all__ = ["ConvRows", "ConvRule", "ConvTransposeRule", "LinedConvRows"]
 
 # Windows are copied with the channels last where so many numbers lie side by side (measured; one cache line).
 _SIDE_BY_SIDE = 16

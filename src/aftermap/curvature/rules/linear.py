@@ -25,7 +25,7 @@ from aftermap.curvature.rules.base import (
 )
 from aftermap.linalg import GramSum, add_product_
 
-__all__ = ["DenseRows", "OneHotRows"]
+__all__ = ["DenseRows", "EmbeddingRule", "LinearRule", "OneHotRows"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,16 @@ from torch import Tensor, nn
 
 from aftermap.curvature.rules.base import LayerRule, Layout, Named, Rows, matrix_layout, register
 
-__all__ = ["ScaleRows", "keeping", "kept"]
+__all__ = [
+    "BatchNormRule",
+    "GroupNormRule",
+    "LayerNormRule",
+    "PReLURule",
+    "RMSNormRule",
+    "ScaleRows",
+    "keeping",
+    "kept",
+]
 
 Value = TypeVar("Value")
 _STORE: ContextVar[dict[Hashable, Any] | None] = ContextVar("aftermap_kept", default=None)

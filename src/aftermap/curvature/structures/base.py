@@ -41,7 +41,16 @@ from aftermap.errors import InputError
 from aftermap.params import Params, flatten
 from aftermap.prior import Prior
 
-__all__ = ["BlockPosterior", "Factors", "Treatment", "site_covariance", "site_of"]
+__all__ = [
+    "BlockPosterior",
+    "Factors",
+    "Treatment",
+    "flatten_batch",
+    "join_flat",
+    "site_covariance",
+    "site_of",
+    "split_flat",
+]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,34 @@
+"""Modules that documentation and examples have shown still pass on their names, for one release."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+MOVED = {
+    "aftermap.curvature.layers": {
+        "aftermap.curvature.rules.base": ["LayerRule", "find_rule", "matrix_layout", "register", "registered_rules"],
+        "aftermap.curvature.rules.linear": ["EmbeddingRule", "LinearRule"],
+    },
+    "aftermap.curvature.rows": {
+        "aftermap.curvature.rules.base": ["MatrixRows", "Rows", "append_ones", "budget"],
+        "aftermap.curvature.rules.linear": ["DenseRows"],
+        "aftermap.curvature.rules.scale": ["ScaleRows"],
+    },
+    "aftermap.posteriors.blocks": {
+        "aftermap.curvature.structures.base": ["BlockPosterior", "flatten_batch", "join_flat", "split_flat"],
+    },
+    "aftermap.data.idx": {"aftermap.data.readers": ["read_idx"]},
+}
+
+
+@pytest.mark.parametrize("former", MOVED)
+def test_a_former_place_passes_on_its_names(former: str) -> None:
+    module = importlib.import_module(former)
+    assert module.__doc__ is not None
+    assert "one release" in module.__doc__
+    for home, names in MOVED[former].items():
+        assert set(names) <= set(module.__all__)
+        for name in names:
+            assert getattr(module, name) is getattr(importlib.import_module(home), name)
