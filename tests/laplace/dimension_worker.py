@@ -21,8 +21,8 @@ __all__ = ["normalised", "results", "run"]
 
 
 def normalised() -> nn.Module:
-    """Knows its 60 data by heart."""
-    net = seeded(lambda: nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 4)))
+    """Knows its 60 data by heart; smooth, so that training ends at the same place on every processor."""
+    net = seeded(lambda: nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 4)))
     return trained(net, classes(), nn.CrossEntropyLoss(reduction="sum"), decay=0.01, steps=60)
 
 

@@ -54,7 +54,7 @@ def pair(case: str, **options: Any) -> tuple[Laplace, Laplace]:
 @pytest.mark.parametrize("structure", ["full", "kron", "ekfac", "diagonal", "low_rank"])
 @pytest.mark.parametrize("case", CASES)
 def test_it_divides_the_outputs(case: str, structure: str) -> None:
-    warm, other = pair(case, structure=structure, rank=19)
+    warm, other = pair(case, structure=structure, rank=32)  # what is left out is far below the tolerance
     assert_close(warm.posterior.to_dense(), other.posterior.to_dense(), rtol=1e-8, atol=1e-9)
     assert_close(warm.log_evidence(), other.log_evidence(), rtol=1e-10, atol=0)
     warm.tune(), other.tune()

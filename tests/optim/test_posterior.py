@@ -59,15 +59,15 @@ def test_kronecker_precision_is_that_of_the_draws(form: str) -> None:
 
 @pytest.mark.parametrize("preset", [VOGN, OGN, IVON, KFAC, NoisyKFAC])
 def test_predicts_with_the_likelihood_of_cross_entropy(preset: Any) -> None:
-    opt, net, x = trained(preset)
+    opt, net, x = trained(preset, prior_precision=10.0)  # narrow enough for the linearised network to be a good one
     post = opt.posterior()
     net.train()
-    found = post.predict(x, samples=50, generator=torch.Generator().manual_seed(0))
+    found = post.predict(x, samples=200, generator=torch.Generator().manual_seed(0))
     assert found.mean.shape == (11, 4)
     assert_close(found.mean.sum(1), torch.ones(11, dtype=torch.float64))
     assert bool((found.epistemic > 0).all())
     assert net.training
-    linearised = post.predict(x, kind="linearised")
+    linearised = post.predict(x, kind="linearised", generator=torch.Generator().manual_seed(1))
     assert_close(linearised.mean, found.mean, rtol=0, atol=0.25)
     total = torch.stack(list(post.variance_by_layer(x).values())).sum(0)
     assert bool((total > 0).all())
@@ -75,7 +75,8 @@ def test_predicts_with_the_likelihood_of_cross_entropy(preset: Any) -> None:
 
 
 def test_draws_match_those_of_the_optimiser() -> None:
-    opt, net, _ = trained(VOGN)
+    # Standard deviations of at most 0.2: a mean of 3,000 draws is certain to 0.004.
+    opt, net, _ = trained(VOGN, prior_precision=25.0, generator=torch.Generator().manual_seed(1))
     drawn = opt.posterior().sample(3000, torch.Generator().manual_seed(0))["2.weight"]
     mine = []
     for _ in range(3000):
