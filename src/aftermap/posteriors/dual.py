@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack, iterate
-from aftermap.curvature.passes.backward import VectorStep
+from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.structures.base import join_flat, split_flat
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, ShapeError
@@ -249,10 +249,12 @@ class DualPosterior(Posterior):
         return (self.scale * self.rows.T @ self.rows + torch.diag(self._prior())).cpu()
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[DualPosterior] | None = None, *, diagonal: bool = False
+        self, gradients: LayerGradients, variants: Sequence[DualPosterior] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
         """J Σ Jᵀ as one part: [b, v, v], or [b, v] (see `GaussianPosterior.functional_covariance`)."""
-        lines = join_flat(step.per_example(self.names, 0, step.batch.size), self.names, 2).detach()  # [v, b, P]
+        lines = join_flat(
+            gradients.per_example(self.names, 0, gradients.record.size), self.names, 2
+        ).detach()  # [v, b, P]
         left = lines.to(torch.float64)
         found = []
         for variant in [self] if variants is None else variants:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import VectorStep
+from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import join_flat, split_flat
 from aftermap.distributed import rank, same_everywhere
@@ -511,12 +511,16 @@ class MatrixFreePosterior(Posterior):
         return self._own.shares
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[MatrixFreePosterior] | None = None, *, diagonal: bool = False
+        self,
+        gradients: LayerGradients,
+        variants: Sequence[MatrixFreePosterior] | None = None,
+        *,
+        diagonal: bool = False,
     ) -> list[list[Tensor]]:
         """J Σ Jᵀ as one part, for this posterior or for variants of it (made by `with_prior`).
 
         Args:
-            step: the outputs' vectors v at every site.
+            gradients: Of the outputs' unit vectors at every layer.
             variants: None: only this posterior; each is treated by its own ``settings.kind``.
             diagonal: only the variances.
 
@@ -525,10 +529,10 @@ class MatrixFreePosterior(Posterior):
         """
         variants = [self] if variants is None else list(variants)
         found: list[list[Tensor]] = [[] for _ in variants]
-        stride = max(1, SOLVE_NUMBERS // (step.vectors * self.n_params))
-        for start in range(0, step.batch.size, stride):
-            length = min(stride, step.batch.size - start)
-            lines = join_flat(step.per_example(self.names, start, length), self.names, 2).detach()  # [v, b, P]
+        stride = max(1, SOLVE_NUMBERS // (gradients.n_vectors * self.n_params))
+        for start in range(0, gradients.record.size, stride):
+            length = min(stride, gradients.record.size - start)
+            lines = join_flat(gradients.per_example(self.names, start, length), self.names, 2).detach()  # [v, b, P]
             for place, variant in enumerate(variants):
                 found[place].append(variant._covariance_of(lines, diagonal))
         return [[torch.cat(parts)] for parts in found]

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch
-from aftermap.curvature.passes.plan import Probe, Site
-from aftermap.curvature.passes.record import altered_outputs, capture
+from aftermap.curvature.passes.plan import CheckedPlan, Layer
+from aftermap.curvature.passes.record import outputs_replaced
 from aftermap.curvature.rules.base import append_ones
 from aftermap.curvature.structures.base import BlockPosterior
 from aftermap.curvature.structures.diagonal import DiagonalBlockPosterior
 from aftermap.curvature.structures.kron import KronBlockPosterior
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, UnsupportedError
-from aftermap.models import call_model, functional_outputs, gradients_for
+from aftermap.models import call_model, functional_outputs, only_require_grad
 from aftermap.params import Params, swapped
 from aftermap.posteriors import GaussianPosterior, Posterior
 
@@ -92,10 +92,9 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
 
 
 def locally_sampled_outputs(
-    model: nn.Module,
+    checked: CheckedPlan,
     posterior: Any,
     batch: Batch,
-    found: Probe,
     count: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -105,10 +104,9 @@ def locally_sampled_outputs(
     parameters of the posterior are drawn as weights, once per sample.
 
     Args:
-        model: in eval mode; unchanged afterwards.
+        checked: The plan of the model, in eval mode, and of the posterior's parameters.
         posterior: Gaussian, in blocks.
-        batch: the inputs.
-        found: the probe of the model and the posterior's parameters.
+        batch: The inputs.
         count: S.
         generator: for the draws.
 
@@ -121,60 +119,55 @@ def locally_sampled_outputs(
         raise UnsupportedError(
             f"local=True needs a Gaussian posterior in blocks, got a {type(posterior).__name__}; use local=False"
         )
-    local = _local_layers(model, posterior, batch, found)
+    local = _local_layers(checked, posterior, batch)
     if not local:
         raise UnsupportedError(
             "local=True draws the outputs of Linear layers that have a Kronecker or diagonal block and are called once, on one row "
             "per example; this posterior has none. Use local=False, or structure='kron', 'ekfac' or 'diagonal'"
         )
     rest = [b for b in posterior.blocks if all(b is not block for block, _ in local.values())]
-    changes = {module: _change(block, site, generator) for module, (block, site) in local.items()}
+    changes = {module: _change(block, layer, generator) for module, (block, layer) in local.items()}
     drawn = []
     for _ in range(count):
         weights: Params = {}
         for block in rest:
             deviation = block.sample(1, generator)
             weights.update({n: posterior.mean[n] + v[0].to(posterior.mean[n].dtype) for n, v in deviation.items()})
-        with altered_outputs(changes):
-            drawn.append(outputs_under(model, weights, batch.inputs))
+        with outputs_replaced(changes):
+            drawn.append(outputs_under(checked.model, weights, batch.inputs))
     return torch.stack(drawn)
 
 
 def _local_layers(
-    model: nn.Module, posterior: GaussianPosterior, batch: Batch, found: Probe
-) -> dict[nn.Module, tuple[BlockPosterior, Site]]:
+    checked: CheckedPlan, posterior: GaussianPosterior, batch: Batch
+) -> dict[nn.Module, tuple[BlockPosterior, Layer]]:
     """Modules whose outputs can be drawn, with their blocks."""
-    with gradients_for(model, posterior.names), capture(found.sites) as calls:
-        call_model(model, batch.inputs)
+    with only_require_grad(checked.model, posterior.names):
+        record = checked.record(batch)
     blocks = {frozenset(b.names): b for b in posterior.blocks}
-    local: dict[nn.Module, tuple[BlockPosterior, Site]] = {}
-    for call in calls:
-        site = found.sites.sites[call.site]
-        block = blocks.get(frozenset(site.layout.names))
-        once = sum(c.site == call.site for c in calls) == 1
-        owned = all(found.by_parameter.get(n) == [call.site] for n in site.layout.names)
+    local: dict[nn.Module, tuple[BlockPosterior, Layer]] = {}
+    for number in record.plan.whole_layers:
+        layer, calls = record.plan.layers[number], record.calls[number]
+        block = blocks.get(frozenset(layer.layout.names))
+        if len(calls) != 1 or "weight" not in layer.named:
+            continue
+        call = calls[0].call
         plain = type(call.module) is nn.Linear and call.inputs.dim() == 2 and len(call.inputs) == batch.size
-        if (
-            once
-            and owned
-            and plain
-            and "weight" in site.named
-            and isinstance(block, KronBlockPosterior | DiagonalBlockPosterior)
-        ):
-            local[call.module] = (block, site)
+        if plain and isinstance(block, KronBlockPosterior | DiagonalBlockPosterior):
+            local[call.module] = (block, layer)
     return local
 
 
-def _change(block: BlockPosterior, site: Site, generator: torch.Generator | None) -> _Change:
+def _change(block: BlockPosterior, layer: Layer, generator: torch.Generator | None) -> _Change:
     """Adds the noise of a layer's weights to its output."""
     if isinstance(block, KronBlockPosterior):
         table, outer = (1 / block.precision.detach())[0], block.outer[0]
         inner = None if block.inner is None else block.inner[0]
     else:
-        table, outer, inner = site.layout.join(block.marginal_variance())[0], None, None
+        table, outer, inner = layer.layout.join(block.marginal_variance())[0], None, None
 
     def change(inputs: Tensor, output: Tensor) -> Tensor:
-        rows = append_ones(inputs) if "bias" in site.named else inputs  # [b, i]
+        rows = append_ones(inputs) if "bias" in layer.named else inputs  # [b, i]
         turned = rows if inner is None else rows @ inner.to(rows.dtype)
         variance = turned.square() @ table.to(rows.dtype).T
         noise = variance.sqrt() * normal_like(variance.detach(), generator)

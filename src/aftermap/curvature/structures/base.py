@@ -23,16 +23,20 @@ Index legend: b example, v output, g group, t shared position, i feature in, o f
 
 from __future__ import annotations
 
+import difflib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Block, VectorStep
+from aftermap.curvature.passes.backward import LayerGradients
+from aftermap.curvature.passes.block import Block, same_names
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
+from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.rules.base import budget
 from aftermap.curvature.rules.convolution import ConvRows
 from aftermap.curvature.rules.linear import DenseRows
@@ -42,13 +46,19 @@ from aftermap.params import Params, flatten
 from aftermap.prior import Prior
 
 __all__ = [
+    "STRUCTURES",
+    "Block",
     "BlockPosterior",
     "Factors",
+    "Structure",
     "Treatment",
+    "find_structure",
     "flatten_batch",
     "join_flat",
-    "site_covariance",
-    "site_of",
+    "layer_covariance",
+    "layer_of",
+    "register_structure",
+    "same_names",
     "split_flat",
 ]
 
@@ -116,15 +126,19 @@ class Factors:
 
     __rmul__ = __mul__
 
-    def all_reduced(self) -> Factors:
-        """The sum over all processes; one message per dtype. In one process: the same."""
+    def all_reduced(self, *, counts_only: bool = False) -> Factors:
+        """The sum over all processes; one message for each dtype. In one process: the same.
+
+        Args:
+            counts_only: The blocks are those of all processes already; only data and loss are summed.
+        """
         if not is_distributed():
             return self
-        count = torch.tensor([self.n_data, self.loss], dtype=torch.float64)
-        sums = [{k: t.clone() for k, t in b.tensors().items()} for b in self.blocks]
-        all_reduce_([count, *(t for each in sums for t in each.values())])
-        blocks = tuple(b.with_tensors(t) for b, t in zip(self.blocks, sums, strict=True))
-        return replace(self, blocks=blocks, n_data=float(count[0]), loss=float(count[1]))
+        counts = torch.tensor([self.n_data, self.loss], dtype=torch.float64)
+        sums = [] if counts_only else [{k: t.clone() for k, t in b.tensors().items()} for b in self.blocks]
+        all_reduce_([counts, *(t for tensors in sums for t in tensors.values())])
+        blocks = tuple(b.with_tensors(t) for b, t in zip(self.blocks, sums, strict=True)) if sums else self.blocks
+        return replace(self, blocks=blocks, n_data=float(counts[0]), loss=float(counts[1]))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -265,12 +279,12 @@ class BlockPosterior(ABC):
         return torch.cat([product[n].reshape(self.size, -1) for n in self.names], dim=1)
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
     ) -> list[Tensor]:
         """J Σ Jᵀ of this block for back-propagated outputs, under each of ``variants`` (the same curvature, other priors).
 
         Args:
-            step: the outputs' vectors v at every site.
+            gradients: of the outputs' unit vectors at every layer.
             variants: block posteriors made from this one by `with_prior`.
             diagonal: only the variances.
 
@@ -278,10 +292,10 @@ class BlockPosterior(ABC):
             For each variant [b, v, v], or [b, v].
         """
         found: list[list[Tensor]] = [[] for _ in variants]
-        stride = budget(2 * step.vectors * self.size)
-        for start in range(0, step.batch.size, stride):
-            length = min(stride, step.batch.size - start)
-            values = step.per_example(self.names, start, length)  # [v, b, *shape]
+        stride = budget(2 * gradients.n_vectors * self.size)
+        for start in range(0, gradients.record.size, stride):
+            length = min(stride, gradients.record.size - start)
+            values = gradients.per_example(self.names, start, length)  # [v, b, *shape]
             left = flatten_batch(values, self.names)
             for place, variant in enumerate(variants):
                 right = flatten_batch(variant.covariance_mv(values), self.names)
@@ -315,24 +329,29 @@ def join_flat(values: Params, names: Sequence[str], lead: int) -> Tensor:
     )
 
 
-def site_of(step: VectorStep, names: Sequence[str]) -> int | None:
-    """The site whose rule alone accounts for exactly these parameters; None where there is none."""
-    plan = step.batch.by_parameter
+def layer_of(gradients: LayerGradients, names: Sequence[str]) -> int | None:
+    """The layer whose rule alone accounts for exactly these parameters; None where there is none."""
+    plan = gradients.record.plan.layers_of_parameter
     numbers = plan.get(names[0], [])
     if len(numbers) != 1 or any(plan.get(n) != numbers for n in names):
         return None
-    layout = step.batch.sites.sites[numbers[0]].layout
+    layout = gradients.record.plan.layers[numbers[0]].layout
     return numbers[0] if set(layout.names) == set(names) else None
 
 
-def site_covariance(
-    step: VectorStep, site: int, tables: Sequence[Tensor], outer: Tensor | None, inner: Tensor | None, diagonal: bool
+def layer_covariance(
+    gradients: LayerGradients,
+    layer: int,
+    tables: Sequence[Tensor],
+    outer: Tensor | None,
+    inner: Tensor | None,
+    diagonal: bool,
 ) -> list[Tensor]:
-    """Covariance of the outputs due to one site.
+    """Covariance of the outputs due to one layer.
 
     Args:
-        step: the outputs' vectors, back-propagated.
-        site: its number.
+        gradients: of the outputs' unit vectors at every layer.
+        layer: its number.
         tables: variances R [g, o, i] in the basis, one per variant.
         outer: U_B [g, o, o]; None for the identity.
         inner: U_A [g, i, i]; None for the identity.
@@ -341,20 +360,24 @@ def site_covariance(
     Returns:
         For each table [b, v, v], or [b, v].
     """
-    calls = step.grads[site]
+    calls = gradients.by_layer[layer]
     if not calls:
-        shape = (step.batch.size, step.vectors) if diagonal else (step.batch.size, step.vectors, step.vectors)
-        return [step.chunk.new_zeros(shape) for _ in tables]
+        shape = (
+            (gradients.record.size, gradients.n_vectors)
+            if diagonal
+            else (gradients.record.size, gradients.n_vectors, gradients.n_vectors)
+        )
+        return [gradients.vectors.new_zeros(shape) for _ in tables]
     call, grads = calls[0]
     if len(calls) > 1 or not isinstance(call.rows, DenseRows) or call.rows.shared > 1:
-        return _with_sharing(step, site, tables, outer, inner, diagonal)
-    dtype = step.chunk.dtype
+        return _with_sharing(gradients, layer, tables, outer, inner, diagonal)
+    dtype = gradients.vectors.dtype
     inputs = call.rows.dense()[:, :, 0]  # [b, g, i]
     if inner is not None:
         inputs = torch.einsum("bgi,gij->bgj", inputs, inner.to(dtype))
     squares = inputs.square().transpose(0, 1)  # [g, b, i]
     weights = [(squares @ t.to(dtype).transpose(-1, -2)).transpose(0, 1) for t in tables]  # [b, g, o]
-    if step.identity:
+    if gradients.unit_vectors:
         basis = torch.eye(grads.shape[-1], dtype=dtype, device=inputs.device) if outer is None else outer[0].to(dtype)
         if diagonal:
             return [w[:, 0] @ basis.square().T for w in weights]
@@ -366,14 +389,19 @@ def site_covariance(
 
 
 def _with_sharing(
-    step: VectorStep, site: int, tables: Sequence[Tensor], outer: Tensor | None, inner: Tensor | None, diagonal: bool
+    gradients: LayerGradients,
+    layer: int,
+    tables: Sequence[Tensor],
+    outer: Tensor | None,
+    inner: Tensor | None,
+    diagonal: bool,
 ) -> list[Tensor]:
     found: list[list[Tensor]] = [[] for _ in tables]
-    layout = step.batch.sites.sites[site].layout
-    stride = budget(2 * step.vectors * layout.size)
-    for start in range(0, step.batch.size, stride):
-        length = min(stride, step.batch.size - start)
-        turned = _turned_inputs(step, site, start, length, inner)  # [v, b, g, o, i]
+    layout = gradients.record.plan.layers[layer].layout
+    stride = budget(2 * gradients.n_vectors * layout.size)
+    for start in range(0, gradients.record.size, stride):
+        length = min(stride, gradients.record.size - start)
+        turned = _turned_inputs(gradients, layer, start, length, inner)  # [v, b, g, o, i]
         if outer is not None:
             turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
         turned = turned.transpose(0, 1)
@@ -382,18 +410,18 @@ def _with_sharing(
     return [torch.cat(parts) for parts in found]
 
 
-def _turned_inputs(step: VectorStep, site: int, start: int, length: int, inner: Tensor | None) -> Tensor:
+def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: int, inner: Tensor | None) -> Tensor:
     """G U_A for some examples: the rows are turned first where they are fewer than the gradients' rows, v·o."""
-    calls = step.grads[site]
+    calls = gradients.by_layer[layer]
     rows = calls[0][0].rows
     if inner is None:
-        return step.outer(site, start, length)
+        return gradients.block_gradients(layer, start, length)
     if len(calls) == 1 and isinstance(rows, DenseRows | ConvRows):
         grads = calls[0][1]
-        if rows.shared < step.vectors * grads.shape[-1]:
+        if rows.shared < gradients.n_vectors * grads.shape[-1]:
             turned = rows.narrow(start, length).dense() @ inner.to(grads.dtype)
             return DenseRows(turned, ones=False).outer(grads[:, start : start + length])
-    each = step.outer(site, start, length)
+    each = gradients.block_gradients(layer, start, length)
     return each @ inner.to(each.dtype)
 
 
@@ -402,3 +430,78 @@ def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
     weighted = (values * weights).flatten(2)
     flat = values.flatten(2)
     return (weighted * flat).sum(-1) if diagonal else weighted @ flat.transpose(-1, -2)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One approximation of the curvature: how it is fitted, and what must be known before there is a fit.
+
+    Attributes:
+        name: The word that users write.
+        summary: One sentence for help texts, errors and the documentation's table.
+        fit: Passes over a problem's data; returns the blocks and what passed by.
+        blocks: The kinds of blocks that a fit may return.
+        passes: How often a fit goes through the data.
+        curvatures: The kinds of vectors that have a meaning for it.
+        dampings: How the prior may be added to its blocks.
+        max_parameters: The most numbers that it can be over; None where memory alone decides.
+        updatable: Whether fits on further data can be added to it.
+        saveable: Whether its posterior can be written to a folder.
+        blocks_are_global: Whether the blocks of a fit are those of the data of all processes already, because the
+            structure is made from products with the whole matrix.
+    """
+
+    name: str
+    summary: str
+    fit: Callable[[CurvatureProblem], tuple[tuple[Block, ...], DataCounts]]
+    blocks: tuple[type[Block], ...]
+    passes: int = 1
+    curvatures: tuple[str, ...] = VECTOR_KINDS
+    dampings: tuple[str, ...] = ("exact",)
+    max_parameters: int | None = None
+    updatable: bool = True
+    saveable: bool = True
+    blocks_are_global: bool = False
+
+    def check_size(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises where a dense matrix over the parameters would be too large."""
+        size = sum(math.prod(s) for s in shapes.values())
+        if self.max_parameters is not None and size > self.max_parameters:
+            raise InputError(
+                f"a full matrix over {size:,} parameters would take {8 * size**2 / 2**30:,.1f} GiB; the limit is "
+                f"{self.max_parameters:,}. Use structure='kron', 'ekfac' or 'diagonal', structure='low_rank' for cross-layer "
+                "terms, or choose fewer parameters with params= (for example 'last_layer')"
+            )
+
+
+STRUCTURES: dict[str, Structure] = {}
+
+
+def register_structure(structure: Structure) -> Structure:
+    """Makes a structure known: to `fit_curvature`, to `Laplace`, to saving and to the command line.
+
+    Raises:
+        InputError: Another structure has the name already.
+    """
+    if structure.name in STRUCTURES and STRUCTURES[structure.name] != structure:
+        raise InputError(f"a structure {structure.name!r} is registered already; choose another name")
+    STRUCTURES[structure.name] = structure
+    return structure
+
+
+def find_structure(name: str) -> Structure:
+    """The structure of that name.
+
+    Raises:
+        InputError: There is none; the message lists all that are registered.
+
+    >>> find_structure("kron").summary
+    'Kronecker factors: one pair of matrices for each layer.'
+    """
+    if name not in STRUCTURES:
+        close = difflib.get_close_matches(str(name), STRUCTURES, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise InputError(
+            f"structure={name!r} is not known; allowed are {', '.join(map(repr, sorted(STRUCTURES)))}{hint}"
+        )
+    return STRUCTURES[name]

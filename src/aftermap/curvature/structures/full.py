@@ -15,15 +15,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Block, ExampleSum
-from aftermap.curvature.structures.base import BlockPosterior, join_flat, split_flat
+from aftermap.curvature.passes.backward import PerExampleAccumulator, PerExampleSum
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
+from aftermap.curvature.structures.base import (
+    Block,
+    BlockPosterior,
+    Structure,
+    join_flat,
+    register_structure,
+    split_flat,
+)
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalError
 from aftermap.linalg import GramSum, psd_eigh, symmetrise
 from aftermap.params import Params
 from aftermap.prior import Prior
 
-__all__ = ["FullBlock", "FullBlockPosterior", "FullSum", "full_block_posterior"]
+__all__ = ["MAX_FULL", "FullBlock", "FullBlockPosterior", "FullSum", "full_block_posterior"]
+
+
+MAX_FULL = 20_000  # parameters of a dense matrix: 3 GiB in double precision
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class FullBlock(Block):
         return {n: p.reshape(s) for (n, s), p in zip(self.sizes.items(), parts, strict=True)}
 
 
-class FullSum(ExampleSum):
+class FullSum(PerExampleSum):
     """Sums the outer products of per-example gradients over all of its parameters."""
 
     def __init__(self, label: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
@@ -75,11 +86,12 @@ class FullSum(ExampleSum):
         size = sum(math.prod(s) for s in shapes.values())
         self.sums = GramSum(1, size, dtype, device)
 
-    def add(self, found: Mapping[str, Tensor]) -> None:
-        lines = torch.cat([found[n].reshape(math.prod(found[n].shape[:2]), -1) for n in self.names], dim=1)
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        parts = (gradients[n] for n in self.names)
+        lines = torch.cat([g.reshape(math.prod(g.shape[:2]), -1) for g in parts], dim=1)
         self.sums.add(lines[None])
 
-    def result(self) -> FullBlock:
+    def block(self) -> FullBlock:
         return FullBlock(self.label, self.shapes, self.sums.full()[0])
 
 
@@ -202,3 +214,21 @@ def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:
             f"the Hessian plus the prior is not positive definite (smallest eigenvalue relative to the prior: {smallest:.3g}), "
             "so it is no precision. Train longer, use a larger prior precision, or structure='full' (the GGN)"
         )
+
+
+def fit_full(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """One dense matrix over all selected parameters."""
+    size = sum(math.prod(s) for s in problem.shapes.values())
+    matrix = FullSum("all", problem.shapes, problem.sums_dtype, problem.device)
+    return problem.run([PerExampleAccumulator([matrix], size)], "full curvature")
+
+
+register_structure(
+    Structure(
+        "full",
+        "One dense matrix over all weights, with the terms between layers.",
+        fit_full,
+        (FullBlock,),
+        max_parameters=MAX_FULL,
+    )
+)

@@ -16,10 +16,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Block, VectorStep
+from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import budget
-from aftermap.curvature.structures.base import BlockPosterior, flatten_batch, join_flat, split_flat
+from aftermap.curvature.structures.base import (
+    Block,
+    BlockPosterior,
+    Structure,
+    flatten_batch,
+    join_flat,
+    register_structure,
+    split_flat,
+)
+from aftermap.distributed import is_distributed, same_everywhere
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, NumericalWarning
 from aftermap.krylov import Eigenpairs, lanczos_eigh, randomised_eigh
@@ -261,14 +271,14 @@ class LowRankBlockPosterior(BlockPosterior):
         return split_flat((1 - shrink) / self._root.detach().square(), self.shapes)
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
     ) -> list[Tensor]:
         """J D⁻¹ Jᵀ minus what the data took away: k numbers per output, no covariance of parameters."""
         found: list[list[Tensor]] = [[] for _ in variants]
-        stride = budget(2 * step.vectors * self.size)
-        for start in range(0, step.batch.size, stride):
-            length = min(stride, step.batch.size - start)
-            lines = flatten_batch(step.per_example(self.names, start, length), self.names)  # [v, b, p]
+        stride = budget(2 * gradients.n_vectors * self.size)
+        for start in range(0, gradients.record.size, stride):
+            length = min(stride, gradients.record.size - start)
+            lines = flatten_batch(gradients.per_example(self.names, start, length), self.names)  # [v, b, p]
             for place, variant in enumerate(variants):
                 assert isinstance(variant, LowRankBlockPosterior)
                 white = (lines / variant._root.to(lines.dtype)).transpose(0, 1)  # [b, v, p]
@@ -297,3 +307,29 @@ def low_rank_block_posterior(
         basis, singular, _ = torch.linalg.svd(vectors * values.sqrt() / whitener[:, None], full_matrices=False)
         squares = singular.square()
     return LowRankBlockPosterior(block, vector, basis, squares, whitener, one, scale.to(vectors.device), dtype)
+
+
+def fit_low_rank(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """The leading eigenpairs of the Gauss-Newton matrix of the data of all processes."""
+    counts = problem.sum_loss()
+    operator = GGNOperator(problem.model, problem.data, problem.likelihood, list(problem.names), problem.unpack)
+    generator = problem.generator
+    if is_distributed():  # every process must walk through the same vectors
+        seed = same_everywhere(int(torch.randint(2**62, (), generator=generator)))
+        generator = torch.Generator().manual_seed(seed)
+    vectors, values = low_rank_ggn(operator, min(problem.rank, operator.size), generator=generator)
+    return (LowRankBlock("all", problem.shapes, vectors, values),), counts
+
+
+register_structure(
+    Structure(
+        "low_rank",
+        "The leading eigenvectors of the whole matrix; all other directions keep the prior.",
+        fit_low_rank,
+        (LowRankBlock,),
+        passes=2,
+        curvatures=("exact",),
+        updatable=False,
+        blocks_are_global=True,
+    )
+)

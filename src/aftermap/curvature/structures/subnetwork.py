@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack
-from aftermap.curvature.passes.backward import Block, ExampleAccumulator, ExampleSum, VectorStep, same_names
-from aftermap.curvature.passes.plan import agreed, probe
-from aftermap.curvature.passes.stream import Stream
+from aftermap.curvature.passes.backward import LayerGradients, PerExampleAccumulator, PerExampleSum
+from aftermap.curvature.passes.plan import PlanContradicted, plan_model
+from aftermap.curvature.passes.stream import CurvatureProblem, first_batch
 from aftermap.curvature.rules.base import budget
-from aftermap.curvature.structures.base import BlockPosterior, Factors, Treatment
+from aftermap.curvature.structures.base import Block, BlockPosterior, Factors, Treatment, same_names
 from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, full_block_posterior
 from aftermap.distributed import together
 from aftermap.errors import InputError
@@ -141,7 +141,7 @@ class SubsetBlock(Block):
         return scattered(self.matrix.diagonal().to(torch.float64), self.entries, self.shapes)
 
 
-class SubsetSum(ExampleSum):
+class SubsetSum(PerExampleSum):
     """Sums the outer products of some entries of per-example gradients."""
 
     def __init__(
@@ -156,10 +156,10 @@ class SubsetSum(ExampleSum):
         size = sum(len(p) for p in entries.values())
         self.sums = GramSum(1, size, dtype, device)
 
-    def add(self, found: Mapping[str, Tensor]) -> None:
-        self.sums.add(gathered(found, self.entries, 2).flatten(0, 1)[None])
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        self.sums.add(gathered(gradients, self.entries, 2).flatten(0, 1)[None])
 
-    def result(self) -> SubsetBlock:
+    def block(self) -> SubsetBlock:
         return SubsetBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
 
 
@@ -199,23 +199,39 @@ def fit_subset(
     """
     names = [n for n in named_parameters(model) if n in entries]
     shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
-    stream = Stream(
-        model, data, likelihood, names, curvature, samples, None, passes, unpack, generator, progress
-    )  # fmt: skip
     with together("looking at the first batch"):
-        found = probe(model, names, stream.first())
-    found = agreed(found, names)
+        plan = plan_model(model, names, first_batch(model, data, unpack))
+    plan = plan.agree_over_processes(names)
     device, dtype = check_device(model)
     dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = SubsetSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
-    accumulator = ExampleAccumulator([total], sum(math.prod(s) for s in shapes.values()))
-    with together("summing the curvature of a subnetwork"):
-        seen = stream.run(found, [accumulator], "subnetwork curvature")
-    told = {
+    while True:
+        problem = CurvatureProblem(
+            model,
+            data,
+            likelihood,
+            names,
+            plan,
+            curvature,
+            samples=samples,
+            passes=passes,
+            sums_dtype=dtype,
+            unpack=unpack,
+            generator=generator,
+            show_progress=progress,
+        )
+        matrix = SubsetSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
+        accumulator = PerExampleAccumulator([matrix], sum(math.prod(s) for s in shapes.values()))
+        try:
+            blocks, counts = problem.run([accumulator], "subnetwork curvature")
+            break
+        except PlanContradicted as contradicted:
+            plan = plan.without(contradicted.reasons)
+    treatment = {
         n: Treatment("subset", "per-example", f"{len(entries[n]):,} of {math.prod(shapes[n]):,} entries") for n in names
     }
-    block = total.result().scaled(1 / passes)
-    factors = Factors("full", (block,), tuple(names), seen.n_data, seen.loss, seen.kind, told, seen.n_outputs)
+    factors = Factors(
+        "full", blocks, tuple(names), counts.n_data, counts.loss, counts.kind, treatment, counts.n_outputs
+    )
     return factors.all_reduced()
 
 
@@ -279,15 +295,15 @@ class SubsetBlockPosterior(BlockPosterior):
         return dense
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
     ) -> list[Tensor]:
         """J_S Σ_S J_Sᵀ: only the chosen columns of per-example gradients."""
         found: list[list[Tensor]] = [[] for _ in variants]
         total = sum(int(torch.Size(s).numel()) for s in self.shapes.values())
-        stride = budget(2 * step.vectors * total)
-        for start in range(0, step.batch.size, stride):
-            length = min(stride, step.batch.size - start)
-            left = gathered(step.per_example(self.names, start, length), self.source_block.entries, 2)  # [v, b, S]
+        stride = budget(2 * gradients.n_vectors * total)
+        for start in range(0, gradients.record.size, stride):
+            length = min(stride, gradients.record.size - start)
+            left = gathered(gradients.per_example(self.names, start, length), self.source_block.entries, 2)  # [v, b, S]
             for place, variant in enumerate(variants):
                 assert isinstance(variant, SubsetBlockPosterior)
                 right = variant.inner.covariance_mv({_INNER: left})[_INNER]
