@@ -175,6 +175,7 @@ def evaluate(
     score: o.Score = "entropy",
     model: o.OptionalModel = None,
     weights: o.Weights = None,
+    trust_code: o.TrustCode = False,
     kind: o.Kind = "auto",
     samples: o.Samples = 100,
     resamples: Annotated[int, typer.Option("--resamples", min=0, help="Of the bootstrap intervals; 0: none.")] = 200,
@@ -198,7 +199,7 @@ def evaluate(
     speaker = Speaker(as_json)
     if output is not None:
         confirmed(output, force=force, what="evaluate")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
+    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device), trust_code=trust_code)
     reading = fitted.data_options(
         o.data_options(
             target=target,

@@ -425,6 +425,7 @@ def tune(
     ] = 0.05,
     model: o.OptionalModel = None,
     weights: o.Weights = None,
+    trust_code: o.TrustCode = False,
     kind: o.Kind = "auto",
     samples: o.Samples = 100,
     target: o.Target = None,
@@ -445,7 +446,7 @@ def tune(
     o.one_of("--method", method, ("auto", "evidence", "lbfgs", "validation"))
     if output is not None:
         confirmed(output, force=force, what="tune")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
+    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device), trust_code=trust_code)
     laplace = fitted.predictor
     if not isinstance(laplace, Laplace):
         raise InputError(

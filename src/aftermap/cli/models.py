@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from aftermap.cli.builtin import build_network
+from aftermap.cli.trust import search_working_folder_first
 from aftermap.errors import InputError, UnsupportedError
 
 __all__ = ["check_device", "import_object", "load_weights", "make_model", "read_weights", "save_weights"]
@@ -39,8 +40,7 @@ def import_object(spec: str, what: str) -> Any:
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise InputError(f"{what} is {spec!r}, but must be written pkg.module:name, such as mypkg.nets:build")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search_working_folder_first()
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as error:

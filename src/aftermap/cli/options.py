@@ -38,6 +38,7 @@ __all__ = [
     "Task",
     "Test",
     "Train",
+    "TrustCode",
     "Validation",
     "Weights",
     "apply_config",
@@ -65,6 +66,14 @@ Weights = Annotated[
         "--weights",
         rich_help_panel=_MODEL,
         help="Safetensors, npz, or a checkpoint of torch.save (read without running code).",
+    ),
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code",
+        rich_help_panel=_MODEL,
+        help="Run the factory that the folder names, although the folder may come from somebody else.",
     ),
 ]
 Posterior = Annotated[Path, typer.Argument(metavar="POSTERIOR", help="Folder written by fit or train.")]

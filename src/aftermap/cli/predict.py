@@ -44,6 +44,7 @@ def predict(
     ] = None,
     model: o.OptionalModel = None,
     weights: o.Weights = None,
+    trust_code: o.TrustCode = False,
     kind: o.Kind = "auto",
     samples: o.Samples = 100,
     data_dir: o.DataDir = None,
@@ -67,7 +68,7 @@ def predict(
         if output.suffix not in (".csv", ".json"):
             raise InputError(f"-o {output}: results are written as .csv or .json")
         confirmed(output, force=force, what="predict")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
+    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device), trust_code=trust_code)
     reading = fitted.data_options(
         o.data_options(data_dir=data_dir, image_size=image_size, channels=channels, limit=limit, batch_size=batch_size)
     )

@@ -38,6 +38,7 @@ def report(
     score: o.Score = "entropy",
     model: o.OptionalModel = None,
     weights: o.Weights = None,
+    trust_code: o.TrustCode = False,
     kind: o.Kind = "auto",
     samples: o.Samples = 100,
     target: o.Target = None,
@@ -60,7 +61,7 @@ def report(
     speaker = Speaker(as_json)
     if output is not None:
         confirmed(output, force=force, what="report")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
+    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device), trust_code=trust_code)
     reading = fitted.data_options(
         o.data_options(
             target=target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from aftermap.cli.models import make_model
 from aftermap.cli.sources import Batches, DataOptions, Source
+from aftermap.cli.trust import check_factory, memory_file, remember
 from aftermap.errors import DataError, InputError
 from aftermap.evaluation import Threshold, choose_threshold
 from aftermap.evaluation.ood import available_scores
@@ -96,13 +98,27 @@ def save_fitted(
     *,
     overwrite: bool,
 ) -> Path:
-    """Writes everything that prediction needs, whole or not at all."""
+    """Writes everything that prediction needs, whole or not at all, and remembers that the user wrote it."""
     given = None if not reference else dict(reference)
-    return predictor.save(folder, overwrite=overwrite, extras=extras, reference=given, with_model=True)
+    saved = predictor.save(folder, overwrite=overwrite, extras=extras, reference=given, with_model=True)
+    try:
+        remember(str(extras["model"]["spec"]), saved)
+    except OSError as error:
+        warnings.warn(
+            f"{memory_file()} cannot be written ({error.strerror or error}), so that later commands will ask for --model or "
+            f"--trust-code before they build the network of {folder}",
+            stacklevel=2,
+        )
+    return saved
 
 
 def load_fitted(
-    folder: Path, *, model: str | None = None, weights: Path | None = None, device: torch.device | None = None
+    folder: Path,
+    *,
+    model: str | None = None,
+    weights: Path | None = None,
+    device: torch.device | None = None,
+    trust_code: bool = False,
 ) -> Fitted:
     """Reads a folder and builds its network.
 
@@ -111,22 +127,28 @@ def load_fitted(
         model: another way to build the network than the one that was saved.
         weights: another place of its weights.
         device: where everything goes.
+        trust_code: Whether the factory that the folder names may run although nobody else vouches for it.
 
     Raises:
         DataError: no posterior, or a damaged one.
-        InputError: the network cannot be built, or does not fit.
+        InputError: the network cannot be built, does not fit, or is built by code that the user has not allowed.
     """
     config = read_saved_config(folder)
     extras = dict(config.get("extras", {}))
-    told = extras.get("model", {})
-    spec = model or told.get("spec")
+    model_config = extras.get("model", {})
+    if not isinstance(model_config, dict) or not isinstance(model_config.get("spec", ""), str):
+        raise DataError(f"{folder} does not say in its usual form how its network is built: {model_config!r}")
+    spec = model or model_config.get("spec")
     if spec is None:
         raise InputError(f"{folder} does not say how its network is built; add --model and --weights")
+    if model is None and not trust_code:
+        check_factory(spec, folder)
+    extras["model"] = {**model_config, "spec": spec}
     state = weights if weights is not None else read_model_state(folder)
     if state is None:
         raise InputError(f"{folder} does not hold the network's weights; add --weights")
     network = make_model(
-        spec, options=told.get("options"), weights=state, device=device, seed=int(extras.get("seed", 0))
+        spec, options=model_config.get("options"), weights=state, device=device, seed=int(extras.get("seed", 0))
     )
     predictor = load(folder, network, device=device)
     if isinstance(predictor, TrainedPosterior) and config.get("likelihood") is None:

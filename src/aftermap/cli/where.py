@@ -34,6 +34,7 @@ def where(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write every level as JSON.")] = None,
     model: o.OptionalModel = None,
     weights: o.Weights = None,
+    trust_code: o.TrustCode = False,
     target: o.Target = None,
     data_dir: o.DataDir = None,
     image_size: o.ImageSize = None,
@@ -54,7 +55,7 @@ def where(
     o.one_of("--level", level, LEVELS)
     if output is not None:
         confirmed(output, force=force, what="where")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
+    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device), trust_code=trust_code)
     reading = fitted.data_options(
         o.data_options(
             target=target,
