@@ -27,20 +27,18 @@ from aftermap.progress import progress
 
 __all__ = [
     "CHECKPOINT",
+    "DAMPINGS",
     "HISTORY",
-    "OPTIMIZERS",
+    "RATES",
     "Recipe",
     "Run",
-    "damping_of",
     "make_optimizer",
-    "rate_of",
     "train_network",
 ]
 
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
-OPTIMIZERS = ("vogn", "ogn", "ivon", "kfac", "noisy_kfac", "adam")
-_RATES = {"vogn": 3e-3, "ogn": 3e-3, "ivon": 0.5, "kfac": 3e-3, "noisy_kfac": 3e-3, "adam": 1e-3}
-_DAMPING = {"vogn": 1e-2, "ogn": 1e-2, "ivon": 0.0, "kfac": 3e-2, "noisy_kfac": 3e-2, "adam": 0.0}
+RATES = {"vogn": 3e-3, "ogn": 3e-3, "ivon": 0.5, "kfac": 3e-3, "noisy_kfac": 3e-3, "adam": 1e-3}
+DAMPINGS = {"vogn": 1e-2, "ogn": 1e-2, "ivon": 0.0, "kfac": 3e-2, "noisy_kfac": 3e-2, "adam": 0.0}
 
 
 @dataclass(frozen=True)
@@ -90,16 +88,6 @@ class Recipe:
         return self.epochs * self.steps_per_epoch
 
 
-def rate_of(optimizer: str) -> float:
-    """The default learning rate."""
-    return _RATES[optimizer]
-
-
-def damping_of(optimizer: str) -> float:
-    """The default damping."""
-    return _DAMPING[optimizer]
-
-
 def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> torch.optim.Optimizer:
     """The optimiser of a recipe; variational ones warm their temperature up during the first half."""
     common: dict[str, Any] = {"lr": recipe.lr, "n_data": recipe.n_data, "prior_precision": recipe.prior_precision}
@@ -122,7 +110,7 @@ def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> 
         return KFAC(model, factor_every=5, inverse_every=50, **common)
     if recipe.optimizer == "noisy_kfac":
         return NoisyKFAC(model, factor_every=5, inverse_every=50, **common, **noise)
-    raise InputError(f"--optimizer {recipe.optimizer!r} is not known; allowed are {', '.join(OPTIMIZERS)}")
+    raise InputError(f"--optimizer {recipe.optimizer!r} is not known; allowed are {', '.join(RATES)}")
 
 
 class Run:
