@@ -7,7 +7,7 @@ import functools
 import json
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -21,7 +21,18 @@ from rich.table import Table
 from aftermap.distributed import rank
 from aftermap.errors import AftermapError, InputError
 
-__all__ = ["BAD_INPUT", "CHECK_FAILED", "GOOD", "INTERRUPTED", "WORSE", "Reporter", "confirmed", "guarded"]
+__all__ = [
+    "BAD_INPUT",
+    "CHECK_FAILED",
+    "GOOD",
+    "INTERRUPTED",
+    "WORSE",
+    "Reporter",
+    "confirmed",
+    "guarded",
+    "plain_table",
+    "replaced_file",
+]
 
 GOOD, BAD_INPUT, CHECK_FAILED, WORSE, INTERRUPTED = 0, 2, 3, 4, 130
 P = ParamSpec("P")
@@ -168,6 +179,26 @@ def confirmed(place: Path | None, *, force: bool, what: str) -> bool:
     ):
         return True
     raise InputError(f"{place} exists; {what} does not replace it. Choose another name with -o, or add --force")
+
+
+@contextmanager
+def replaced_file(file: Path) -> Iterator[Path]:
+    """A neighbour of ``file`` to write to, which takes its place when the body has ended without an exception."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.part")
+    try:
+        yield part
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def plain_table(*names: str, right: Collection[str] = (), **settings: Any) -> Table:
+    """A table without lines; the columns in ``right`` hold numbers and end at the same place."""
+    table = Table(header_style="bold", pad_edge=False, box=None, **settings)
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
 
 
 def _stdin_is_terminal() -> bool:

@@ -35,8 +35,8 @@ _SCALES = tuple(10 ** (k / 2) for k in range(10))
 
 @o.command(without=("device", "force", "config"))
 def demo(
-    output: Annotated[Path, o.output_option("The folder for the report.")] = Path("demo"),
-    epochs: Annotated[int, o.option("--epochs", min=1, help="The number of passes that train the network.")] = 30,
+    output: Annotated[Path, o.option("The folder for the report.", "--output", "-o")] = Path("demo"),
+    epochs: Annotated[int, o.option("The number of passes that train the network.", min=1)] = 30,
     *,
     run: o.RunOptions,
 ) -> int:

@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from aftermap.cli import options as o
-from aftermap.cli.console import GOOD, Reporter
+from aftermap.cli.console import GOOD, Reporter, plain_table
 from aftermap.cli.fit import build_for, resolve_task
 from aftermap.cli.models import make_model
 from aftermap.cli.sources import Batches, Source, first_batch, open_source, parse_size
@@ -45,16 +45,16 @@ class ExaminedModel:
     panel: ClassVar[str] = "Model"
     model: Annotated[
         str | None,
-        o.option("--model", metavar="SPEC", help=f"How the network is built: {o.FACTORY}. Without it there is none."),
+        o.option(f"How the network is built: {o.FACTORY}. Without it there is none.", metavar="SPEC"),
     ] = None
     weights: o.Weights = None
     task: o.Task = "auto"
     input_shape: Annotated[
-        str | None, o.option("--input-shape", metavar="CxHxW", help="The shape of one input, where there are no data.")
+        str | None, o.option("The shape of one input, where there are no data.", metavar="CxHxW")
     ] = None
     n_data: Annotated[
         int,
-        o.option("--n-data", min=1, help="The number of training examples to estimate for, where there are no data."),
+        o.option("The number of training examples to estimate for, where there are no data.", min=1),
     ] = 10_000
 
 
@@ -224,11 +224,7 @@ def _count(source: Source) -> str:
 
 
 def _layers(factors: Any) -> Table:
-    table = Table(header_style="bold", pad_edge=False, box=None)
-    table.add_column("layer")
-    table.add_column("parameters", justify="right")
-    table.add_column("curvature")
-    table.add_column("treated by")
+    table = plain_table("layer", "parameters", "curvature", "treated by", right=("parameters",))
     for block in factors.blocks:
         first = factors.treatment[next(iter(block.shapes))]
         note = f" ({first.note})" if first.note else ""
@@ -238,11 +234,7 @@ def _layers(factors: Any) -> Table:
 
 
 def _costs(costs: list[Cost]) -> Table:
-    table = Table(header_style="bold", pad_edge=False, box=None)
-    table.add_column("structure")
-    table.add_column("parameters", justify="right")
-    table.add_column("time", justify="right")
-    table.add_column("memory", justify="right")
+    table = plain_table("structure", "parameters", "time", "memory", right=("parameters", "time", "memory"))
     for cost in costs:
         _, _, said = str(cost).rpartition(": about ")
         seconds, _, memory = said.partition(" and ")

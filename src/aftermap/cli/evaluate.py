@@ -12,7 +12,7 @@ from rich.table import Table
 from aftermap.analysis.report import MARKS, Verdict, comparison, verdict
 from aftermap.baselines import Deterministic
 from aftermap.cli import options as o
-from aftermap.cli.console import CHECK_FAILED, GOOD, WORSE, Reporter, confirmed
+from aftermap.cli.console import CHECK_FAILED, GOOD, WORSE, Reporter, confirmed, plain_table
 from aftermap.cli.fit import try_model
 from aftermap.cli.sources import Source, open_source, parse_ood
 from aftermap.cli.store import Fitted
@@ -48,12 +48,8 @@ class MapComparison:
 
     def table(self, title: str) -> Table:
         """MAP against Bayesian, number by number."""
-        table = Table(
-            title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False, box=None
-        )
-        table.add_column("")
-        table.add_column("MAP", justify="right")
-        table.add_column("Bayesian", justify="right")
+        table = plain_table("", "MAP", "Bayesian", right=("MAP", "Bayesian"), title=title, title_justify="left")
+        table.title_style = "bold"
         table.add_column("")
         for row in comparison(self.bayesian, self.map):
             mark = MARKS.get(row.mark, "")
@@ -159,17 +155,16 @@ def _read(baseline: str) -> Results:
 @o.command()
 def evaluate(
     saved: o.SavedPosterior,
-    output: Annotated[Path | None, o.output_option("The JSON file for the results of the posterior.")] = None,
+    output: Annotated[
+        Path | None, o.option("The JSON file for the results of the posterior.", "--output", "-o")
+    ] = None,
     baseline: Annotated[
         str | None,
         o.option(
-            "--baseline",
-            help="What to compare with, map or a file of results. The exit code is 4 if the posterior is worse beyond chance.",
+            "What to compare with, map or a file of results. The exit code is 4 if the posterior is worse beyond chance."
         ),
     ] = None,
-    resamples: Annotated[
-        int, o.option("--resamples", min=0, help="The number of resamples for bootstrap intervals; 0 gives none.")
-    ] = 200,
+    resamples: Annotated[int, o.option("The number of resamples for bootstrap intervals; 0 gives none.", min=0)] = 200,
     *,
     sets: o.TestData,
     data: o.DataOptions,

@@ -39,9 +39,7 @@ __all__ = [
 ]
 
 STRUCTURES = ("auto", "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "hessian")
-_FalseAlarms = Annotated[
-    float, o.option("--false-alarms", help="The share of usual inputs that may be flagged."), o.Fraction()
-]
+_FalseAlarms = Annotated[float, o.option("The share of usual inputs that may be flagged."), o.Fraction()]
 
 
 @dataclass(frozen=True)
@@ -49,40 +47,27 @@ class PosteriorOptions:
     """How a posterior is fitted."""
 
     panel: ClassVar[str] = "Posterior"
-    structure: Annotated[
-        str, o.option("--structure", help="The approximation of the curvature."), o.OneOf(STRUCTURES)
-    ] = "auto"
+    structure: Annotated[str, o.option("The approximation of the curvature."), o.OneOf(STRUCTURES)] = "auto"
     params: Annotated[
         str,
-        o.option(
-            "--params", help="Which weights are uncertain: all, last_layer, or a regular expression for their names."
-        ),
+        o.option("Which weights are uncertain: all, last_layer, or a regular expression for their names."),
     ] = "all"
-    prior_precision: Annotated[
-        float, o.option("--prior-precision", help="The prior precision, or where tuning starts from.")
-    ] = 1.0
+    prior_precision: Annotated[float, o.option("The prior precision, or where tuning starts from.")] = 1.0
     noise: Annotated[
         float | None,
-        o.option(
-            "--noise",
-            help="The standard deviation of regression noise, or where tuning starts from [that of the residuals].",
-        ),
+        o.option("The standard deviation of regression noise, or where tuning starts from [that of the residuals]."),
     ] = None
-    tune: Annotated[
-        bool, o.option("--tune/--no-tune", help="Whether the prior (and the noise) is tuned after the fit.")
-    ] = True
-    method: Annotated[
-        str, o.option("--method", help="How the prior is tuned."), o.OneOf(("auto", "evidence", "validation"))
-    ] = "auto"
+    tune: Annotated[bool, o.option("Whether the prior (and the noise) is tuned after the fit.", "--tune/--no-tune")] = (
+        True
+    )
+    method: Annotated[str, o.option("How the prior is tuned."), o.OneOf(("auto", "evidence", "validation"))] = "auto"
     memory: Annotated[
         float,
-        o.option("--memory", help="The most GB that the posterior may take. Larger structures are not considered."),
+        o.option("The most GB that the posterior may take. Larger structures are not considered."),
     ] = 4.0
     seconds: Annotated[
         float | None,
-        o.option(
-            "--seconds", help="The most seconds that the fit may take. Structures that need longer are not considered."
-        ),
+        o.option("The most seconds that the fit may take. Structures that need longer are not considered."),
     ] = None
     false_alarms: _FalseAlarms = 0.05
 
@@ -92,11 +77,11 @@ class TuneOptions:
     """How the prior of a saved posterior is tuned."""
 
     panel: ClassVar[str] = "Posterior"
-    prior_precision: Annotated[
-        float | None, o.option("--prior-precision", help="The prior precision to set, instead of searching for one.")
-    ] = None
+    prior_precision: Annotated[float | None, o.option("The prior precision to set, instead of searching for one.")] = (
+        None
+    )
     method: Annotated[
-        str, o.option("--method", help="How the prior is tuned."), o.OneOf(("auto", "evidence", "lbfgs", "validation"))
+        str, o.option("How the prior is tuned."), o.OneOf(("auto", "evidence", "lbfgs", "validation"))
     ] = "auto"
     false_alarms: _FalseAlarms = 0.05
 
@@ -260,7 +245,7 @@ def prior_in_words(laplace: Laplace) -> str:
 
 @o.command(without=("score",))
 def fit(
-    output: Annotated[Path, o.output_option("The folder for the posterior.")],
+    output: Annotated[Path, o.option("The folder for the posterior.", "--output", "-o")],
     model: o.ModelOptions,
     sets: o.TrainData,
     data: o.DataOptions,
@@ -325,7 +310,7 @@ def _describe(laplace: Laplace) -> dict[str, Any]:
 def tune(
     saved: o.SavedPosterior,
     output: Annotated[
-        Path | None, o.output_option("The folder for the result. Without it the posterior is replaced.")
+        Path | None, o.option("The folder for the result. Without it the posterior is replaced.", "--output", "-o")
     ] = None,
     *,
     sets: o.TrainData,

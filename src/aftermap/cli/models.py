@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from aftermap.cli.builtin import build_network
+from aftermap.cli.console import replaced_file
 from aftermap.cli.trust import search_working_folder_first
 from aftermap.errors import InputError, UnsupportedError
 
@@ -240,16 +241,10 @@ def save_weights(model: nn.Module, file: Path) -> None:
     Raises:
         OSError: the disk is full or not writable; what was there before stays.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
+    # Copies: tied weights would share memory, which safetensors refuses.
+    state = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model.state_dict().items()}
     try:
-        # Copies: tied weights would share memory, which safetensors refuses.
-        save_file(
-            {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model.state_dict().items()},
-            part,
-        )
-        part.replace(file)
+        with replaced_file(file) as part:
+            save_file(state, part)
     except SafetensorError as error:  # a full disk comes as this
         raise OSError(f"{file} could not be written: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 import torch
 import typer
@@ -42,23 +42,28 @@ __all__ = [
     "apply_config",
     "command",
     "option",
-    "output_option",
 ]
 
-option = typer.Option
+
+def option(help: str, *flags: str, **settings: Any) -> OptionInfo:
+    """An option of a command; without flags it is called like its field: `data_dir` is --data-dir."""
+    info: OptionInfo = typer.Option(*flags, help=help, **settings)
+    return info
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """An option that must be one of several words; its help lists them."""
+    """An option that must be one of several words, which its help lists."""
 
     allowed: tuple[str, ...]
 
     @property
-    def text(self) -> str:
+    def help(self) -> str:
+        """What the help text of the option says about it."""
         return f" One of {', '.join(self.allowed)}."
 
     def check(self, flag: str, value: str) -> None:
+        """Refuses another word."""
         if value not in self.allowed:
             raise InputError(f"{flag} {value!r} is not known; allowed are {', '.join(self.allowed)}")
 
@@ -67,9 +72,10 @@ class OneOf:
 class Fraction:
     """An option that must lie between 0 and 1."""
 
-    text: ClassVar[str] = ""
+    help: ClassVar[str] = ""
 
     def check(self, flag: str, value: float) -> None:
+        """Refuses another number."""
         if not 0 < value < 1:
             raise InputError(f"{flag} {value} must lie between 0 and 1; write 5 % as 0.05")
 
@@ -78,7 +84,7 @@ def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Call
     """Makes a command of a function whose arguments are groups of options, and single options.
 
     Args:
-        without: Names of options in these groups that mean nothing to this command; they keep their default.
+        without: The names of options in these groups that mean nothing to this command; they keep their default.
         **defaults: Other defaults than those of the groups, by the names of the options.
     """
 
@@ -87,66 +93,45 @@ def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Call
         groups: dict[str, Any] = {name: a.annotation for name, a in arguments.items() if is_dataclass(a.annotation)}
         offered: list[inspect.Parameter] = []
         for name, argument in arguments.items():
-            offered += _options_of(groups[name]) if name in groups else [argument]
-        offered = [p.replace(default=defaults.get(p.name, p.default)) for p in offered if p.name not in without]
+            group = groups.get(name)
+            members = [argument] if group is None else inspect.signature(group, eval_str=True).parameters.values()
+            offered += [_offered(p, getattr(group, "panel", None), defaults) for p in members if p.name not in without]
 
         def run(**values: Any) -> int | None:
             for parameter in offered:
-                _check(parameter.annotation, values[parameter.name])
+                for restriction in get_args(parameter.annotation)[2:]:
+                    restriction.check(_flag(parameter), values[parameter.name])
             for name, group in groups.items():
-                own = {f.name: values.pop(f.name) for f in fields(group) if f.name in values}
-                values[name] = group(**own)
+                members = [field.name for field in fields(group) if field.name in values]
+                values[name] = group(**{member: values.pop(member) for member in members})
             return function(**values)
 
-        made: Any = guarded(run)
-        made.__name__, made.__doc__ = function.__name__, function.__doc__
-        made.__signature__ = inspect.Signature(
-            [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=_described(p.annotation)) for p in offered]
-        )
-        made.__annotations__ = {}
-        return made
+        entry: Any = guarded(run)
+        entry.__name__, entry.__doc__, entry.__annotations__ = function.__name__, function.__doc__, {}
+        entry.__signature__ = inspect.Signature(offered)
+        return entry
 
     return decorate
 
 
-def _options_of(group: Any) -> list[inspect.Parameter]:
-    """The fields of a group as parameters whose help stands in the group's panel."""
-    hints = get_type_hints(group, include_extras=True)
-    parameters = []
-    for field in fields(group):
-        kind, info, *more = get_args(hints[field.name])
-        info = copy(info)
-        if isinstance(info, OptionInfo):
-            info.rich_help_panel = group.panel
-        default = inspect.Parameter.empty if not hasattr(group, field.name) else field.default
-        annotation = Annotated[(kind, info, *more)]  # type: ignore[valid-type]
-        parameters.append(
-            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-        )
-    return parameters
-
-
-def _described(annotation: Any) -> Any:
-    """The annotation with a help text that says which values are allowed."""
-    if get_origin(annotation) is not Annotated:
-        return annotation
-    kind, info, *checks = get_args(annotation)
-    info = copy(info)
-    info.help += "".join(c.text for c in checks)
-    return Annotated[kind, info]
-
-
-def _check(annotation: Any, value: Any) -> None:
+def _offered(parameter: inspect.Parameter, panel: str | None, defaults: Mapping[str, Any]) -> inspect.Parameter:
+    """A parameter as typer reads it: with its flag, its panel, its default, and a help text that says what is allowed."""
+    annotation = parameter.annotation
     if get_origin(annotation) is Annotated:
-        _, info, *checks = get_args(annotation)
-        for check in checks:
-            # In an annotation typer keeps the first name of an option as its default.
-            check.check(info.default, value)
+        kind, info, *restrictions = get_args(annotation)
+        if isinstance(info, OptionInfo):
+            info = copy(info)
+            # In an annotation typer keeps the first flag of an option as its default.
+            info.default = _flag(parameter) if info.default is ... else info.default
+            info.rich_help_panel = panel
+            info.help = (info.help or "") + "".join(r.help for r in restrictions)
+        annotation = Annotated[(kind, info, *restrictions)]
+    default = defaults.get(parameter.name, parameter.default)
+    return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def output_option(help: str) -> OptionInfo:
-    """The option --output."""
-    return typer.Option("--output", "-o", help=help)
+def _flag(parameter: inspect.Parameter) -> str:
+    return "--" + parameter.name.replace("_", "-")
 
 
 def apply_config(context: typer.Context, value: Path | None) -> Path | None:
@@ -206,14 +191,13 @@ _SPEC = "npz, csv, idx, image folder, builtin:digits, fashion-mnist, pkg.module:
 Weights = Annotated[
     Path | None,
     option(
-        "--weights",
-        help="The file with the network's weights: safetensors, npz, or a checkpoint of torch.save, which is read without "
-        "running code.",
+        "The file with the network's weights: safetensors, npz, or a checkpoint of torch.save, which is read without "
+        "running code."
     ),
 ]
 Task = Annotated[
     str,
-    option("--task", help="What the targets are."),
+    option("What the targets are."),
     OneOf(("auto", "classification", "binary", "regression", "counts")),
 ]
 FACTORY = "pkg.module:factory, or builtin:mlp|cnn|lenet|resnet20"
@@ -224,7 +208,7 @@ class ModelOptions:
     """The network that a command works on."""
 
     panel: ClassVar[str] = "Model"
-    model: Annotated[str, option("--model", metavar="SPEC", help=f"How the network is built: {FACTORY}.")]
+    model: Annotated[str, option(f"How the network is built: {FACTORY}.", metavar="SPEC")]
     weights: Weights = None
     task: Task = "auto"
 
@@ -237,14 +221,13 @@ class SavedPosterior:
     posterior: Annotated[Path, typer.Argument(metavar="POSTERIOR", help="The folder that fit or train has written.")]
     model: Annotated[
         str | None,
-        option("--model", metavar="SPEC", help=f"How the network is built, if not as the folder says: {FACTORY}."),
+        option(f"How the network is built, if not as the folder says: {FACTORY}.", metavar="SPEC"),
     ] = None
     weights: Weights = None
     trust_code: Annotated[
         bool,
         option(
-            "--trust-code",
-            help="Run the code that the folder names to build its network, although the folder may come from somebody else.",
+            "Run the code that the folder names to build its network, although the folder may come from somebody else."
         ),
     ] = False
 
@@ -260,24 +243,22 @@ class TrainData:
     """The data of a command that fits or trains."""
 
     panel: ClassVar[str] = "Data"
-    train: Annotated[str | None, option("--train", metavar="DATA", help=f"The training data: {_SPEC}.")] = None
+    train: Annotated[str | None, option(f"The training data: {_SPEC}.", metavar="DATA")] = None
     val: Annotated[
         str | None,
         option(
-            "--val", metavar="DATA", help="Held-out data, which tune the prior and choose the thresholds for flagging."
+            "Held-out data, on which a posterior is tuned and checked and its thresholds are chosen.", metavar="DATA"
         ),
     ] = None
     data: Annotated[
         str | None,
         option(
-            "--data",
-            metavar="DATA",
-            help="One set for all parts, instead of --train: train, validation and test are cut from it.",
+            "One set for all parts, instead of --train: train, validation and test are cut from it.", metavar="DATA"
         ),
     ] = None
-    drop: Annotated[
-        str | None, option("--drop", metavar="A,B", help="The columns of a csv that are neither inputs nor targets.")
-    ] = None
+    drop: Annotated[str | None, option("The columns of a csv that are neither inputs nor targets.", metavar="A,B")] = (
+        None
+    )
 
 
 @dataclass(frozen=True)
@@ -288,15 +269,11 @@ class TestData:
     panel: ClassVar[str] = "Data"
     test: Annotated[
         str | None,
-        option(
-            "--test", metavar="DATA", help="The test data, by default the test part of the set that was trained on."
-        ),
+        option("The test data, by default the test part of the set that was trained on.", metavar="DATA"),
     ] = None
     ood: Annotated[
         list[str] | None,
-        option(
-            "--ood", metavar="NAME=DATA", help="Data that should look unusual. The option may be given several times."
-        ),
+        option("Data that should look unusual. The option may be given several times.", metavar="NAME=DATA"),
     ] = None
 
 
@@ -305,22 +282,18 @@ class DataOptions:
     """How data are read."""
 
     panel: ClassVar[str] = "Data"
-    target: Annotated[
-        str | None, option("--target", help="The column of a csv with the targets: its name or its number.")
-    ] = None
+    target: Annotated[str | None, option("The column of a csv with the targets: its name or its number.")] = None
     data_dir: Annotated[
         str | None,
-        option("--data-dir", envvar="AFTERMAP_DATA", help="The folder of named data sets [~/.cache/aftermap]."),
+        option("The folder of named data sets [~/.cache/aftermap].", envvar="AFTERMAP_DATA"),
     ] = None
-    download: Annotated[bool, option("--download", help="Fetch a named data set that is not there.")] = False
-    image_size: Annotated[
-        str | None, option("--image-size", metavar="HxW", help="The size to which images of a folder are resized.")
-    ] = None
-    channels: Annotated[int | None, option("--channels", help="The channels of images of a folder: 1 (grey) or 3.")] = (
+    download: Annotated[bool, option("Fetch a named data set that is not there.")] = False
+    image_size: Annotated[str | None, option("The size to which images of a folder are resized.", metavar="HxW")] = None
+    channels: Annotated[int | None, option("The channels of images of a folder: 1 (grey) or 3.")] = None
+    limit: Annotated[int | None, option("The most examples to use of each set; the first ones are taken.", min=1)] = (
         None
     )
-    limit: Annotated[int | None, option("--limit", min=1, help="Use only this many examples of each set.")] = None
-    batch_size: Annotated[int, option("--batch-size", min=1, help="The number of examples in a batch.")] = 256
+    batch_size: Annotated[int, option("The number of examples in a batch.", min=1)] = 256
 
     def format(self, *, task: str = "auto", drop: str | None = None) -> DataFormat:
         """The options, checked.
@@ -353,15 +326,13 @@ class PredictiveOptions:
     panel: ClassVar[str] = "Predictive"
     kind: Annotated[
         str,
-        option("--kind", help="How the predictive is computed; auto is what suits the posterior."),
+        option("How the predictive is computed; auto is what suits the posterior."),
         OneOf(("auto", "linearised", "sampling")),
     ] = "auto"
-    samples: Annotated[
-        int, option("--samples", min=2, help="The number of draws that the predictive averages over.")
-    ] = 100
+    samples: Annotated[int, option("The number of draws that the predictive averages over.", min=2)] = 100
     score: Annotated[
         str,
-        option("--score", help="The score by which inputs are flagged."),
+        option("The score by which inputs are flagged."),
         OneOf(("entropy", "mutual_information", "variance", "max_probability")),
     ] = "entropy"
 
@@ -371,19 +342,18 @@ class RunOptions:
     """How a command runs, and what it says."""
 
     panel: ClassVar[str] = "Running"
-    seed: Annotated[int, option("--seed", min=0, help="The seed of every random draw in this command.")] = 0
-    device: Annotated[str, option("--device", help="Where to compute: cpu, cuda, cuda:1, mps or auto.")] = "cpu"
-    force: Annotated[bool, option("--force", help="Replace the output if it exists.")] = False
+    seed: Annotated[int, option("The seed of every random draw in this command.", min=0)] = 0
+    device: Annotated[str, option("Where to compute: cpu, cuda, cuda:1, mps or auto.")] = "cpu"
+    force: Annotated[bool, option("Replace the output if it exists.")] = False
     as_json: Annotated[
-        bool, option("--json", help="Write one JSON value to standard output, and words to standard error.")
+        bool, option("Write one JSON value to standard output, and words to standard error.", "--json")
     ] = False
     config: Annotated[
         Path | None,
         option(
-            "--config",
+            "A TOML file that says what options say. An option on the command line wins.",
             is_eager=True,
             callback=apply_config,
-            help="A TOML file that says what options say. An option on the command line wins.",
         ),
     ] = None
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from aftermap.cli import options as o
-from aftermap.cli.console import GOOD, confirmed
+from aftermap.cli.console import GOOD, confirmed, replaced_file
 from aftermap.cli.fit import try_model
 from aftermap.cli.sources import open_source
 from aftermap.cli.store import Fitted
@@ -32,11 +32,12 @@ def predict(
     saved: o.SavedPosterior,
     inputs: Annotated[str, typer.Argument(metavar="DATA", help="The new inputs. They need no targets.")],
     output: Annotated[
-        Path | None, o.output_option("The .csv or .json file to write. Without it the table goes to standard output.")
+        Path | None,
+        o.option("The .csv or .json file to write. Without it the table goes to standard output.", "--output", "-o"),
     ] = None,
     keep: Annotated[
         str | None,
-        o.option("--keep", metavar="A,B", help="The columns of a csv to copy in front, such as an identifier."),
+        o.option("The columns of a csv to copy in front, such as an identifier.", metavar="A,B"),
     ] = None,
     *,
     data: o.DataOptions,
@@ -64,7 +65,10 @@ def predict(
         score = "variance"  # the only one that is defined for them
     columns = {**copied, **_columns(prediction, fitted, score)}
     if output is not None:
-        _write(output, columns)
+        with replaced_file(output) as part:
+            part.write_text(
+                _csv(columns) if output.suffix == ".csv" else json.dumps(columns, indent=1) + "\n", encoding="utf-8"
+            )
     n, flagged, threshold = len(prediction), sum(map(bool, columns["flag"])), fitted.threshold(score)
     if threshold is None:
         summary = "no threshold is known, so nothing is flagged: fit or tune with --val"
@@ -132,15 +136,3 @@ def _csv(columns: dict[str, list[Any]]) -> str:
     for row in zip(*columns.values(), strict=True):
         writer.writerow([f"{v:.6g}" if isinstance(v, float) else "" if v is None else v for v in row])
     return stream.getvalue()
-
-
-def _write(output: Path, columns: dict[str, list[Any]]) -> None:
-    """First to a neighbour, then moved into place."""
-    text = _csv(columns) if output.suffix == ".csv" else json.dumps(columns, indent=1) + "\n"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(output)
-    finally:
-        part.unlink(missing_ok=True)

@@ -25,11 +25,12 @@ _MOST = 1000  # inputs whose uncertainty is traced to layers: the shares hardly 
 def report(
     saved: o.SavedPosterior,
     output: Annotated[
-        Path | None, o.output_option("The file to write. Without it, it is report.html in the posterior's folder.")
+        Path | None,
+        o.option("The file to write. Without it, it is report.html in the posterior's folder.", "--output", "-o"),
     ] = None,
-    title: Annotated[str, o.option("--title", help="The title of the report.")] = "Uncertainty report",
+    title: Annotated[str, o.option("The title of the report.")] = "Uncertainty report",
     with_where: Annotated[
-        bool, o.option("--where/--no-where", help="Whether the report says where in the network the uncertainty sits.")
+        bool, o.option("Whether the report says where in the network the uncertainty sits.", "--where/--no-where")
     ] = True,
     *,
     sets: o.TestData,

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 import aftermap
 from aftermap.cli import options as o
-from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter
+from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, plain_table
 from aftermap.errors import InputError
 
 __all__ = ["bench", "find_checkout", "reproduce"]
@@ -81,10 +80,7 @@ def reproduce(
 
 
 def _list(known: dict[str, Path], reporter: Reporter) -> None:
-    table = Table(header_style="bold", pad_edge=False, box=None)
-    table.add_column("name", no_wrap=True)
-    table.add_column("what")
-    table.add_column("results")
+    table = plain_table("name", "what", "results")
     rows = []
     for name, place in known.items():
         readme = place / "README.md"

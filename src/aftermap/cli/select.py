@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import nn
 
 from aftermap.cli import options as o
-from aftermap.cli.console import GOOD, confirmed
+from aftermap.cli.console import GOOD, confirmed, plain_table
 from aftermap.cli.fit import build_for, likelihood_of, resolve_task
 from aftermap.cli.models import save_weights
 from aftermap.cli.sources import DataFormat, Source, open_source
@@ -33,17 +33,17 @@ def select(
         ),
     ],
     output: Annotated[
-        Path | None, o.output_option("The safetensors file for the weights of the best candidate.")
+        Path | None, o.option("The safetensors file for the weights of the best candidate.", "--output", "-o")
     ] = None,
-    epochs: Annotated[int, o.option("--epochs", min=1, help="The number of passes that train each candidate.")] = 500,
-    lr: Annotated[float | None, o.option("--lr", help="The learning rate at the start.")] = None,
+    epochs: Annotated[int, o.option("The number of passes that train each candidate.", min=1)] = 500,
+    lr: Annotated[float | None, o.option("The learning rate at the start.")] = None,
     structure: Annotated[
         str,
-        o.option("--structure", help="The approximation of the curvature."),
+        o.option("The approximation of the curvature."),
         o.OneOf(("auto", "kron", "diagonal", "full", "ekfac")),
     ] = "kron",
     restarts: Annotated[
-        int, o.option("--restarts", min=1, help="How often each candidate is trained anew; its best training counts.")
+        int, o.option("How often each candidate is trained anew; its best training counts.", min=1)
     ] = 1,
     task: o.Task = "auto",
     *,
@@ -113,18 +113,10 @@ def _candidates(
 
 
 def _table(ranking: Ranking) -> Table:
-    table = Table(header_style="bold", pad_edge=False, box=None)
     tested = ranking.best.test_log_likelihood is not None
-    table.add_column("model")
-    for name in (
-        "log evidence",
-        "difference",
-        *(["test log-lik."] if tested else []),
-        "parameters",
-        "effective",
-        "at a mode",
-    ):
-        table.add_column(name, justify="right")
+    numbers = ["log evidence", "difference", "test log-lik.", "parameters", "effective", "at a mode"]
+    numbers = [name for name in numbers if tested or name != "test log-lik."]
+    table = plain_table("model", *numbers, right=numbers)
     for row in ranking.table:
         cells: list[Any] = [row["name"], f"{row['log_evidence']:.1f}", f"{row['difference']:.1f}"]
         cells += [f"{row['test_log_likelihood']:.3f}"] if tested else []

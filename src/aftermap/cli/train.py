@@ -30,37 +30,33 @@ class TrainOptions:
     """How a network is trained."""
 
     panel: ClassVar[str] = "Training"
-    optimizer: Annotated[
-        str, o.option("--optimizer", help="The optimiser. All but Adam end with a posterior."), o.OneOf(tuple(RATES))
-    ] = "vogn"
-    epochs: Annotated[int, o.option("--epochs", min=1, help="The number of passes over the training data.")] = 10
+    optimizer: Annotated[str, o.option("The optimiser. All but Adam end with a posterior."), o.OneOf(tuple(RATES))] = (
+        "vogn"
+    )
+    epochs: Annotated[int, o.option("The number of passes over the training data.", min=1)] = 10
     lr: Annotated[
         float | None,
-        o.option("--lr", help="The learning rate at the start; it falls to 0 along a cosine [by optimiser]."),
+        o.option("The learning rate at the start; it falls to 0 along a cosine [by optimiser]."),
     ] = None
     prior_precision: Annotated[
         float,
-        o.option("--prior-precision", help="The prior precision of the weights; with Adam, N times the weight decay."),
+        o.option("The prior precision of the weights; with Adam, N times the weight decay."),
     ] = 10.0
     damping: Annotated[
         float | None,
-        o.option("--damping", help="The number added to the curvature, which steadies the optimiser [by optimiser]."),
+        o.option("The number added to the curvature, which steadies the optimiser [by optimiser]."),
     ] = None
-    mc_samples: Annotated[
-        int, o.option("--mc-samples", min=1, help="The number of draws of the weights in each step.")
-    ] = 1
+    mc_samples: Annotated[int, o.option("The number of draws of the weights in each step.", min=1)] = 1
     noise: Annotated[
         float | None,
-        o.option("--noise", help="The standard deviation of regression noise [half that of the targets]."),
+        o.option("The standard deviation of regression noise [half that of the targets]."),
     ] = None
-    checkpoint_seconds: Annotated[
-        float, o.option("--checkpoint-seconds", help="The seconds between checkpoints within an epoch.")
-    ] = 30.0
+    checkpoint_seconds: Annotated[float, o.option("The seconds between checkpoints within an epoch.")] = 30.0
 
 
 @o.command(without=("kind", "score"), batch_size=128, samples=32)
 def train(
-    output: Annotated[Path, o.output_option("The folder of the run.")],
+    output: Annotated[Path, o.option("The folder of the run.", "--output", "-o")],
     model: o.ModelOptions,
     sets: o.TrainData,
     data: o.DataOptions,

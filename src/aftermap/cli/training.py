@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap.cli.console import replaced_file
 from aftermap.data import Examples
 from aftermap.distributed import all_reduce_, broadcast_, rank, same_everywhere, together, world_size
 from aftermap.errors import DataError, InputError, NumericalError
@@ -157,7 +158,6 @@ class Run:
         broadcast_(list(model.buffers()))
         with together("saving a checkpoint"):
             if rank() == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 content = {
                     "recipe": json.loads(json.dumps(asdict(self.recipe))),
                     "model": model.state_dict(),
@@ -165,22 +165,10 @@ class Run:
                     "step": self.step,
                     "history": self.history,
                 }
-                part = self.folder / f".{CHECKPOINT}.part"
-                try:
+                with replaced_file(self.folder / CHECKPOINT) as part:
                     torch.save(content, part)
-                    part.replace(self.folder / CHECKPOINT)
-                finally:
-                    part.unlink(missing_ok=True)
-                _write(self.folder / HISTORY, json.dumps(self.history, indent=1) + "\n")
-
-
-def _write(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+                with replaced_file(self.folder / HISTORY) as part:
+                    part.write_text(json.dumps(self.history, indent=1) + "\n", encoding="utf-8")
 
 
 def _epoch(recipe: Recipe, number: int, first: int) -> Iterator[Tensor]:

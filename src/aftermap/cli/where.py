@@ -22,13 +22,11 @@ _WIDE = 100  # columns of a screen with room for bars
 @o.command(without=("ood",), limit=1000, batch_size=100)
 def where(
     saved: o.SavedPosterior,
-    output: Annotated[Path | None, o.output_option("The JSON file for the results of every level.")] = None,
-    level: Annotated[
-        str, o.option("--level", help="How finely the uncertainty is told apart."), o.OneOf(LEVELS)
-    ] = "layer",
+    output: Annotated[Path | None, o.option("The JSON file for the results of every level.", "--output", "-o")] = None,
+    level: Annotated[str, o.option("How finely the uncertainty is told apart."), o.OneOf(LEVELS)] = "layer",
     top: Annotated[
         int,
-        o.option("--top", min=1, help="The number of most uncertain inputs, and of rows that --level filter shows."),
+        o.option("The number of most uncertain inputs, and of rows that --level filter shows.", min=1),
     ] = 16,
     *,
     sets: o.TestData,
