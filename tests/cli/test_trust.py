@@ -221,6 +221,28 @@ def test_a_factory_that_is_not_there(files: Files, posterior: Path) -> None:
         load_fitted(posterior)
 
 
+def test_files_are_found_without_running_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for place in ("bomb", "plain/deep"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "nets.py").write_text("raise RuntimeError('it ran')\n")
+    (tmp_path / "bomb" / "__init__.py").write_text("raise RuntimeError('it ran')\n")
+    assert trust.find_factory_file("bomb.nets:build") == tmp_path / "bomb" / "nets.py"
+    assert trust.find_factory_file("bomb:build") == tmp_path / "bomb" / "__init__.py"
+    assert trust.find_factory_file("plain.deep.nets:build") == tmp_path / "plain" / "deep" / "nets.py"
+    assert trust.find_factory_file("bomb/nets.py:build") == tmp_path / "bomb" / "nets.py"
+    for absent in (
+        "bomb.nets.more:build",
+        "plain.deep:build",
+        "plain:build",
+        "bomb.none:build",
+        "..:build",
+        "sys:exit",
+    ):
+        assert trust.find_factory_file(absent) is None, absent
+
+
 def test_training_data_that_a_folder_names_are_no_code(
     hostile: tuple[Path, str, Path], files: Files, marker: Path
 ) -> None:

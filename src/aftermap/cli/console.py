@@ -164,7 +164,7 @@ def confirmed(place: Path | None, *, force: bool, what: str) -> bool:
         Whether something is to be replaced.
 
     Raises:
-        InputError: it is there, and nobody allowed to replace it.
+        InputError: It is there, and nobody allowed to replace it.
     """
     if place is None:
         return False

@@ -90,11 +90,11 @@ def doctor(examined: ExaminedModel, sets: o.TrainData, data: o.DataOptions, run:
         reporter.note(
             f"no data: random inputs of shape {_shape(source)}; say --train DATA or --input-shape for the real ones"
         )
-    reporter.result({**facts, "model": model, "task": task, **_look(network, source, task, reporter)})
+    reporter.result({**facts, "model": model, "task": task, **_examine(network, source, task, reporter)})
     return GOOD
 
 
-def _look(network: nn.Module, source: Source, task: str, reporter: Reporter) -> dict[str, Any]:
+def _examine(network: nn.Module, source: Source, task: str, reporter: Reporter) -> dict[str, Any]:
     """How each layer is treated, and what every structure costs."""
     likelihood = parse_likelihood(task)
     some = _first(source)
@@ -149,14 +149,14 @@ def _random(
     """Inputs of the right shape with targets of the right kind."""
     shape, outputs = _guess(network, input_shape)
     wide = int(outputs.shape[-1])
-    resolved = ("classification" if wide > 1 else "regression") if task == "auto" else task
+    chosen_task = ("classification" if wide > 1 else "regression") if task == "auto" else task
     generator = torch.Generator().manual_seed(seed)
     size = min(batch_size, n_data)
     if shape is None:
         raise InputError("say the shape of one input: --input-shape 3x32x32")
     x = torch.randn(size, *shape, generator=generator).to(next(network.parameters()).dtype)
     where = tuple(outputs.shape[1:-1])
-    if resolved == "classification":
+    if chosen_task == "classification":
         y = torch.randint(wide, (size, *where), generator=generator)
     else:
         y = torch.randint(2, (size, *where, wide), generator=generator).float()
@@ -171,34 +171,34 @@ def _random(
         def __iter__(self) -> Any:
             return (batch for _ in range(len(self)) for batch in examples.batches(size))
 
-    return Source("random", "random inputs", Batches(Repeated(), size), examples), resolved
+    return Source("random", "random inputs", Batches(Repeated(), size), examples), chosen_task
 
 
 def _guess(network: nn.Module, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, Tensor]:
-    tried: list[tuple[int, ...]] = [] if shape is None else [shape]
+    candidates: list[tuple[int, ...]] = [] if shape is None else [shape]
     if shape is None:
         first = next((m for m in network.modules() if any(True for _ in m.parameters(recurse=False))), None)
         if isinstance(first, nn.Linear):
-            tried = [(first.in_features,)]
+            candidates = [(first.in_features,)]
         elif isinstance(first, nn.Conv2d):
-            tried = [(first.in_channels, side, side) for side in _SIDES]
+            candidates = [(first.in_channels, side, side) for side in _SIDES]
         elif isinstance(first, nn.Conv1d):
-            tried = [(first.in_channels, side) for side in _SIDES]
+            candidates = [(first.in_channels, side) for side in _SIDES]
     dtype = next((p.dtype for p in network.parameters()), torch.float32)
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     reason = ""
-    for candidate in tried:
+    for candidate in candidates:
         try:
             with torch.no_grad():
                 return candidate, call_model(network, torch.zeros(2, *candidate, dtype=dtype, device=device))
         except Exception as error:  # whatever a network raises on a shape that is not its own
             reason = f": {type(error).__name__}: {str(error).splitlines()[0]}"
-    said = (
+    problem = (
         "the shape of an input cannot be guessed"
         if shape is None
         else f"the network does not take inputs of shape {list(shape)}"
     )
-    raise InputError(f"{said}{reason}. Say --input-shape 3x32x32, or give data with --train")
+    raise InputError(f"{problem}{reason}. Say --input-shape 3x32x32, or give data with --train")
 
 
 def _first(source: Source) -> Any:
@@ -236,8 +236,8 @@ def _layers(factors: Any) -> Table:
 def _costs(costs: list[Cost]) -> Table:
     table = plain_table("structure", "parameters", "time", "memory", right=("parameters", "time", "memory"))
     for cost in costs:
-        _, _, said = str(cost).rpartition(": about ")
-        seconds, _, memory = said.partition(" and ")
+        _, _, estimate = str(cost).rpartition(": about ")
+        seconds, _, memory = estimate.partition(" and ")
         table.add_row(
             cost.structure + ("" if cost.params == "all" else ", last layer"), f"{cost.n_params:,}", seconds, memory
         )

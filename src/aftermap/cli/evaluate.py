@@ -54,8 +54,8 @@ class MapComparison:
         for row in comparison(self.bayesian, self.map):
             mark = MARKS.get(row.mark, "")
             colour = _COLOURS.get(row.mark, "")
-            said = f"[{colour}]{mark}[/]" if colour else mark
-            table.add_row(row.label, row.text("map"), row.text("bayesian"), said)
+            text = f"[{colour}]{mark}[/]" if colour else mark
+            table.add_row(row.label, row.text("map"), row.text("bayesian"), text)
         return table
 
     def report_to(self, reporter: Reporter, name: str) -> None:
@@ -114,15 +114,15 @@ def against_baseline(bayesian: Results, baseline: str, network: Results) -> tupl
     """Whether results are worse than a baseline beyond chance, in the scores that both have.
 
     Args:
-        bayesian: the results.
+        bayesian: The results of the posterior.
         baseline: "map", or a file of results.
-        network: of the network alone, for "map".
+        network: The results of the network alone, for "map".
 
     Returns:
         Exit code 0 or 4, and a sentence.
 
     Raises:
-        InputError: results of other data, or nothing in common.
+        InputError: The baseline has results of other data, or nothing in common with these.
     """
     other = network if baseline == "map" else _read(baseline)
     hashes = [r.provenance.get("data_hash") for r in (bayesian, other)]

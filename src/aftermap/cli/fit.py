@@ -117,7 +117,7 @@ def try_model(model: nn.Module, source: Source) -> tuple[Any, torch.Tensor]:
     """Runs the first batch through the network; its targets and the outputs.
 
     Raises:
-        InputError: the network does not take it.
+        InputError: The network does not take it.
     """
     device, _ = device_of_model(model)
     batch = unpack_batch(first_batch(source)).to(device)
@@ -138,7 +138,7 @@ def resolve_task(task: str, model: nn.Module, source: Source) -> str:
     """The task by the targets and the outputs, where it was not said.
 
     Raises:
-        InputError: the model does not take the data, or the targets could be classes or numbers.
+        InputError: The model does not take the data, or the targets could be classes or numbers.
     """
     targets, outputs = try_model(model, source)
     if task != "auto":

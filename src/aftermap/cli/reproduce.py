@@ -24,7 +24,7 @@ def find_checkout(folder: str) -> Path:
     """The nearest folder above the working folder, or above the package, that is a checkout with ``folder`` in it.
 
     Raises:
-        InputError: there is none.
+        InputError: There is none.
     """
     starts = [Path.cwd(), Path(aftermap.__file__).resolve().parent]
     for start in starts:

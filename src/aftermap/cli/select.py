@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 import typer
@@ -21,7 +22,22 @@ from aftermap.errors import InputError
 from aftermap.laplace.selection import Ranking
 from aftermap.laplace.selection import select as rank_by_evidence
 
-__all__ = ["select"]
+__all__ = ["SelectOptions", "select"]
+
+
+@dataclass(frozen=True)
+class SelectOptions:
+    """How the candidates are trained and compared."""
+
+    panel: ClassVar[str] = "Training"
+    epochs: Annotated[int, o.option("The number of passes that train each candidate.", min=1)] = 500
+    lr: Annotated[float | None, o.option("The learning rate at the start.")] = None
+    structure: Annotated[
+        str,
+        o.option("The approximation of the curvature."),
+        o.OneOf(("auto", "kron", "diagonal", "full", "ekfac")),
+    ] = "kron"
+    restarts: Annotated[int, o.option("How often each candidate is trained anew; its best training counts.", min=1)] = 1
 
 
 @o.command(without=("val", "ood"))
@@ -35,21 +51,12 @@ def select(
     output: Annotated[
         Path | None, o.option("The safetensors file for the weights of the best candidate.", "--output", "-o")
     ] = None,
-    epochs: Annotated[int, o.option("The number of passes that train each candidate.", min=1)] = 500,
-    lr: Annotated[float | None, o.option("The learning rate at the start.")] = None,
-    structure: Annotated[
-        str,
-        o.option("The approximation of the curvature."),
-        o.OneOf(("auto", "kron", "diagonal", "full", "ekfac")),
-    ] = "kron",
-    restarts: Annotated[
-        int, o.option("How often each candidate is trained anew; its best training counts.", min=1)
-    ] = 1,
     task: o.Task = "auto",
     *,
     sets: o.TrainData,
     tests: o.TestData,
     data: o.DataOptions,
+    training: SelectOptions,
     run: o.RunOptions,
 ) -> int:
     """Train several networks by the evidence and rank them: Occam's razor, without validation data.
@@ -62,20 +69,20 @@ def select(
     if (sets.train is None) == (sets.data is None):
         raise InputError("say which data: --train, or --data for a set that is cut into parts")
     data_format = data.format(task=task, drop=sets.drop)
-    training = open_source(sets.train or str(sets.data), "train", data_format)
+    source = open_source(sets.train or str(sets.data), "train", data_format)
     test = tests.test or sets.data
-    candidates = _candidates(models, training, data_format, device)
-    chosen_task = resolve_task(task, next(iter(candidates.values()))(), training)
-    options: dict[str, Any] = {} if lr is None else {"lr": lr}
+    candidates = _candidates(models, source, data_format, device)
+    chosen_task = resolve_task(task, next(iter(candidates.values()))(), source)
+    options: dict[str, Any] = {} if training.lr is None else {"lr": training.lr}
     ranking = rank_by_evidence(
         candidates,
-        training.batches,
-        likelihood_of(chosen_task, None, lambda: half_deviation(training)),
+        source.batches,
+        likelihood_of(chosen_task, None, lambda: half_deviation(source)),
         test=None if test is None else open_source(test, "test", data_format).batches,
-        restarts=restarts,
+        restarts=training.restarts,
         generator=run.generator(),
-        epochs=epochs,
-        structure=structure,
+        epochs=training.epochs,
+        structure=training.structure,
         **options,
     )
     reporter.table(_table(ranking))

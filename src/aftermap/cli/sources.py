@@ -1,4 +1,4 @@
-"""From `--train`, `--test` and their relatives to batches."""
+"""From `--train`, `--test` and the like to batches."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class Batches:
     """Batches that can be gone through again and again, with a bar if there is a terminal.
 
     Args:
-        data: examples in memory, or any iterable of batches.
-        size: examples in a batch of the former.
-        description: of the bar.
-        shared: under torchrun, give each process its own part.
+        data: Examples in memory, or any iterable of batches.
+        size: The number of examples in a batch, where they are in memory.
+        description: The words beside the bar.
+        shared: Whether, under torchrun, each process gets its own part.
     """
 
     def __init__(self, data: Examples | Iterable[Any], size: int, description: str = "", *, shared: bool = False):
@@ -114,10 +114,10 @@ class Source:
     """Data that were asked for.
 
     Attributes:
-        spec: as typed.
-        name: for tables.
-        batches: of (x, y).
-        examples: where they are in memory.
+        spec: What the user typed.
+        name: The name in tables.
+        batches: The batches of (x, y).
+        examples: The examples, where they are in memory.
     """
 
     spec: str
@@ -132,16 +132,16 @@ def open_source(
     """Opens data by what was typed.
 
     Args:
-        spec: a .npz, .csv or .tsv file, idx images (labels are found beside them), a folder of images, `builtin:digits`,
+        spec: A .npz, .csv or .tsv file, idx images (labels are found beside them), a folder of images, `builtin:digits`,
             `toy:moons`, a named set such as `fashion-mnist`, or `pkg.module:loader`. A built-in or named set may end in
             `:train`, `:validation`, `:test` or `:all`; else it is the part that the flag stands for.
         part: "train", "validation" or "test".
         data_format: How the data are read.
-        need_targets: refuse data without targets.
-        what: the flag, for messages.
+        need_targets: Whether data without targets are refused.
+        what: The flag, for messages.
 
     Raises:
-        InputError, DataError: nothing of that kind, or data that cannot be read.
+        InputError, DataError: There is nothing of that kind, or the data cannot be read.
     """
     before, _, ending = spec.rpartition(":")
     stem, named_part = (before, ending) if ending in _PARTS and before else (spec, part)
@@ -176,7 +176,7 @@ def open_parts(
     """The training data, and the validation data if there are any.
 
     Raises:
-        InputError: None or both of --train and --data.
+        InputError: Neither or both of --train and --data were given.
     """
     if (train is None) == (data is None):
         raise InputError("say which data: --train (and --val), or --data for a set that is cut into parts")

@@ -1,4 +1,4 @@
-"""A posterior folder of the command line: with the network, what it was fitted on, and thresholds; and back."""
+"""A posterior folder of the command line: how it is checked, written with all that prediction needs, and read."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def calibrate(
     """Thresholds and quantiles of every score on held-out data.
 
     Returns:
-        score -> threshold as plain values, and score -> 201 quantiles from the lowest to the highest.
+        The threshold of each score as plain values, and 201 quantiles of each score from the lowest to the highest.
     """
     with_generator = {**options, "generator": torch.Generator().manual_seed(seed)}
     scores = available_scores(collect(predictor, batches, options=with_generator, need_targets=False).prediction)
@@ -139,15 +139,17 @@ def finish(
         extras["self_check"] = {"passed": not check.collapsed, "on": data, "message": check.message}
         state, style, code = ("FAILED", "bold red", CHECK_FAILED) if check.collapsed else ("passed", None, GOOD)
         reporter.line(f"self-check on {data} {state}: {check.message}", style=style)
-    if validation is None:
-        reporter.line("no threshold for flagging: add --val, held-out data to choose it on")
-    else:
+    if validation is not None:
         batches = validation.batches.named("thresholds")
         extras["thresholds"], reference = calibrate(predictor, batches, options, false_alarms, seed)
-        threshold = Threshold.from_dict(extras["thresholds"].get("entropy") or extras["thresholds"]["variance"])
+    checked = replace(fitted, extras=extras)
+    threshold = checked.threshold("entropy") or checked.threshold("variance")
+    if threshold is None or validation is None:
+        reporter.line("no threshold for flagging: add --val, held-out data to choose it on")
+    else:
         reporter.line(
-            f"flag above {threshold.value:.3g} {threshold.score.replace('_', ' ')} = {threshold.false_alarm_rate:.0%} false "
-            f"alarms on data like the {threshold.n_data:,} of {validation.name}"
+            f"flag above {threshold.value:.3g} {threshold.score} = {threshold.false_alarm_rate:.0%} false alarms on data "
+            f"like the {threshold.n_data:,} of {validation.name}"
         )
     if rank() == 0:
         save_fitted(predictor, folder, extras, reference, overwrite=overwrite)
@@ -195,8 +197,8 @@ def load_fitted(
         trust_code: Whether the factory that the folder names may run although nobody else vouches for it.
 
     Raises:
-        DataError: no posterior, or a damaged one.
-        InputError: the network cannot be built, does not fit, or is built by code that the user has not allowed.
+        DataError: There is no posterior, or a damaged one.
+        InputError: The network cannot be built, does not fit, or is built by code that the user has not allowed.
     """
     config = read_saved_config(folder)
     extras = dict(config.get("extras", {}))

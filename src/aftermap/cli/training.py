@@ -47,20 +47,20 @@ class Recipe:
     """Everything that decides what a run computes.
 
     Attributes:
-        model: how the network is built.
-        options: of a built-in network.
-        data: training data as typed.
-        n_data: their number.
-        task: of the likelihood.
-        noise: of a regression.
-        optimizer: its name.
-        epochs: passes over the data.
-        batch_size: of all processes together.
-        lr: at the start; it falls to 0 along a cosine.
-        prior_precision: δ; with Adam a weight decay of δ/N.
-        damping: γ.
-        mc_samples: draws per step.
-        seed: of order, weights and noise.
+        model: How the network is built.
+        options: The options of a built-in network.
+        data: The training data, as the user typed them.
+        n_data: The number of training examples.
+        task: The task, which decides the likelihood.
+        noise: The noise of a regression.
+        optimizer: The name of the optimiser.
+        epochs: The number of passes over the data.
+        batch_size: The number of examples in a batch, over all processes.
+        lr: The learning rate at the start; it falls to 0 along a cosine.
+        prior_precision: The prior precision δ; with Adam it is a weight decay of δ/N.
+        damping: The damping γ.
+        mc_samples: The number of draws of the weights in a step.
+        seed: The seed of order, weights and noise.
     """
 
     model: str
@@ -80,12 +80,12 @@ class Recipe:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of nearly equal size."""
+        """The number of batches, of nearly equal size, in an epoch."""
         return max(1, math.ceil(self.n_data / self.batch_size))
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """The number of steps of the whole run."""
         return self.epochs * self.steps_per_epoch
 
 
@@ -118,8 +118,8 @@ class Run:
     """A run's folder: what was done so far.
 
     Args:
-        folder: of the run.
-        recipe: what is to be done.
+        folder: The folder of the run.
+        recipe: What is to be done.
     """
 
     def __init__(self, folder: Path, recipe: Recipe):
@@ -131,18 +131,18 @@ class Run:
         """Takes up a checkpoint, if there is one of the same recipe.
 
         Raises:
-            InputError: the folder belongs to another recipe.
-            DataError: the checkpoint is damaged.
+            InputError: The folder belongs to another recipe.
+            DataError: The checkpoint is damaged.
         """
         file = self.folder / CHECKPOINT
         if not file.is_file():
             return False
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
-            old, own = saved["recipe"], json.loads(json.dumps(asdict(self.recipe)))
+            old, new = saved["recipe"], json.loads(json.dumps(asdict(self.recipe)))
         except Exception as error:  # torch raises many kinds for a file that is not its own
             raise DataError(f"{file} is damaged: {error}. Remove it, or start anew with --force") from error
-        different = [f"{k}: {old.get(k)!r} there, {own[k]!r} now" for k in own if old.get(k) != own[k]]
+        different = [f"{k}: {old.get(k)!r} there, {new[k]!r} now" for k in new if old.get(k) != new[k]]
         if different:
             raise InputError(
                 f"{self.folder} holds a run with other settings ({'; '.join(different[:4])}). "
@@ -191,16 +191,16 @@ def train_network(
     """Goes on to the end of the recipe.
 
     Args:
-        run: where it stands; moved on.
-        model: the network.
-        optimizer: of the recipe.
-        data: training data.
-        likelihood: its negative logarithm is the loss.
-        every: seconds between checkpoints; one is written after every epoch anyway.
-        stop_after: stop, with a checkpoint, after this many steps of this call.
+        run: Where it stands; it is moved on.
+        model: The network.
+        optimizer: The optimiser of the recipe.
+        data: The training data.
+        likelihood: The likelihood, whose negative logarithm is the loss.
+        every: The seconds between checkpoints; one is written after every epoch anyway.
+        stop_after: The number of steps of this call after which it stops, with a checkpoint.
 
     Raises:
-        NumericalError: the loss is no longer finite.
+        NumericalError: The loss is no longer finite.
     """
     recipe = run.recipe
     if data.targets is None or len(data) < world_size():

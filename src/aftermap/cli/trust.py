@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pkgutil
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -26,11 +27,11 @@ def check_factory(spec: str, folder: Path) -> None:
     """Refuses to run a factory that only the folder names.
 
     Args:
-        spec: how the folder says that its network is built.
-        folder: of the posterior.
+        spec: How the folder says that its network is built.
+        folder: The folder of the posterior.
 
     Raises:
-        InputError: the factory is code, and nothing says that the user trusts it.
+        InputError: The factory is code, and nothing says that the user trusts it.
     """
     if spec.startswith("builtin:"):
         return
@@ -49,7 +50,7 @@ def remember(spec: str, folder: Path) -> None:
     """Notes that the user saved this folder with this factory.
 
     Raises:
-        OSError: the memory cannot be written.
+        OSError: The memory cannot be written.
     """
     file = None if spec.startswith("builtin:") else find_factory_file(spec)
     if file is None:
@@ -107,17 +108,25 @@ def find_factory_file(spec: str) -> Path | None:
     if not all(part.isidentifier() for part in parts):
         return None
     search_working_folder_first()
-    found: ModuleSpec | None = None
-    for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        folders = None if found is None else found.submodule_search_locations
-        if depth > 1 and folders is None:
-            return None
-        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-        found = next((s for f in finders if f is not None and (s := f(name, folders)) is not None), None)
-        if found is None:
-            return None
-    return Path(found.origin).resolve() if found is not None and found.has_location and found.origin else None
+    first = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    module = next((s for find in first if find is not None and (s := find(parts[0], None)) is not None), None)
+    for part in parts[1:]:
+        module = None if module is None else _find_below(module, part)
+    return Path(module.origin).resolve() if module is not None and module.has_location and module.origin else None
+
+
+def _find_below(package: ModuleSpec, part: str) -> ModuleSpec | None:
+    """A module of a package that is not imported, as the import system would find it in the package's folders."""
+    name = f"{package.name}.{part}"
+    namespace = ModuleSpec(name, None, is_package=True)
+    folders = list(package.submodule_search_locations or ())
+    for finder in (pkgutil.get_importer(folder) for folder in folders):
+        module = None if finder is None else finder.find_spec(name)
+        if module is not None and module.loader is not None:
+            return module
+        if module is not None and namespace.submodule_search_locations is not None:
+            namespace.submodule_search_locations += list(module.submodule_search_locations or ())
+    return namespace if namespace.submodule_search_locations else None
 
 
 def search_working_folder_first() -> None:
