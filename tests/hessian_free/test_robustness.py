@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.errors import DataError, InputError, NotFittedError, NumericalError, NumericalWarning, StatisticalWarning
-from aftermap.hessian_free import HessianFree, StepReport
+from aftermap.hessian_free import HessianFree, PushReport
 from aftermap.likelihoods import Gaussian
 from aftermap.testing import ModelSnapshot, check_predictor, check_unchanged
 from tests.hessian_free.problems import PRIOR, classification, curve, fresh
@@ -60,7 +60,7 @@ def test_bad_functionals_are_named_and_nothing_is_changed(functional: Any, messa
 
 @pytest.mark.parametrize("step", [0, -0.5, math.nan, math.inf, True, "1"])
 def test_a_step_that_pushes_nothing_is_refused(step: Any) -> None:
-    with pytest.raises(InputError, match="step=.*λ.*must be a positive"):
+    with pytest.raises(InputError, match="step=.*must be a positive and finite number.*λ"):
         HessianFree(curve().model, "regression", step=step)
 
 
@@ -68,10 +68,10 @@ def test_a_step_that_pushes_nothing_is_refused(step: Any) -> None:
     ("options", "message"),
     [
         ({"method": "newton"}, "method='newton' is not known; allowed are 'auto'"),
-        ({"deviation": 0.0}, "deviation=0.0 must be a positive number"),
-        ({"steps": 0}, "steps must be a whole number of at least 1"),
-        ({"queries": 2.5}, "queries must be a whole number"),
-        ({"momentum": 1.0}, "momentum=1.0 must be in"),
+        ({"deviation": 0.0}, "deviation=0.0 must be a positive and finite number"),
+        ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({"queries": 2.5}, "queries=2.5 must be a whole number"),
+        ({"momentum": 1.0}, "momentum=1.0 must lie in"),
         ({"lr": -1.0}, "lr=-1.0 must be a positive"),
         ({"dtype": torch.float16}, "dtype=torch.float16 must be"),
         ({"temperature": 0.0}, "temperature=0.0 must be"),
@@ -204,7 +204,7 @@ def test_the_automatic_step_moves_by_the_wanted_deviation() -> None:
     hf.joint(problem.asked)
     assert hf.report is not None
     for report in hf.report.functionals:
-        assert isinstance(report, StepReport)
+        assert isinstance(report, PushReport)
         assert report.deviation == pytest.approx(0.05, rel=0.1)
         assert report.step * math.sqrt(report.variance) == pytest.approx(report.deviation)
         assert report.energy == pytest.approx(1.0, abs=0.02)

@@ -4,7 +4,7 @@ Members never influence each other: what one does is what it would do alone. Tho
 
 Index legend: m members, p parameters.
 
-The runners fine-tune pushed objectives: to the minimum over all data, or by a fixed number of steps on common batches.
+The fine-tuners minimise pushed objectives: to the minimum over all data, or by a fixed number of steps on common batches.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from aftermap.hessian_free.settings import Settings
 from aftermap.models import evaluating
 
 __all__ = [
-    "BatchRunner",
-    "Ends",
-    "FullDataRunner",
+    "BatchFineTuner",
+    "FineTuned",
+    "FineTuner",
+    "FullDataFineTuner",
     "Minimum",
     "Point",
-    "Runner",
     "largest_curvature",
     "lbfgs",
     "newton_cg",
@@ -272,7 +272,7 @@ def _next(t: Tensor, low: Tensor, high: Tensor, low_slope: Tensor, high_slope: T
 
 
 @dataclass(frozen=True)
-class Ends:
+class FineTuned:
     """Where fine-tuning ended.
 
     Attributes:
@@ -296,19 +296,19 @@ class Ends:
     control_gradient: Tensor
 
 
-class Runner(ABC):
+class FineTuner(ABC):
     """Fine-tunes members from given starts."""
 
     @abstractmethod
-    def control(self, start: Tensor, goal: float) -> tuple[Ends, Evaluation]:
-        """The λ = 0 run from weights [P], and what was at the start: ends of one member."""
+    def control(self, start: Tensor, goal: float) -> tuple[FineTuned, Evaluation]:
+        """The λ = 0 run from weights [P], and what was at the start: the result of one member."""
 
     @abstractmethod
-    def run(self, start: Tensor, push: Push, goal: Tensor) -> Ends:
+    def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
         """Fine-tunes members [m, P] under their pushes; with both signs, members k and k + m/2 are a pair."""
 
 
-class FullDataRunner(Runner):
+class FullDataFineTuner(FineTuner):
     """Minimises over all data, which the objective keeps.
 
     Args:
@@ -334,22 +334,22 @@ class FullDataRunner(Runner):
                 return newton_cg(evaluate, product, start, goal, max_steps=settings.max_steps)
             return lbfgs(evaluate, start, goal, max_steps=settings.max_steps, history=settings.history)
 
-    def control(self, start: Tensor, goal: float) -> tuple[Ends, Evaluation]:
+    def control(self, start: Tensor, goal: float) -> tuple[FineTuned, Evaluation]:
         with evaluating(self.objective.model):
             before = self.objective.evaluate(start[None])
         found = self._minimise(start[None], None, torch.full_like(before.loss, goal))
         self._control = found.theta[0], found.value[0], found.gradient[0]
-        ends = Ends(found.theta, found.value, found.gradient, found.steps, found.converged, *self._control)
-        return ends, before
+        fine_tuned = FineTuned(found.theta, found.value, found.gradient, found.steps, found.converged, *self._control)
+        return fine_tuned, before
 
-    def run(self, start: Tensor, push: Push, goal: Tensor) -> Ends:
+    def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
         assert self._control is not None  # fit made it
         found = self._minimise(start, push, goal)
         loss = self.objective.losses(found.theta, self.objective.batches)
-        return Ends(found.theta, loss, found.gradient, found.steps, found.converged, *self._control)
+        return FineTuned(found.theta, loss, found.gradient, found.steps, found.converged, *self._control)
 
 
-class BatchRunner(Runner):
+class BatchFineTuner(FineTuner):
     """A fixed number of steps of SGD or Adam; every member sees the same batches, and so does the λ = 0 control.
 
     Args:
@@ -425,13 +425,13 @@ class BatchRunner(Runner):
                 total = Evaluation(total.loss + loss, total.shift, total.gradient + slope)
         return total
 
-    def control(self, start: Tensor, goal: float) -> tuple[Ends, Evaluation]:
+    def control(self, start: Tensor, goal: float) -> tuple[FineTuned, Evaluation]:
         before = self._over_all(start[None], None)
         theta = self._descend(start[None], None)
         after = self._over_all(theta, None)
-        return self._ends(theta, after, theta[0], after), before
+        return self._result(theta, after, theta[0], after), before
 
-    def run(self, start: Tensor, push: Push, goal: Tensor) -> Ends:
+    def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
         # The control goes along: the same batches, hence the same drift and the same noise.
         none = Push(push.functionals, torch.cat([push.weights, torch.zeros_like(push.weights[:1])]))
         pairs = len(start) // 2 if self.settings.symmetric else 0
@@ -439,12 +439,12 @@ class BatchRunner(Runner):
         found = self._over_all(theta, none)
         members = Evaluation(found.loss[:-1], found.shift[:-1], found.gradient[:-1])
         last = Evaluation(found.loss[-1:], found.shift[-1:], found.gradient[-1:])
-        return self._ends(theta[:-1], members, theta[-1], last)
+        return self._result(theta[:-1], members, theta[-1], last)
 
-    def _ends(self, theta: Tensor, found: Evaluation, control: Tensor, last: Evaluation) -> Ends:
+    def _result(self, theta: Tensor, found: Evaluation, control: Tensor, last: Evaluation) -> FineTuned:
         count = torch.full((len(theta),), self.settings.steps, device=theta.device)
         done = torch.ones_like(count, dtype=torch.bool)
-        return Ends(theta, found.loss, found.gradient, count, done, control, last.loss[0], last.gradient[0])
+        return FineTuned(theta, found.loss, found.gradient, count, done, control, last.loss[0], last.gradient[0])
 
 
 def _shared_squares(slope: Tensor, pairs: int) -> Tensor:
