@@ -203,7 +203,11 @@ def test_names_are_shown_as_they_are():
             "class per point",
         ),
         (lambda: figures.score_histograms([0.1], [0.2]), InputError, "outside must be a mapping"),
-        (lambda: figures.attack_curves({}, quantity="speed"), InputError, "'speed', but must be one of 'accuracy'"),
+        (
+            lambda: figures.attack_curves({}, quantity="speed"),
+            InputError,
+            "quantity='speed' is not known; allowed are 'accuracy'",
+        ),
         (lambda: figures.evidence_curve([0.0, 1.0], [1.0, 2.0]), InputError, "positive on a logarithmic axis"),
         (lambda: figures.evidence_curve([0.5, 1.0], [1.0]), ShapeError, "one number per value, got 1 for 2"),
         (lambda: figures.training_history({}), InputError, "history must be a mapping"),

@@ -90,7 +90,7 @@ def test_bad_input():
         SWAG(net).predict(x)
     with pytest.raises(InputError, match="other parameters"):
         SWAG(net).collect().collect(make_net(5))
-    with pytest.raises(InputError, match="rank must be"):
+    with pytest.raises(InputError, match="rank=-1 must be"):
         SWAG(net, rank=-1)
     with pytest.warns(StatisticalWarning, match="fewer than two"):
         swag = SWAG(net).fit([(x, y)], epochs=1)

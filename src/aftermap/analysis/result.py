@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aftermap import checks
 from aftermap.analysis.layers import LayerResult
 from aftermap.analysis.levels import ClassResult, InputResult
 from aftermap.analysis.perturbation import Perturbation
@@ -91,6 +92,7 @@ class Where:
         Raises:
             InputError: an unknown level, or a calibration that was not asked for.
         """
+        checks.choice("level", level, LEVELS)
         if level == "layer":
             return self._layer_table()
         if level == "filter":
@@ -102,9 +104,7 @@ class Where:
             return self.classes.table(self.layer_names)
         if level == "input":
             return self.inputs.table(self.layer_names)
-        if level == "calibration":
-            return self._calibration_table()
-        raise InputError(f"level={level!r} is not known; allowed are {', '.join(map(repr, LEVELS))}")
+        return self._calibration_table()
 
     def _layer_table(self) -> Table:
         layers = self.layers
@@ -243,6 +243,5 @@ class Where:
         """
         from aftermap.analysis.figures.where import FIGURES, draw
 
-        if name not in FIGURES:
-            raise InputError(f"there is no figure {name!r}; there are: {', '.join(FIGURES)}")
+        checks.choice("name", name, FIGURES)
         return draw(name, self, **options)

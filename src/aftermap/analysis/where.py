@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from aftermap import checks
 from aftermap.analysis.layers import Contributions, LayerSums, contributions, layer_results, layers_of
 from aftermap.analysis.levels import ClassSums, InputKeeper
 from aftermap.analysis.parts import cut
@@ -16,7 +17,7 @@ from aftermap.analysis.perturbation import Perturbation, perturbations
 from aftermap.analysis.result import Where
 from aftermap.analysis.weights import summarise, weight_maps
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.errors import DataError, InputError
+from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.models import check_device, evaluating, model_errors_explained
 from aftermap.params import named_parameters
@@ -75,8 +76,8 @@ def where(
     References:
         Kniebel 2020, Where is the uncertainty in Bayesian neural networks; MacKay 1992 for γ.
     """
-    _check_count("top", top)
-    _check_count("draws", draws)
+    checks.count("top", top)
+    checks.count("draws", draws)
     inner = _inner(predictor)
     model, posterior, likelihood = inner.model, inner.posterior, inner.likelihood
     parts = cut(posterior, model)
@@ -136,11 +137,6 @@ class _Seen:
         self.inputs.add(batch, found, prediction)
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}={value!r} must be a whole number of at least 1")
-
-
 def _inner(predictor: Any) -> PosteriorPredictor:
     """The model with its posterior and likelihood, behind a facade or as it is."""
     found = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
@@ -156,12 +152,7 @@ def _training_data(loader: Iterable[Any], calibration: Iterable[Any] | bool) -> 
     if calibration is False:
         return None
     data = loader if calibration is True else calibration
-    if not isinstance(data, Iterable) or iter(data) is data:
-        raise DataError(
-            f"the calibration test goes through its data again and again, and a {type(data).__name__} can be read once only; "
-            "pass a DataLoader or a list of batches"
-        )
-    return data
+    return checks.repeatable("calibration", data, "the calibration test")
 
 
 def _batches(inner: PosteriorPredictor, data: Iterable[Any], unpack: Unpack | None) -> Iterator[Batch]:

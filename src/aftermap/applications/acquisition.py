@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import InputError, ShapeError, UnsupportedError
 from aftermap.linalg import symmetrise
 from aftermap.predictive import Prediction
@@ -154,12 +155,8 @@ def parse_acquisition(acquisition: str | Acquisition) -> Acquisition:
     """
     if callable(acquisition):
         return acquisition
-    if acquisition not in ACQUISITIONS:
-        names = ", ".join(map(repr, ACQUISITIONS))
-        raise InputError(
-            f"acquisition={acquisition!r} is not known; allowed are {names}, or a function of (prediction, generator)"
-        )
-    return ACQUISITIONS[acquisition]
+    known = checks.choice("acquisition", acquisition, ACQUISITIONS, otherwise="a function of (prediction, generator)")
+    return ACQUISITIONS[known]
 
 
 def top(scores: Tensor, count: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap import metrics as m
 from aftermap.applications.acquisition import (
     Acquisition,
@@ -214,8 +215,7 @@ def _name(acquisition: Acquisition | Selector) -> str:
 
 def _check_numbers(size: int, known: int, batch: object, budget: object) -> None:
     for name, value in (("batch", batch), ("budget", budget)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        checks.count(name, value)
     if not known <= int(budget) <= size:  # type: ignore[call-overload]
         raise InputError(
             f"budget={budget} counts all labels, also the {known} initial ones, of a pool of {size}: "

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import unpack_inputs
 from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
 from aftermap.evaluation.predictor import Predictor, check_predictor_object
@@ -151,8 +152,7 @@ def upper_confidence_bound(
     >>> upper_confidence_bound(unit), upper_confidence_bound(unit, maximise=True)
     (tensor([1.]), tensor([3.]))
     """
-    if not 0 <= beta < math.inf:
-        raise InputError(f"beta={beta} must be a finite number of at least 0")
+    beta = checks.number("beta", beta, least=0)
     mean, sd = _moments(prediction, maximise, output)
     return mean + beta * sd
 
@@ -218,8 +218,7 @@ def thompson_sample(
         raise UnsupportedError(
             f"Thompson sampling needs joint samples, function_samples(x, count), which {type(predictor).__name__} lacks"
         )
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+    n = checks.count("n", n)
     size = unpack_inputs(candidates).size
     if distinct and n > size:
         raise InputError(f"{n} distinct choices were asked for, but there are {size} candidates")
@@ -330,8 +329,7 @@ def maximise(
     check_predictor_object(predictor)
     box = check_bounds(bounds)
     for name, value in (("starts", starts), ("raw", raw), ("iterations", iterations)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        checks.count(name, value)
 
     def score(x: Tensor, differentiable: bool) -> Tensor:
         options = {"differentiable": True} if differentiable else {}
@@ -449,11 +447,9 @@ def minimise(
     >>> minimise(lambda x: x.sum(), [[0.0, 1.0]], fit, evaluations=6).y.shape
     torch.Size([6])
     """
-    if strategy not in STRATEGIES:
-        raise InputError(f"strategy={strategy!r} is not known; allowed are {', '.join(map(repr, STRATEGIES))}")
+    checks.choice("strategy", strategy, STRATEGIES)
     for name, value in (("evaluations", evaluations), ("initial", initial)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        checks.count(name, value)
     if initial > evaluations:
         raise InputError(f"initial={initial} evaluations are more than all evaluations={evaluations}")
     box = check_bounds(bounds)

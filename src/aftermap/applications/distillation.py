@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.baselines import Deterministic
-from aftermap.baselines.base import check_count, check_module, check_positive, private_randomness
+from aftermap.baselines.base import private_randomness
 from aftermap.batches import Unpack, check_inputs, unpack_batch, unpack_inputs
 from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
 from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, collect
@@ -184,9 +185,8 @@ def distil(
     (torch.Size([64, 4]), 2)
     """
     check_predictor_object(predictor)
-    check_module(student, "distil: student")
-    check_count("epochs", epochs)
-    check_positive("temperature", temperature)
+    student, epochs = checks.module("distil (for student=)", student), checks.count("epochs", epochs)
+    temperature = checks.number("temperature", temperature, above=0)
     given = {**({"generator": generator} if accepts(predictor, "generator") else {}), **(options or {})}
     lessons = _lessons(predictor, student, inputs_loader, given, unpack)
     kind = lessons[0][1].kind

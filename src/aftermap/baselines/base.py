@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, Unpack, check_inputs, iterate, unpack_inputs
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Likelihood, parse_likelihood
@@ -26,9 +27,6 @@ __all__ = [
     "Baseline",
     "Particles",
     "batches_of",
-    "check_count",
-    "check_module",
-    "check_positive",
     "mean_nll",
     "outputs_under",
     "private_randomness",
@@ -47,7 +45,7 @@ class Baseline(ABC):
     """
 
     def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification"):
-        self.model = check_module(model, type(self).__name__)
+        self.model = checks.module(type(self).__name__, model)
         self.likelihood = parse_likelihood(likelihood)
 
     @abstractmethod
@@ -75,31 +73,10 @@ class Baseline(ABC):
         """
         inputs = read_inputs(self.model, x)
         if samples is not None:
-            samples = check_count("samples", samples)
+            samples = checks.count("samples", samples)
         with torch.set_grad_enabled(differentiable):
             values = self.outputs(inputs, samples, generator)
         return samples_prediction(self.likelihood, values)
-
-
-def check_module(model: object, name: str) -> nn.Module:
-    """Raises unless a module was given."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{name} needs a torch.nn.Module as its model, got {type(model).__name__}")
-    return model
-
-
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """A whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value
-
-
-def check_positive(name: str, value: float) -> float:
-    """A positive, finite number."""
-    if not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise InputError(f"{name} must be a positive and finite number, got {value!r}")
-    return float(value)
 
 
 def read_inputs(model: nn.Module, x: Any) -> Any:
@@ -227,7 +204,7 @@ class Particles(Baseline):
         generator: torch.Generator | None = None,
     ) -> Particles:
         """Draws ``count`` sets of weights from a posterior, once."""
-        return Particles(model, draw_weights(posterior, check_count("count", count), generator), likelihood)
+        return Particles(model, draw_weights(posterior, checks.count("count", count), generator), likelihood)
 
     def __len__(self) -> int:
         return len(self.weights)

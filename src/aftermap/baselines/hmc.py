@@ -11,12 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
-    check_count,
-    check_positive,
     outputs_under,
     private_seed,
     targets_of,
@@ -124,8 +123,7 @@ class HMC(Baseline):
         max_params: int = 10_000,
     ):
         super().__init__(model, likelihood)
-        if kernel not in KERNELS:
-            raise InputError(f"kernel={kernel!r} is not known; allowed are {', '.join(map(repr, KERNELS))}")
+        checks.choice("kernel", kernel, KERNELS)
         norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if norms:
             raise UnsupportedError(
@@ -138,12 +136,12 @@ class HMC(Baseline):
                 f"HMC over {size:,} parameters would take days; max_params={max_params:,}. Choose fewer weights with params=, "
                 "or raise max_params if you mean it"
             )
-        self.prior_precision = check_positive("prior_precision", prior_precision)
+        self.prior_precision = checks.number("prior_precision", prior_precision, above=0)
         self.prior_mean, self.kernel, self.spread = float(prior_mean), kernel, float(spread)
-        self.chains, self.warmup = check_count("chains", chains), check_count("warmup", warmup, least=0)
-        self.draws = check_count("draws", draws, least=4)
-        self.step_size = check_positive("step_size", step_size)
-        self.trajectory = check_positive("trajectory", trajectory)
+        self.chains, self.warmup = checks.count("chains", chains), checks.count("warmup", warmup, 0)
+        self.draws = checks.count("draws", draws, 4)
+        self.step_size = checks.number("step_size", step_size, above=0)
+        self.trajectory = checks.number("trajectory", trajectory, above=0)
         self._like: Params = {n: p.detach() for n, p in model.named_parameters() if n in self.names}
         self._chains: Tensor | None = None
         self._diagnostics: ChainDiagnostics | None = None
@@ -270,7 +268,7 @@ class HMC(Baseline):
         """``count`` samples, evenly spaced over all chains, as a fixed ensemble; None: all."""
         rows = self.draw_table.flatten(0, 1)
         if count is not None:
-            if check_count("count", count) > len(rows):
+            if checks.count("count", count) > len(rows):
                 raise InputError(f"count={count}, but only {len(rows)} samples were drawn")
             rows = rows[torch.linspace(0, len(rows) - 1, count).round().long()]
         return Particles(self.model, [unflatten(row, self._like, self.names) for row in rows], self.likelihood)

@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from aftermap.baselines.base import Baseline, check_count, private_randomness
+from aftermap import checks
+from aftermap.baselines.base import Baseline, private_randomness
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, check_device, evaluating
@@ -56,7 +57,7 @@ class MCDropout(Baseline):
         insert: float | None = None,
     ):
         super().__init__(model, likelihood)
-        self.samples = check_count("samples", samples)
+        self.samples = checks.count("samples", samples)
         if insert is not None:
             self.model = insert_dropout(model, insert)
         self._check()
@@ -122,8 +123,7 @@ def insert_dropout(model: nn.Module, p: float) -> nn.Module:
     >>> insert_dropout(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), 0.1)[1][0]
     Dropout(p=0.1, inplace=False)
     """
-    if not isinstance(p, float) or not 0 < p < 1:
-        raise InputError(f"the probability of dropping must lie in (0, 1), got {p!r}")
+    p = checks.fraction("insert", p, advice="Pass the probability of dropping, for instance insert=0.1")
     changed = copy.deepcopy(model)
     attention = tuple(n for n, m in changed.named_modules() if isinstance(m, nn.MultiheadAttention))
     places = [

@@ -20,19 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from aftermap import checks
 from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
-    check_count,
-    check_positive,
     mean_nll,
     outputs_under,
     targets_of,
 )
 from aftermap.batches import Batch, Unpack
 from aftermap.draws import normal_like
-from aftermap.errors import DataError, InputError, NotFittedError, NumericalError
+from aftermap.errors import DataError, NotFittedError, NumericalError
 from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, functional_outputs
 from aftermap.params import Params, Selection, select
@@ -185,14 +184,13 @@ class MeanField(Baseline):
         estimator: str = "local",
         samples: int = 100,
     ):
-        if estimator not in ESTIMATORS:
-            raise InputError(f"estimator={estimator!r} is not known; allowed are {', '.join(map(repr, ESTIMATORS))}")
+        checks.choice("estimator", estimator, ESTIMATORS)
         super().__init__(copy.deepcopy(model), likelihood)
-        self.prior_precision = check_positive("prior_precision", prior_precision)
-        self.prior_mean, self.samples = float(prior_mean), check_count("samples", samples)
+        self.prior_precision = checks.number("prior_precision", prior_precision, above=0)
+        self.prior_mean, self.samples = float(prior_mean), checks.count("samples", samples)
         own = dict(self.model.named_parameters())
         names = select(self.model, params)
-        first = math.log(math.expm1(check_positive("initial_scale", initial_scale)))
+        first = math.log(math.expm1(checks.number("initial_scale", initial_scale, above=0)))
         self._mean = {n: own[n].detach().clone().requires_grad_() for n in names}
         self._rho = {n: torch.full_like(own[n].detach(), first).requires_grad_() for n in names}
         self._local: dict[str, str | None] | None = {} if estimator == "weights" else None
@@ -247,10 +245,10 @@ class MeanField(Baseline):
         Returns:
             self; −ELBO / N of each epoch is in ``history``.
         """
-        epochs, samples = check_count("epochs", epochs), check_count("samples", samples)
-        temperature = check_positive("temperature", temperature)
-        self.n_data = self._count(data, unpack) if n_data is None else check_positive("n_data", n_data)
-        optimiser = torch.optim.Adam([*self._mean.values(), *self._rho.values()], lr=check_positive("lr", lr))
+        epochs, samples = checks.count("epochs", epochs), checks.count("samples", samples)
+        temperature = checks.number("temperature", temperature, above=0)
+        self.n_data = self._count(data, unpack) if n_data is None else checks.number("n_data", n_data, above=0)
+        optimiser = torch.optim.Adam([*self._mean.values(), *self._rho.values()], lr=checks.number("lr", lr, above=0))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
         self.model.train()
         for module in self.model.modules():
@@ -341,7 +339,7 @@ class MeanField(Baseline):
         total = 0.0
         with torch.no_grad():
             for batch in batches_of(self.model, data, unpack):
-                value, count = self._expected_nll(batch, check_count("samples", samples), generator)
+                value, count = self._expected_nll(batch, checks.count("samples", samples), generator)
                 total -= value.item() * count
             return total - self.kl().item()
 
@@ -349,7 +347,7 @@ class MeanField(Baseline):
         """Weights from q: name -> [count, *shape]."""
         deviation = self.deviation
         return {
-            n: m + deviation[n] * normal_like(m.expand(check_count("count", count), *m.shape), generator)
+            n: m + deviation[n] * normal_like(m.expand(checks.count("count", count), *m.shape), generator)
             for n, m in self.mean.items()
         }
 

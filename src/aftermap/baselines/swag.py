@@ -11,12 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
-    check_count,
-    check_positive,
     mean_nll,
     outputs_under,
     private_randomness,
@@ -69,8 +68,8 @@ class SWAG(Baseline):
         samples: int = 30,
     ):
         super().__init__(copy.deepcopy(model), likelihood)
-        self.rank, self.scale = check_count("rank", rank, least=0), check_positive("scale", scale)
-        self.samples = check_count("samples", samples)
+        self.rank, self.scale = checks.count("rank", rank, 0), checks.number("scale", scale, above=0)
+        self.samples = checks.count("samples", samples)
         self.collected, self._steps = 0, 0
         self._mean: Params = {}
         self._square_sum: Params = {}
@@ -128,10 +127,12 @@ class SWAG(Baseline):
         Returns:
             self.
         """
-        epochs = check_count("epochs", epochs)
-        every = None if collect_every is None else check_count("collect_every", collect_every)
+        epochs = checks.count("epochs", epochs)
+        every = None if collect_every is None else checks.count("collect_every", collect_every)
         chosen = [p for p in self.model.parameters() if p.requires_grad]
-        optimiser = torch.optim.SGD(chosen, lr=check_positive("lr", lr), momentum=momentum, weight_decay=weight_decay)
+        optimiser = torch.optim.SGD(
+            chosen, lr=checks.number("lr", lr, above=0), momentum=momentum, weight_decay=weight_decay
+        )
         self.model.train()
         try:
             with private_randomness(generator, check_device(self.model)[0]):
@@ -187,7 +188,7 @@ class SWAG(Baseline):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
         """Weights: name -> [count, *shape]."""
-        count, columns = check_count("count", count), len(self._columns)
+        count, columns = checks.count("count", count), len(self._columns)
         first, variance = next(iter(self.mean.values())), self.variance
         shared = normal_like(first.new_zeros(count, columns), generator)  # z₂ is one for all parameters
         drawn: Params = {}

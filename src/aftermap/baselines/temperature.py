@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from aftermap.baselines.base import Baseline, batches_of, check_positive, outputs_under, targets_of
+from aftermap import checks
+from aftermap.baselines.base import Baseline, batches_of, outputs_under, targets_of
 from aftermap.batches import Unpack
 from aftermap.errors import DataError, NotFittedError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Likelihood
@@ -92,7 +93,7 @@ class TemperatureScaling(Baseline):
                 f"temperature scaling divides logits, which {self.likelihood!r} does not have; it is for "
                 f"{' and '.join(_KINDS)}. For a regression fit the noise instead"
             )
-        self._temperature = None if temperature is None else check_positive("temperature", temperature)
+        self._temperature = None if temperature is None else checks.number("temperature", temperature, above=0)
 
     @property
     def temperature(self) -> float:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError, ShapeError
 
 __all__ = ["PARTS", "TOYS", "Examples", "as_inputs", "as_targets", "existing_file", "part_of", "split", "toy"]
@@ -151,8 +152,7 @@ def part_of(data: Examples, part: str, *, validation: float = 0.2, test: float =
     """One part of a data set that has no official parts: "train", "validation", "test" or "all"."""
     if part == "all":
         return data
-    if part not in PARTS:
-        raise InputError(f"part={part!r} is not known; allowed are {', '.join(PARTS)} and all")
+    checks.choice("part", part, (*PARTS, "all"))
     return split(data, validation=validation, test=test)[part]
 
 
@@ -205,7 +205,6 @@ def toy(name: str, n: int = 200, *, generator: torch.Generator | None = None) ->
     """
     if name not in TOYS:
         raise InputError(f"there is no toy problem {name!r}; there are {', '.join(TOYS)}")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+    n = checks.count("n", n)
     x, y = TOYS[name](n, generator or torch.Generator().manual_seed(0))
     return Examples(x, y, name)

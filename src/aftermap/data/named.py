@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aftermap import checks
 from aftermap.data.download import fetch
 from aftermap.data.examples import Examples, as_inputs, part_of, split
 from aftermap.data.readers import read_idx, read_npz
@@ -261,8 +262,7 @@ def named(name: str, part: str, *, folder: str | Path | None = None, download: b
         InputError: an unknown name or part.
         DataError: files that are missing or damaged; the message says where they should be and how to get them.
     """
-    if part not in ("train", "validation", "test"):
-        raise InputError(f"part={part!r} is not known; allowed are train, validation and test")
+    checks.choice("part", part, ("train", "validation", "test"))
     at = data_folder(folder)
     if name.startswith("uci_"):
         return _uci(name, part, at)

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import Unpack, iterate
 from aftermap.draws import uniform_like
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
@@ -313,10 +314,8 @@ class TargetedAttack(Attack):
     def inputs(
         self, predictor: Predictor, x: Tensor, labels: Tensor, seed: int, options: Mapping[str, Any]
     ) -> tuple[list[float], list[Tensor], Tensor]:
-        if self.iterations < 1 or self.target < 0:
-            raise InputError(
-                f"a targeted attack needs iterations >= 1 and a class, got {self.iterations}, {self.target}"
-            )
+        checks.count("iterations", self.iterations)
+        checks.count("target", self.target, 0, advice="Pass the index of the class to aim at")
         aim = torch.full((len(x),), self.target, dtype=torch.long, device=x.device)
         found, first = [x], torch.zeros_like(x)
         for iteration in range(self.iterations):
@@ -356,8 +355,7 @@ class PGD(Attack):
     def inputs(
         self, predictor: Predictor, x: Tensor, labels: Tensor, seed: int, options: Mapping[str, Any]
     ) -> tuple[list[float], list[Tensor], Tensor]:
-        if self.iterations < 1:
-            raise InputError(f"iterations must be at least 1, got {self.iterations}")
+        checks.count("iterations", self.iterations)
         steps, scale, found = _check_steps(self.steps), self._scale(x), []
         first = log_probability_gradient(predictor, x, labels, seed=seed, options=options)
         start = (

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError
 
 __all__ = ["ACTIVATIONS", "Standardised", "Table", "mlp", "moments", "train"]
@@ -103,8 +104,7 @@ def mlp(
     >>> [tuple(p.shape) for p in net.parameters()]
     [(5, 3), (5,), (2, 5), (2,)]
     """
-    if activation not in ACTIVATIONS:
-        raise InputError(f"activation={activation!r} is not known; allowed are {', '.join(map(repr, ACTIVATIONS))}")
+    checks.choice("activation", activation, ACTIVATIONS)
     sizes = [inputs, *hidden, outputs]
     if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
         raise InputError(f"hidden={tuple(hidden)!r} must hold whole numbers above 0: the widths of the hidden layers")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.integrations.network import Standardised, Table, mlp, moments, train
 from aftermap.laplace import Laplace
@@ -144,16 +145,12 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
 
     def _check_settings(self) -> None:
         for name in ("rounds", "epochs", "batch_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise InputError(f"{name}={value!r} must be a whole number above 0")
+            checks.count(name, getattr(self, name))
         prior = self.prior_precision
-        number = isinstance(prior, int | float | np.number) and not isinstance(prior, bool)
-        if prior != "evidence" and not (number and 0 < float(prior) < float("inf")):
-            raise InputError(f"prior_precision={prior!r} must be 'evidence' or a positive and finite number")
-        if self.structure is not None and self.structure not in STRUCTURES:
-            allowed = ", ".join(map(repr, STRUCTURES))
-            raise InputError(f"structure={self.structure!r} is not known; allowed are None (by size), {allowed}")
+        if not isinstance(prior, str) or prior != "evidence":
+            checks.number("prior_precision", prior, above=0, advice="Or pass 'evidence' to have it chosen")
+        if self.structure is not None:
+            checks.choice("structure", self.structure, STRUCTURES, otherwise="None to choose by size")
 
     def _network(self, features: int, outputs: int, generator: torch.Generator) -> tuple[nn.Module, torch.dtype]:
         """The network at its start, and its dtype: float64 for the default one."""

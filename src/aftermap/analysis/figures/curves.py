@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aftermap import checks
 from aftermap.analysis.figures.style import (
     INK,
     Array,
@@ -94,8 +95,7 @@ def regression_band(
     >>> len(ax.collections)
     2
     """
-    if isinstance(deviations, bool) or not isinstance(deviations, int) or deviations < 1:
-        raise InputError(f"deviations must be a whole number of at least 1, got {deviations!r}")
+    deviations = checks.count("deviations", deviations)
     points = as_array("x", x)
     order = np.argsort(points, kind="stable")
     points = points[order]
@@ -472,8 +472,7 @@ def attack_curves(
     >>> attack_curves({"steps": [0.0, 0.1], "accuracy": [0.9, 0.2]}).get_ylabel()
     'accuracy under attack'
     """
-    if quantity not in ATTACK_QUANTITIES:
-        raise InputError(f"quantity is {quantity!r}, but must be one of {', '.join(map(repr, ATTACK_QUANTITIES))}")
+    checks.choice("quantity", quantity, ATTACK_QUANTITIES)
     found = named_curves(curves, ("steps", quantity))
     ax = axes(ax)
     for i, (name, curve) in enumerate(found.items()):
@@ -521,8 +520,8 @@ def risk_coverage(
     >>> ax.get_ylabel()
     'error rate of the answers'
     """
-    if operating is not None and not 0 < operating <= 1:
-        raise InputError(f"operating must be a coverage in (0, 1], got {operating!r}. Write 80 % as 0.8")
+    if operating is not None:
+        operating = checks.fraction("operating", operating, one=True, advice="Write a coverage of 80 % as 0.8")
     found = named_curves(curves, ("coverage", "risk"))
     ax = axes(ax)
     top = 0.0
