@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from aftermap.baselines import SWAG
-from aftermap.baselines.swag import refresh_batch_norm
 from aftermap.errors import InputError, NotFittedError, StatisticalWarning
+from aftermap.models import update_bn
 from tests.baselines.test_contract import conv_net, data, make_net, seeded
 
 
@@ -80,7 +80,7 @@ def test_batch_norm_of_each_particle():
         expected = torch.stack([features[:5].mean((0, 2, 3)), features[5:].mean((0, 2, 3))]).mean(0)
         torch.testing.assert_close(weights["1.running_mean"], expected)
     momentum = net[1].momentum
-    refresh_batch_norm(net, [(x, y)])
+    update_bn(net, [(x, y)])
     assert net[1].momentum == momentum
 
 

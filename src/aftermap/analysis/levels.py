@@ -8,7 +8,7 @@ logits move together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from aftermap.analysis.layers import Contributions
 from aftermap.batches import Batch, take, tensors_of
 from aftermap.errors import DataError, InputError, UnsupportedError
+from aftermap.evaluation.predictor import without_samples
 from aftermap.evaluation.results import Table
 from aftermap.predictive import Prediction
 from aftermap.predictive.predictor import PosteriorPredictor
@@ -252,7 +253,7 @@ class InputKeeper:
 
     def add(self, batch: Batch, found: Contributions, prediction: Prediction) -> None:
         """Adds a batch."""
-        light = _light(prediction)
+        light = without_samples(prediction).cpu()
         epistemic, aleatoric = _by_example(light.epistemic), _by_example(light.aleatoric)
         self.epistemic.append(epistemic)
         self.aleatoric.append(aleatoric)
@@ -292,12 +293,6 @@ class InputKeeper:
             torch.cat(self.aleatoric),
             maps,
         )
-
-
-def _light(prediction: Prediction) -> Prediction:
-    """Without samples and covariances, on the CPU."""
-    light = replace(prediction.detach(), samples=None, sample_variance=None, weights=None, latent_cov=None)
-    return light.cpu()
 
 
 def _by_example(values: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from aftermap.analysis.levels import ClassResult, InputResult
 from aftermap.analysis.perturbation import Perturbation
 from aftermap.analysis.weights import CONTRACTION_EDGES, SNR_EDGES, WeightMap
 from aftermap.errors import InputError
-from aftermap.evaluation.results import Table, plain, write_json
+from aftermap.evaluation.results import Table, to_plain, write_json
 
 __all__ = ["LEVELS", "Where"]
 
@@ -221,7 +221,7 @@ class Where:
         if inputs:
             content["inputs"] = self.inputs.inputs
             content["saliency"] = self.inputs.saliency
-        return dict(plain(content))
+        return dict(to_plain(content))
 
     def to_json(self, path: str | Path | None = None, *, inputs: bool = False) -> str:
         """JSON text of `to_dict`, also written to ``path`` if given (first to a neighbour, then moved into place)."""

@@ -22,7 +22,7 @@ from aftermap.applications.acquisition import (
 from aftermap.batches import take, unpack_inputs
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
 from aftermap.evaluation.evaluate import as_classes
-from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, collect
+from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, predict_all
 from aftermap.likelihoods import Likelihood
 from aftermap.likelihoods.base import aligned
 from aftermap.predictive import Prediction
@@ -308,7 +308,7 @@ def _measure(
     predictor: Predictor, test: list[Any], generator: torch.Generator | None, options: Mapping[str, Any]
 ) -> dict[str, float]:
     given = {"generator": generator} if accepts(predictor, "generator") else {}
-    found = collect(predictor, test, options={**given, **options})
+    found = predict_all(predictor, test, options={**given, **options})
     prediction, targets = found.prediction, found.targets
     if targets is None:
         raise DataError("the test data have no targets")

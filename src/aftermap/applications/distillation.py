@@ -16,7 +16,7 @@ from aftermap.baselines import Deterministic
 from aftermap.baselines.base import private_randomness
 from aftermap.batches import Unpack, check_inputs, unpack_batch, unpack_inputs
 from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
-from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, collect
+from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, predict_all
 from aftermap.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian, Likelihood
 from aftermap.models import call_model, check_device
 from aftermap.predictive import Prediction
@@ -321,11 +321,11 @@ def _measured(
         pupil = Prediction.concatenate([student.predict(inputs).cpu() for inputs, _ in lessons])
     else:
         batches = list(test)
-        known = collect(predictor, batches, options=given, unpack=unpack)
+        known = predict_all(predictor, batches, options=given, unpack=unpack)
         if known.targets is None:
             raise DataError("the test data have no targets, which the NLL needs")
         teacher = known.prediction
-        pupil = collect(check_predictor_object(student), batches, unpack=unpack).prediction
+        pupil = predict_all(check_predictor_object(student), batches, unpack=unpack).prediction
         nll = [-each.log_prob(known.targets).double().mean().item() for each in (teacher, pupil)]
     own, other = teacher.score("entropy").double(), pupil.score("entropy").double()
     return Distillation(

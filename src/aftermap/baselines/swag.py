@@ -25,11 +25,11 @@ from aftermap.batches import Unpack
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, NotFittedError, NumericalError, StatisticalWarning
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device
+from aftermap.models import call_model, check_device, update_bn
 from aftermap.params import Params
 from aftermap.progress import progress as progress_bar
 
-__all__ = ["SWAG", "refresh_batch_norm"]
+__all__ = ["SWAG"]
 
 
 @final
@@ -149,7 +149,7 @@ class SWAG(Baseline):
             for name, p in self.model.named_parameters():
                 if name in self._mean:
                     p.copy_(self._mean[name])
-        refresh_batch_norm(self.model, data, unpack)
+        update_bn(self.model, data, unpack=unpack)
         return self
 
     def _epoch(
@@ -216,7 +216,7 @@ class SWAG(Baseline):
             if data is not None:
                 net = copy.deepcopy(self.model)
                 net.load_state_dict(each, strict=False)
-                refresh_batch_norm(net, data, unpack)
+                update_bn(net, data, unpack=unpack)
                 each |= {n: b.detach().clone() for n, b in net.named_buffers()}
             weights.append(each)
         return Particles(self.model, weights, self.likelihood)
@@ -227,26 +227,3 @@ class SWAG(Baseline):
             weights = {n: v[0] for n, v in self.sample(1, generator).items()}
             found.append(outputs_under(self.model, weights, inputs))
         return torch.stack(found)
-
-
-def refresh_batch_norm(model: nn.Module, data: Iterable[Any], unpack: Unpack | None = None) -> None:
-    """Recomputes the running statistics of every BatchNorm of the model, in place, as the mean over batches."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
-    if not norms:
-        return
-    saved = [(m, m.momentum) for m in norms]
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # a plain mean over batches
-            norm.train()
-        with torch.no_grad():
-            for batch in batches_of(model, data, unpack):
-                call_model(model, batch.inputs)
-    finally:
-        for norm, value in saved:
-            norm.momentum = value
-        for module, mode in modes:
-            module.training = mode

@@ -21,7 +21,7 @@ from aftermap.cli.store import Fitted, load_fitted
 from aftermap.data import csv_rows
 from aftermap.errors import InputError
 from aftermap.evaluation import Threshold
-from aftermap.evaluation.predictor import collect
+from aftermap.evaluation.predictor import predict_all
 from aftermap.predictive import Prediction
 
 __all__ = ["predict"]
@@ -76,7 +76,7 @@ def predict(
     kept = _kept(inputs, keep, reading.limit)
     chosen = {**fitted.predict_options(kind, samples), "generator": torch.Generator().manual_seed(seed)}
     predictor: Any = fitted.predictor
-    found = collect(
+    found = predict_all(
         predictor, Batches(source.batches.data, batch_size, "predicting"), options=chosen, need_targets=False
     ).prediction
     if score == "entropy" and found.kind in ("counts", "custom"):

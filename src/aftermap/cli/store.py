@@ -15,7 +15,7 @@ from aftermap.cli.sources import Batches, DataOptions, Source
 from aftermap.errors import DataError, InputError
 from aftermap.evaluation import Threshold, choose_threshold
 from aftermap.evaluation.ood import available_scores
-from aftermap.evaluation.predictor import collect
+from aftermap.evaluation.predictor import predict_all
 from aftermap.laplace import Laplace, load
 from aftermap.optim import TrainedPosterior
 from aftermap.posteriors.io import load_posterior, read_model_state, read_saved_config
@@ -82,7 +82,7 @@ def calibrate(
         score -> threshold as plain values, and score -> 201 quantiles from the lowest to the highest.
     """
     chosen = {**options, "generator": torch.Generator().manual_seed(seed)}
-    found = available_scores(collect(predictor, batches, options=chosen, need_targets=False).prediction)
+    found = available_scores(predict_all(predictor, batches, options=chosen, need_targets=False).prediction)
     levels = torch.linspace(0, 1, _QUANTILES, dtype=torch.float64)
     thresholds = {s: choose_threshold(v, false_alarm_rate=rate, score=s).to_dict() for s, v in found.items()}
     return thresholds, {s: torch.quantile(v.double(), levels) for s, v in found.items()}

@@ -16,7 +16,7 @@ from aftermap.cli.console import GOOD, Speaker, confirmed, guarded
 from aftermap.cli.evaluate import open_test
 from aftermap.cli.models import check_device
 from aftermap.cli.store import load_fitted
-from aftermap.evaluation.results import plain
+from aftermap.evaluation.results import to_plain
 
 __all__ = ["where"]
 
@@ -90,7 +90,7 @@ def where(
         output.parent.mkdir(parents=True, exist_ok=True)
         found.to_json(output)
         speaker.line(f"written to {output}")
-    speaker.result(plain(dict(found.table(level))))
+    speaker.result(to_plain(dict(found.table(level))))
     return GOOD
 
 

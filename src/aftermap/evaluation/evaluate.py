@@ -14,7 +14,14 @@ from aftermap.batches import Unpack, tensors_of, unpack_batch
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.evaluation.adversarial import Attack
 from aftermap.evaluation.ood import Detection, available_scores, detections
-from aftermap.evaluation.predictor import Collected, Predictor, accepts, check_predictor_object, collect, model_of
+from aftermap.evaluation.predictor import (
+    PredictedData,
+    Predictor,
+    accepts,
+    check_predictor_object,
+    model_of,
+    predict_all,
+)
 from aftermap.evaluation.results import Metric, Results, provenance
 from aftermap.likelihoods.base import aligned
 from aftermap.params import weights_hash
@@ -250,7 +257,7 @@ def evaluate(
     chosen = dict(options or {})
     if accepts(predictor, "generator"):
         chosen.setdefault("generator", torch.Generator().manual_seed(seed))
-    inside = collect(predictor, data, options=chosen, unpack=unpack)
+    inside = predict_all(predictor, data, options=chosen, unpack=unpack)
     seconds = time.perf_counter() - started
     outside = {n: _outside(predictor, n, d, inside, chosen, unpack) for n, d in (ood or {}).items()}
     boot = Bootstrap(n_resamples, level, seed)
@@ -286,10 +293,10 @@ def _outside(
     predictor: Predictor,
     name: str,
     data: Iterable[Any],
-    inside: Collected,
+    inside: PredictedData,
     options: Mapping[str, Any],
     unpack: Unpack | None,
-) -> Collected:
+) -> PredictedData:
     first, data = _peek(data)
     shape = _shape_of(first, unpack)
     if shape is not None and shape != inside.input_shape:
@@ -297,7 +304,7 @@ def _outside(
             f"the OOD set {name!r} has inputs of shape {list(shape)}, the test data {list(inside.input_shape)}; "
             "resize or reshape it first"
         )
-    return collect(predictor, data, options=options, unpack=unpack, need_targets=False)
+    return predict_all(predictor, data, options=options, unpack=unpack, need_targets=False)
 
 
 def _peek(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
@@ -313,7 +320,7 @@ def _shape_of(batch: Any, unpack: Unpack | None) -> tuple[int, ...] | None:
     return tuple(next(iter(tensors_of(unpack_batch(batch, unpack).inputs))).shape[1:])
 
 
-def _measure(inside: Collected, boot: Bootstrap) -> tuple[dict[str, Metric], dict[str, Any]]:
+def _measure(inside: PredictedData, boot: Bootstrap) -> tuple[dict[str, Metric], dict[str, Any]]:
     prediction, targets = inside.prediction, inside.targets
     if targets is None:
         raise InputError("the test data have no targets")
@@ -352,13 +359,15 @@ def _attack(
     return found
 
 
-def _table(inside: Collected, outside: Mapping[str, Collected], scores: Sequence[str] | None) -> dict[str, list[Any]]:
+def _table(
+    inside: PredictedData, outside: Mapping[str, PredictedData], scores: Sequence[str] | None
+) -> dict[str, list[Any]]:
     parts = [_rows("test", inside, scores), *(_rows(n, c, scores) for n, c in outside.items())]
     columns = list(dict.fromkeys(c for part in parts for c in part))
     return {c: [v for part in parts for v in part.get(c, [None] * len(part["index"]))] for c in columns}
 
 
-def _rows(name: str, collected: Collected, scores: Sequence[str] | None) -> dict[str, list[Any]]:
+def _rows(name: str, collected: PredictedData, scores: Sequence[str] | None) -> dict[str, list[Any]]:
     prediction: Prediction = collected.prediction
     n = len(prediction)
     rows: dict[str, list[Any]] = {"set": [name] * n, "index": list(range(n))}
@@ -383,7 +392,7 @@ def _rows(name: str, collected: Collected, scores: Sequence[str] | None) -> dict
 
 
 def _facts(
-    predictor: Predictor, inside: Collected, outside: Mapping[str, Collected], seconds: float, **settings: Any
+    predictor: Predictor, inside: PredictedData, outside: Mapping[str, PredictedData], seconds: float, **settings: Any
 ) -> dict[str, Any]:
     model = model_of(predictor)
     return provenance(

@@ -106,7 +106,7 @@ def check_predictor(predictor: Any, x: Tensor, *, differentiable: bool = True) -
     the uncertainty are not negative and add up; a generator with the same seed gives the same answer and PyTorch's own
     generator is left alone; the model is left alone, bit by bit; no autograd graph unless asked for, and then the right
     gradient in x (against a central difference); one input alone gives what it gave among others, where no samples are drawn;
-    inputs that are not finite are refused.
+    inputs that are not finite are refused, and so is an option that ``predict`` does not have.
 
     Args:
         predictor: anything with ``predict(x, generator=...)`` and, unless ``differentiable`` is False, ``differentiable=True``.
@@ -124,6 +124,7 @@ def check_predictor(predictor: Any, x: Tensor, *, differentiable: bool = True) -
     _check_leaves_alone(predictor, x)
     _check_alone(predictor, x)
     _check_bad_input(predictor, x)
+    _check_unknown_option(predictor, x)
     if differentiable:
         _check_gradient(predictor, x)
 
@@ -194,6 +195,15 @@ def _check_bad_input(predictor: Any, x: Tensor) -> None:
     except InputError:
         return
     raise AssertionError("inputs that are NaN must raise an InputError (DataError)")
+
+
+def _check_unknown_option(predictor: Any, x: Tensor) -> None:
+    """A misspelt option must not be swallowed: the answer would be another one than the user asked for."""
+    try:
+        predictor.predict(x, no_such_option=1)
+    except (TypeError, InputError):
+        return
+    raise AssertionError("predict must refuse an option that it does not have; name its arguments instead of **options")
 
 
 def _check_gradient(predictor: Any, x: Tensor) -> None:

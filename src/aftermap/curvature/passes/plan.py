@@ -435,12 +435,14 @@ def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
     It is the layer whose output is returned as it is; failing that (a reshape or a scale follows), the last one called.
 
     Raises:
+        InputError: a layer is in training mode whose outputs would be random or depend on other examples.
         UnsupportedError: no layer with a weight matrix was called.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> find_last_layer(net, Batch(torch.zeros(1, 2), None, None, 1))
     ['2.weight', '2.bias']
     """
+    check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
     sites = find_sites(model, names)
     with gradients_for(model, names), capture(sites) as calls:
