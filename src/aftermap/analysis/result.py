@@ -108,7 +108,7 @@ class Where:
 
     def _layer_table(self) -> Table:
         layers = self.layers
-        found = Table(
+        table = Table(
             {
                 "layer": [k.name for k in layers],
                 "kind": [k.layer.kind + ("" if len(k.layer.modules) < 2 else " (tied)") for k in layers],
@@ -120,30 +120,30 @@ class Where:
             }
         )
         if self.crosses:
-            found["cross share"] = [k.cross_share for k in layers]
+            table["cross share"] = [k.cross_share for k in layers]
         if any(k.conditional_share is not None for k in layers):
-            found["conditional share"] = [k.conditional_share for k in layers]
+            table["conditional share"] = [k.conditional_share for k in layers]
         if all(k.epistemic_share is not None for k in layers) and self.kind != "regression":
-            found["epistemic share"] = [k.epistemic_share for k in layers]
+            table["epistemic share"] = [k.epistemic_share for k in layers]
             if self.crosses:
-                found["epistemic cross share"] = [k.epistemic_cross_share for k in layers]
-        return found
+                table["epistemic cross share"] = [k.epistemic_cross_share for k in layers]
+        return table
 
     def _filter_table(self) -> Table:
         columns = ("layer", "unit", "weights", "variance", "sd", "snr", "contraction", "effective")
-        found = Table({k: [] for k in columns})
+        table = Table({k: [] for k in columns})
         for layer in self.layers:
             for units in layer.weights.units:
                 count = len(units.count)
-                found["layer"] += [layer.name] * count
-                found["unit"] += list(range(count))
-                found["weights"] += units.count.tolist()
-                found["variance"] += units.variance.tolist()
-                found["sd"] += units.variance.sqrt().tolist()
-                found["snr"] += units.snr.tolist()
-                found["contraction"] += units.contraction.tolist()
-                found["effective"] += units.effective.tolist()
-        return found
+                table["layer"] += [layer.name] * count
+                table["unit"] += list(range(count))
+                table["weights"] += units.count.tolist()
+                table["variance"] += units.variance.tolist()
+                table["sd"] += units.variance.sqrt().tolist()
+                table["snr"] += units.snr.tolist()
+                table["contraction"] += units.contraction.tolist()
+                table["effective"] += units.effective.tolist()
+        return table
 
     def _calibration_table(self) -> Table:
         if not self.calibration:
@@ -243,5 +243,5 @@ class Where:
         """
         from aftermap.analysis.figures.where import FIGURES, draw
 
-        checks.choice("name", name, FIGURES)
+        checks.choice("figure", name, FIGURES)
         return draw(name, self, **options)

@@ -85,13 +85,13 @@ def where(
     layers = layers_of(parts, model, posterior.names, structure)
     train = _training_data(loader, calibration)
     seed = 0 if generator is None else int(torch.randint(2**31, (), generator=generator))
-    seen = _Seen(LayerSums(), ClassSums(classes), InputKeeper(top), {}, "custom")
+    seen = _WhereSums(LayerSums(), ClassSums(classes), InputKeeper(top), {}, "custom")
     tested: tuple[Perturbation, ...] = ()
     with evaluating(model):
         for batch in _batches(inner, loader, unpack):
             with model_errors_explained(model, lambda batch=batch: batch.inputs):  # type: ignore[misc]
-                found = contributions(model, parts, layers, batch, inner.probe(batch), likelihood)
-            seen.add(batch, found, likelihood, samples, torch.Generator().manual_seed(seed))
+                contributed = contributions(model, parts, layers, batch, inner.probe(batch), likelihood)
+            seen.add(batch, contributed, likelihood, samples, torch.Generator().manual_seed(seed))
         inputs = seen.inputs.result(inner, saliency, torch.Generator().manual_seed(seed))
         if train is not None:
             power, n_data = _power(predictor, inner), getattr(getattr(predictor, "factors", None), "n_data", None)
@@ -104,13 +104,13 @@ def where(
 
     weights = [summarise(maps(layer.name)) for layer in layers]
     results, information = layer_results(layers, parts, weights, seen.layers, seen.calls)
-    held = tuple(n for n in named_parameters(model) if n not in posterior.mean)
+    fixed = tuple(n for n in named_parameters(model) if n not in posterior.mean)
     count, by_class = seen.inputs.seen, seen.classes.result()
-    return Where(structure, seen.kind, count, results, information, by_class, inputs, tested, held, weights_of=maps)
+    return Where(structure, seen.kind, count, results, information, by_class, inputs, tested, fixed, weights_of=maps)
 
 
 @dataclass
-class _Seen:
+class _WhereSums:
     """What the pass over the data adds up."""
 
     layers: LayerSums
@@ -120,32 +120,37 @@ class _Seen:
     kind: str
 
     def add(
-        self, batch: Batch, found: Contributions, likelihood: Likelihood, samples: int, generator: torch.Generator
+        self,
+        batch: Batch,
+        contributions: Contributions,
+        likelihood: Likelihood,
+        samples: int,
+        generator: torch.Generator,
     ) -> None:
         """Predicts from the layers' sum, and adds the batch everywhere."""
         prediction = gaussian_prediction(
             likelihood,
-            found.mean,
-            found.cov,
-            latent_var=found.var if found.cov is None else None,
+            contributions.mean,
+            contributions.cov,
+            latent_var=contributions.var if contributions.cov is None else None,
             samples=samples,
             generator=generator,
         )
-        self.kind, self.calls = prediction.kind, self.calls or found.calls
-        self.layers.add(found)
-        self.classes.add(found, prediction, batch.targets)
-        self.inputs.add(batch, found, prediction)
+        self.kind, self.calls = prediction.kind, self.calls or contributions.calls
+        self.layers.add(contributions)
+        self.classes.add(contributions, prediction, batch.targets)
+        self.inputs.add(batch, contributions, prediction)
 
 
 def _inner(predictor: Any) -> PosteriorPredictor:
     """The model with its posterior and likelihood, behind a facade or as it is."""
-    found = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
-    if not isinstance(found, PosteriorPredictor):
+    inner = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
+    if not isinstance(inner, PosteriorPredictor):
         raise InputError(
             f"where() needs a Gaussian posterior over weights, which a {type(predictor).__name__} does not have. Allowed are a "
             "fitted Laplace, an optimiser's posterior (opt.posterior()) and a PosteriorPredictor"
         )
-    return found
+    return inner
 
 
 def _training_data(loader: Iterable[Any], calibration: Iterable[Any] | bool) -> Iterable[Any] | None:

@@ -263,15 +263,15 @@ def check_bounds(bounds: object) -> Tensor:
     torch.Size([1, 2])
     """
     try:
-        found = torch.as_tensor(bounds)
+        box = torch.as_tensor(bounds)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"bounds must be [d, 2], a lower and an upper end for each input, got {bounds!r}") from None
-    found = found if found.is_floating_point() else found.to(torch.get_default_dtype())
-    if found.dim() != 2 or found.shape[1] != 2 or len(found) == 0:
-        raise ShapeError(f"bounds must be [d, 2], a lower and an upper end for each input, got {list(found.shape)}")
-    if not bool(found.isfinite().all()) or not bool((found[:, 0] < found[:, 1]).all()):
-        raise InputError(f"bounds must be finite, each lower end below its upper end, got {found.tolist()}")
-    return found
+    box = box if box.is_floating_point() else box.to(torch.get_default_dtype())
+    if box.dim() != 2 or box.shape[1] != 2 or len(box) == 0:
+        raise ShapeError(f"bounds must be [d, 2], a lower and an upper end for each input, got {list(box.shape)}")
+    if not bool(box.isfinite().all()) or not bool((box[:, 0] < box[:, 1]).all()):
+        raise InputError(f"bounds must be finite, each lower end below its upper end, got {box.tolist()}")
+    return box
 
 
 def spread(bounds: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -333,11 +333,11 @@ def maximise(
 
     def score(x: Tensor, differentiable: bool) -> Tensor:
         options = {"differentiable": True} if differentiable else {}
-        found = acquisition(predictor.predict(x, **options))
-        if not isinstance(found, Tensor) or found.shape != (len(x),):
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        heights = acquisition(predictor.predict(x, **options))
+        if not isinstance(heights, Tensor) or heights.shape != (len(x),):
+            shape = list(heights.shape) if isinstance(heights, Tensor) else type(heights).__name__
             raise ShapeError(f"the acquisition must give one number per input, [{len(x)}], got {shape}")
-        return found
+        return heights
 
     points = spread(box, max(raw, starts), generator)
     with torch.no_grad():
@@ -479,12 +479,12 @@ def _next(
         candidates = spread(box, _CANDIDATES, generator)
         return candidates[int(thompson_sample(predictor, candidates, generator=generator).indices)]
     if strategy == "upper_confidence_bound":
-        found = maximise(lambda p: upper_confidence_bound(p, beta), predictor, box, generator=generator)
+        optimum = maximise(lambda p: upper_confidence_bound(p, beta), predictor, box, generator=generator)
     else:
         # Values are noisy to the model: the best it believes in, not the luckiest.
         best = float(predictor.predict(x).mean[:, 0].min())
-        found = maximise(lambda p: log_expected_improvement(p, best), predictor, box, generator=generator)
+        optimum = maximise(lambda p: log_expected_improvement(p, best), predictor, box, generator=generator)
     width = box[:, 1] - box[:, 0]
-    if bool((((found.x - x) / width).abs().amax(1) < _CLOSE).any()):
+    if bool((((optimum.x - x) / width).abs().amax(1) < _CLOSE).any()):
         return spread(box, 1, generator)[0]
-    return found.x
+    return optimum.x

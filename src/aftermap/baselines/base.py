@@ -100,13 +100,13 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
     when swapped values would be gone.
     """
     with evaluating(model):
-        found = functional_outputs(model, weights, inputs)
-    if found.dim() < 2:
+        outputs = functional_outputs(model, weights, inputs)
+    if outputs.dim() < 2:
         raise ShapeError(
-            f"the model returned shape {list(found.shape)}; it must be [N, ..., C]. For one output per example "
+            f"the model returned shape {list(outputs.shape)}; it must be [N, ..., C]. For one output per example "
             "keep the last dimension: outputs.unsqueeze(-1)"
         )
-    return found
+    return outputs
 
 
 def batches_of(model: nn.Module, data: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Batch]:
@@ -185,7 +185,7 @@ class Particles(Baseline):
         mixture: Tensor | Sequence[float] | None = None,
     ):
         super().__init__(model, likelihood)
-        self.weights = [_checked(model, each, i) for i, each in enumerate(weights)]
+        self.weights = [_checked(model, particle, i) for i, particle in enumerate(weights)]
         if not self.weights:
             raise InputError("Particles needs at least one set of weights, got none")
         self.mixture = None if mixture is None else torch.as_tensor(mixture)
@@ -213,7 +213,7 @@ class Particles(Baseline):
         count = len(self) if samples is None else samples
         if count > len(self):
             raise InputError(f"samples={count}, but there are only {len(self)} sets of weights")
-        return torch.stack([outputs_under(self.model, each, inputs) for each in self.weights[:count]])
+        return torch.stack([outputs_under(self.model, particle, inputs) for particle in self.weights[:count]])
 
     def predict(
         self,
@@ -229,8 +229,8 @@ class Particles(Baseline):
         inputs = read_inputs(self.model, x)
         with torch.set_grad_enabled(differentiable):
             values = self.outputs(inputs, samples, generator)
-        found = samples_prediction(self.likelihood, values, weights=self.mixture[: len(values)])
-        return replace(found, link="samples")
+        prediction = samples_prediction(self.likelihood, values, weights=self.mixture[: len(values)])
+        return replace(prediction, link="samples")
 
 
 def _checked(model: nn.Module, weights: Params, index: int) -> Params:

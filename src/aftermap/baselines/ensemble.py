@@ -88,21 +88,21 @@ class Ensemble(Baseline):
         members, processes = checks.count("members", members), checks.count("processes", processes, 0)
         seeds = [_member_seed(seed, m) for m in range(members)]
         if processes == 0:
-            return Ensemble([_trained(factory, train, each) for each in seeds], likelihood)
+            return Ensemble([_trained(factory, train, member_seed) for member_seed in seeds], likelihood)
         threads = max(1, torch.get_num_threads() // processes)
         context = multiprocessing.get_context("spawn")
         with tempfile.TemporaryDirectory() as folder:
             paths = [str(Path(folder) / f"{m}.safetensors") for m in range(members)]
             with ProcessPoolExecutor(min(processes, members), mp_context=context) as pool:
                 jobs = [
-                    pool.submit(_train_to_file, factory, train, each, path, threads)
-                    for each, path in zip(seeds, paths, strict=True)
+                    pool.submit(_train_to_file, factory, train, member_seed, path, threads)
+                    for member_seed, path in zip(seeds, paths, strict=True)
                 ]
                 for job in jobs:
                     job.result()
             models = []
-            for each, path in zip(seeds, paths, strict=True):
-                model = _made(factory, each)
+            for member_seed, path in zip(seeds, paths, strict=True):
+                model = _made(factory, member_seed)
                 model.load_state_dict(load_file(path))
                 models.append(model.eval())
         return Ensemble(models, likelihood)

@@ -186,7 +186,7 @@ class HMC(Baseline):
             for batch in batches:
                 self.likelihood.check(outputs_under(self.model, {}, batch.inputs), targets_of(batch))
         origin = flatten(self._like, self.names)
-        found, rates, divergent = [], [], []
+        samples, rates, divergent = [], [], []
         with evaluating(self.model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             warnings.filterwarnings("ignore", category=FutureWarning)
@@ -214,11 +214,11 @@ class HMC(Baseline):
                         disable_progbar=True,
                     )
                     run.run()
-                found.append(run.get_samples()["theta"].detach())
+                samples.append(run.get_samples()["theta"].detach())
                 facts = run.diagnostics()
                 rates.append(float(facts["acceptance rate"]["chain 0"]))
                 divergent.append(len(facts["divergences"]["chain 0"]))
-        self._chains = torch.stack(found)
+        self._chains = torch.stack(samples)
         self._diagnose(batches, tuple(rates), tuple(divergent))
         return self
 

@@ -84,13 +84,13 @@ def dropout_modules(model: nn.Module) -> list[nn.Module]:
     >>> dropout_modules(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.3)))
     [Dropout(p=0.3, inplace=False)]
     """
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for module in model.modules():
-        own = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
-        if own or inside:
-            found.append(module)
-    return found
+        if is_dropout or inside:
+            modules.append(module)
+    return modules
 
 
 @contextmanager

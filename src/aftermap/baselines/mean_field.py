@@ -53,10 +53,10 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        held = [self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names]
+        used = [self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names]
         reads_only = getattr(func, "__name__", "") in ("__get__", "dim", "size", "numel", "is_floating_point")
         if not reads_only:
-            self.uses.update(held)
+            self.uses.update(used)
         if func is F.linear:
             inputs, weight, bias = _linear_arguments(args, kwargs)
             if id(weight) in self.names and inputs.dim() == 2:
@@ -107,15 +107,17 @@ class LocalNoise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func is not F.linear:
-            return found
+            return result
         inputs, weight, _ = _linear_arguments(args, kwargs)
         if id(weight) not in self.variances:
-            return found
+            return result
         variance = F.linear(inputs.square(), self.variances[id(weight)], self.bias_variances[id(weight)])
         # The floor keeps the gradient of the root finite where every input is zero.
-        return found + variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt() * normal_like(found, self.generator)
+        return result + variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt() * normal_like(
+            result, self.generator
+        )
 
 
 def gaussian_kl(mean: Tensor, deviation: Tensor, prior_mean: float, prior_precision: float) -> Tensor:
@@ -188,11 +190,11 @@ class MeanField(Baseline):
         super().__init__(copy.deepcopy(model), likelihood)
         self.prior_precision = checks.number("prior_precision", prior_precision, above=0)
         self.prior_mean, self.samples = float(prior_mean), checks.count("samples", samples)
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         names = select(self.model, params)
         first = math.log(math.expm1(checks.number("initial_scale", initial_scale, above=0)))
-        self._mean = {n: own[n].detach().clone().requires_grad_() for n in names}
-        self._rho = {n: torch.full_like(own[n].detach(), first).requires_grad_() for n in names}
+        self._mean = {n: parameters[n].detach().clone().requires_grad_() for n in names}
+        self._rho = {n: torch.full_like(parameters[n].detach(), first).requires_grad_() for n in names}
         self._local: dict[str, str | None] | None = {} if estimator == "weights" else None
         self._fitted = False
         self.n_data: float | None = None
@@ -354,14 +356,14 @@ class MeanField(Baseline):
     def particles(self, count: int = 30, generator: torch.Generator | None = None) -> Particles:
         """A fixed set of weights from q as an ensemble."""
         drawn = self.sample(count, generator)
-        each = [{n: v[i] for n, v in drawn.items()} for i in range(count)]
-        return Particles(self.model, each, self.likelihood)
+        weights = [{n: v[i] for n, v in drawn.items()} for i in range(count)]
+        return Particles(self.model, weights, self.likelihood)
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
         if not self._fitted:
             raise NotFittedError("this mean-field posterior has not been fitted yet: call fit(train_loader) first")
-        found = []
+        outputs = []
         for _ in range(self.samples if samples is None else samples):
             weights = {n: v[0] for n, v in self.sample(1, generator).items()}
-            found.append(outputs_under(self.model, weights, inputs))
-        return torch.stack(found)
+            outputs.append(outputs_under(self.model, weights, inputs))
+        return torch.stack(outputs)

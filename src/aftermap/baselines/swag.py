@@ -212,18 +212,18 @@ class SWAG(Baseline):
         drawn = self.sample(count, generator)
         weights = []
         for i in range(count):
-            each = {n: v[i] for n, v in drawn.items()}
+            particle = {n: v[i] for n, v in drawn.items()}
             if data is not None:
                 net = copy.deepcopy(self.model)
-                net.load_state_dict(each, strict=False)
+                net.load_state_dict(particle, strict=False)
                 update_bn(net, data, unpack=unpack)
-                each |= {n: b.detach().clone() for n, b in net.named_buffers()}
-            weights.append(each)
+                particle |= {n: b.detach().clone() for n, b in net.named_buffers()}
+            weights.append(particle)
         return Particles(self.model, weights, self.likelihood)
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
-        found = []
+        outputs = []
         for _ in range(self.samples if samples is None else samples):
             weights = {n: v[0] for n, v in self.sample(1, generator).items()}
-            found.append(outputs_under(self.model, weights, inputs))
-        return torch.stack(found)
+            outputs.append(outputs_under(self.model, weights, inputs))
+        return torch.stack(outputs)

@@ -51,10 +51,10 @@ class Deterministic(Baseline):
         differentiable: bool = False,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        found = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
+        prediction = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
         # One sample's mutual information is zero; rounding would leave ±1e-17.
-        epistemic = torch.zeros_like(found.epistemic)
-        return replace(found, epistemic=epistemic, aleatoric=found.total, link="map")
+        epistemic = torch.zeros_like(prediction.epistemic)
+        return replace(prediction, epistemic=epistemic, aleatoric=prediction.total, link="map")
 
 
 @final
@@ -137,8 +137,10 @@ class TemperatureScaling(Baseline):
         differentiable: bool = False,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        found = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
-        return replace(found, epistemic=torch.zeros_like(found.epistemic), aleatoric=found.total, link="temperature")
+        prediction = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
+        return replace(
+            prediction, epistemic=torch.zeros_like(prediction.epistemic), aleatoric=prediction.total, link="temperature"
+        )
 
 
 def _best_temperature(likelihood: Likelihood, logits: Tensor, targets: Tensor, weights: Tensor) -> float:

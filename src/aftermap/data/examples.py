@@ -86,8 +86,8 @@ def as_inputs(values: npt.NDArray[np.generic], where: str) -> Tensor:
             pixels = pixels[:, None]
         return pixels.float().div_(255).contiguous()
     if values.dtype.kind == "f":
-        found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-        return found
+        inputs = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        return inputs
     if values.dtype.kind in "iub":
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
     raise DataError(f"{where} holds {values.dtype}, which are no numbers")
@@ -140,12 +140,12 @@ def split(data: Examples, *, validation: float, test: float) -> dict[str, Exampl
     if empty or sizes["train"] < 1:
         raise DataError(f"{data.name} holds {n} examples, too few to be split")
     order = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED))
-    found, start = {}, 0
+    parts, start = {}, 0
     for name in PARTS:
         if sizes[name]:
-            found[name] = data.take(order[start : start + sizes[name]])
+            parts[name] = data.take(order[start : start + sizes[name]])
             start += sizes[name]
-    return found
+    return parts
 
 
 def part_of(data: Examples, part: str, *, validation: float = 0.2, test: float = 0.2) -> Examples:

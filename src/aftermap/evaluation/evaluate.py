@@ -60,7 +60,7 @@ class Bootstrap:
         if not self.n_resamples:
             value = float(metric(*data))
             return Metric(value, value, value)
-        found = m.bootstrap_interval(
+        interval = m.bootstrap_interval(
             metric,
             *data,
             n_resamples=self.n_resamples,
@@ -69,7 +69,7 @@ class Bootstrap:
             strata=strata,
             generator=torch.Generator().manual_seed(self.seed),
         )
-        return Metric(found.estimate, found.lower, found.upper)
+        return Metric(interval.estimate, interval.lower, interval.upper)
 
 
 def _mean(values: Tensor) -> float:
@@ -96,7 +96,7 @@ def class_metrics(probs: Tensor, labels: Tensor, uncertainty: Tensor, boot: Boot
     """Accuracy, proper scores, calibration, and how well the uncertainty finds the errors."""
     wrong = m.misclassified(probs, labels)
     scores = uncertainty.double()
-    found = {
+    metrics = {
         "accuracy": boot(_mean, (~wrong).double()),
         "nll": boot(_mean, m.pointwise_nll(probs, labels)),
         "brier": boot(_mean, m.pointwise_brier(probs, labels)),
@@ -110,13 +110,13 @@ def class_metrics(probs: Tensor, labels: Tensor, uncertainty: Tensor, boot: Boot
         "aurc": boot(m.aurc, scores, wrong.double()),
     }
     for coverage in _COVERAGES:
-        found[f"accuracy_at_{coverage:.0%}".replace("%", "")] = _point(
+        metrics[f"accuracy_at_{coverage:.0%}".replace("%", "")] = _point(
             m.accuracy_at_coverage(scores, wrong, coverage=coverage)
         )
     if 0 < int(wrong.sum()) < len(wrong):  # without both kinds there is nothing to tell apart
-        found["auroc_errors"] = boot(m.auroc, scores, wrong, strata=wrong)
-        found["fpr95_errors"] = _point(m.fpr_at_tpr(scores, wrong))
-    return found
+        metrics["auroc_errors"] = boot(m.auroc, scores, wrong, strata=wrong)
+        metrics["fpr95_errors"] = _point(m.fpr_at_tpr(scores, wrong))
+    return metrics
 
 
 def _point(value: float) -> Metric:
@@ -157,26 +157,26 @@ def regression_metrics(prediction: Prediction, targets: Tensor, boot: Bootstrap)
     """Error, proper scores, and coverage and width of intervals for new targets (noise included)."""
     mean = prediction.mean.double()
     y = aligned(mean, targets, mean.shape[-1], "evaluate")
-    found = {"rmse": boot(m.rmse, mean.flatten(1), y.flatten(1))}
+    metrics = {"rmse": boot(m.rmse, mean.flatten(1), y.flatten(1))}
     if prediction.kind == "custom":
-        return found
-    found["nll"] = boot(_mean, -prediction.log_prob(targets).double())
-    found["epistemic"] = boot(_mean, prediction.epistemic.double().flatten(1).mean(1))
+        return metrics
+    metrics["nll"] = boot(_mean, -prediction.log_prob(targets).double())
+    metrics["epistemic"] = boot(_mean, prediction.epistemic.double().flatten(1).mean(1))
     for level in LEVELS:
         lower, upper = (end.double() for end in prediction.interval(level))
         inside = ((y >= lower) & (y <= upper)).double().flatten(1).mean(1)
-        found[f"coverage_{level:g}"] = boot(_mean, inside)
-        found[f"width_{level:g}"] = boot(_mean, (upper - lower).flatten(1).mean(1))
+        metrics[f"coverage_{level:g}"] = boot(_mean, inside)
+        metrics[f"width_{level:g}"] = boot(_mean, (upper - lower).flatten(1).mean(1))
     if prediction.kind == "regression":
         total = prediction.total.double()
-        found["crps"] = boot(m.crps_gaussian, mean.flatten(1), total.flatten(1), y.flatten(1))
-        found["chi_square"] = boot(_mean, ((y - mean).square() / total).flatten(1).mean(1))
+        metrics["crps"] = boot(m.crps_gaussian, mean.flatten(1), total.flatten(1), y.flatten(1))
+        metrics["chi_square"] = boot(_mean, ((y - mean).square() / total).flatten(1).mean(1))
         lower, upper = prediction.interval(0.95)
-        found["interval_score_0.95"] = boot(
+        metrics["interval_score_0.95"] = boot(
             m.interval_score, lower.double().flatten(1), upper.double().flatten(1), y.flatten(1)
         )
-        found["miscalibration_area"] = _point(m.interval_calibration(mean, total, y).area)
-    return found
+        metrics["miscalibration_area"] = _point(m.interval_calibration(mean, total, y).area)
+    return metrics
 
 
 def regression_curves(prediction: Prediction, targets: Tensor) -> dict[str, dict[str, Sequence[float]]]:
@@ -262,7 +262,7 @@ def evaluate(
     outside = {n: _outside(predictor, n, d, inside, chosen, unpack) for n, d in (ood or {}).items()}
     boot = Bootstrap(n_resamples, level, seed)
     numbers, curves = _measure(inside, boot)
-    found = detections(
+    detected = detections(
         inside.prediction,
         {n: c.prediction for n, c in outside.items()},
         scores=scores,
@@ -281,7 +281,7 @@ def evaluate(
         inside.prediction.kind,
         len(inside.prediction),
         numbers,
-        {d: {s: _metrics(each) for s, each in by_score.items()} for d, by_score in found.items()},
+        {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in detected.items()},
         attacked,
         _table(inside, outside, scores) if table else {},
         curves,
@@ -334,9 +334,9 @@ def _measure(inside: PredictedData, boot: Bootstrap) -> tuple[dict[str, Metric],
     return regression_metrics(prediction, targets, boot), dict(regression_curves(prediction, targets))
 
 
-def _metrics(found: Detection) -> dict[str, Metric]:
-    plain = {n: getattr(found, n) for n in ("aupr_out", "aupr_in", "fpr95", "mean_inside", "mean_outside")}
-    return {"auroc": Metric(*found.auroc), **{n: Metric(v, v, v) for n, v in plain.items()}}
+def _metrics(detection: Detection) -> dict[str, Metric]:
+    plain = {n: getattr(detection, n) for n in ("aupr_out", "aupr_in", "fpr95", "mean_inside", "mean_outside")}
+    return {"auroc": Metric(*detection.auroc), **{n: Metric(v, v, v) for n, v in plain.items()}}
 
 
 def _attack(
@@ -349,14 +349,14 @@ def _attack(
     most: int | None,
 ) -> dict[str, dict[str, Any]]:
     chosen = {k: v for k, v in (options or {}).items() if k != "generator"}
-    found: dict[str, dict[str, Any]] = {}
+    curves: dict[str, dict[str, Any]] = {}
     for attack in attacks:
         curve = attack.run(predictor, data, seed=seed, options=chosen, unpack=unpack, max_examples=most)
         key, count = attack.name, 2
-        while key in found:
+        while key in curves:
             key, count = f"{attack.name}_{count}", count + 1
-        found[key] = curve.to_dict()
-    return found
+        curves[key] = curve.to_dict()
+    return curves
 
 
 def _table(

@@ -45,14 +45,14 @@ def check_scores(scores: str | Iterable[str]) -> tuple[str, ...]:
 
 def available_scores(prediction: Prediction, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Every score that a prediction has [N], or those wanted; a wanted one that is not defined raises."""
-    found = {}
+    scores = {}
     for name in SCORES if wanted is None else check_scores(wanted):
         try:
-            found[name] = prediction.score(name)
+            scores[name] = prediction.score(name)
         except UnsupportedError:
             if wanted is not None:
                 raise
-    return found
+    return scores
 
 
 def detection(

@@ -149,11 +149,11 @@ class Results:
 
     def flat(self) -> dict[str, Metric]:
         """Every number: metrics by name, detections as set/score/metric."""
-        found = dict(self.metrics)
+        flat = dict(self.metrics)
         for data, scores in self.ood.items():
             for score, numbers in scores.items():
-                found.update({f"{data}/{score}/{n}": m for n, m in numbers.items()})
-        return found
+                flat.update({f"{data}/{score}/{n}": m for n, m in numbers.items()})
+        return flat
 
     def to_dict(self, *, table: bool = True) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -252,11 +252,11 @@ def provenance(**facts: Any) -> dict[str, Any]:
     ['aftermap', 'numpy', 'platform', 'python', 'seed', 'time', 'torch']
     """
     try:
-        own = version("aftermap")
+        installed = version("aftermap")
     except PackageNotFoundError:
-        own = "unknown"
+        installed = "unknown"
     return {
-        "aftermap": own,
+        "aftermap": installed,
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "python": platform.python_version(),

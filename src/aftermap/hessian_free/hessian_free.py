@@ -101,8 +101,8 @@ class VarianceReport:
 
 def check_common(n_data: float, loss: float) -> None:
     """In a group of processes all must have the same data: functionals are shared out, not data."""
-    own = torch.tensor([n_data, loss], dtype=torch.float64)
-    sums = torch.stack([own, own.square()])
+    local = torch.tensor([n_data, loss], dtype=torch.float64)
+    sums = torch.stack([local, local.square()])
     all_reduce_([sums])
     mean, square = sums / world_size()
     if bool((square - mean.square() > 1e-6 * (1 + square)).any()):
@@ -232,13 +232,13 @@ class HessianFree:
         check_modes(self.model)
         _, dtype = check_device(self.model)
         names = select(self.model, self._selection(data, unpack))
-        own = named_parameters(self.model)
-        shapes = {n: tuple(own[n].shape) for n in names}
+        parameters = named_parameters(self.model)
+        shapes = {n: tuple(parameters[n].shape) for n in names}
         layers: dict[str, list[str]] = {}
         for name in names:
             layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
         prior = Prior.make(self._prior_precision, self._prior_mean, layers, shapes)
-        settings = self.settings.resolved(sum(own[n].numel() for n in names), dtype)
+        settings = self.settings.resolved(sum(parameters[n].numel() for n in names), dtype)
         work = settings.dtype or dtype
         objective = Objective(self.model, names, self.likelihood, prior, 1 / self.temperature, work)
         with model_errors_explained(self.model, lambda: unpack_batch(next(iter(data)), unpack).inputs):
@@ -307,8 +307,8 @@ class HessianFree:
             NumericalError: a functional runs away: the weights are no minimum.
         """
         functionals, single = parse_functionals(functional)
-        found = self._covariances([functionals], allow_zero=False)[0]
-        return found[0, 0] if single else found
+        covariance = self._covariances([functionals], allow_zero=False)[0]
+        return covariance[0, 0] if single else covariance
 
     def _covariances(self, sets: Sequence[FunctionalSet], *, allow_zero: bool) -> list[Tensor]:
         """Covariances [Q, Q] of each set; the rows are shared out over processes."""
@@ -320,17 +320,17 @@ class HessianFree:
         def work(job: int) -> list[Tensor]:
             functionals, start, stop = jobs[job]
             part = functionals.part(start, stop)
-            found = perturb(objective, fine_tuner, part, origin, settings, allow_zero=allow_zero)
-            difference = objective.values(found.plus, functionals) - objective.values(found.minus, functionals)
-            rows = (difference / found.width[:, None]).double()
-            lost = torch.tensor([r.status == "runaway" for r in found.reports])
+            pushed = perturb(objective, fine_tuner, part, origin, settings, allow_zero=allow_zero)
+            difference = objective.values(pushed.plus, functionals) - objective.values(pushed.minus, functionals)
+            rows = (difference / pushed.width[:, None]).double()
+            lost = torch.tensor([r.status == "runaway" for r in pushed.reports])
             rows[lost] = float("nan")
-            return [rows.cpu(), pack(found.reports)]
+            return [rows.cpu(), pack(pushed.reports)]
 
         like = torch.empty(0, dtype=torch.float64)
         shapes = [[(stop - start, s.count), (stop - start, _NUMBERS)] for s, start, stop in jobs]
         done = shared_out([float(stop - start) for _, start, stop in jobs], shapes, work, like)
-        found, reports, place = [], [], 0
+        covariances, reports, place = [], [], 0
         asymmetry, projected = 0.0, 0.0
         for functionals in sets:
             count = -(-functionals.count // most)
@@ -341,9 +341,9 @@ class HessianFree:
             gaps = ((rows - rows.T) / scale / scale[:, None]).nan_to_num(0.0).abs()
             covariance, clipped = _positive(symmetrise(rows))
             asymmetry, projected = max(asymmetry, float(gaps.max())), max(projected, clipped)
-            found.append(covariance)
+            covariances.append(covariance)
         self.report = VarianceReport(tuple(reports), asymmetry, projected)
-        return found
+        return covariances
 
     # Predictions
 

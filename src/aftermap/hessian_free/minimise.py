@@ -251,10 +251,10 @@ def _search(evaluate: Evaluate, state: _State, index: Tensor, direction: Tensor,
         level = (new <= value[some] + rounding[some]) & (grown <= (2 * _DECREASE - 1) * slope[some])
         falls = (falls | level) & new.isfinite() & point.gradient.isfinite().all(1)
         flat = grown >= _CURVATURE * slope[some]
-        kept = some[falls]  # a fall is always taken, also where the slope asks for more
-        state.theta[index[kept]] = trial[falls]
-        state.value[index[kept]], state.gradient[index[kept]] = new[falls], point.gradient[falls]
-        low[kept], low_slope[kept] = t[kept], grown[falls]
+        falling = some[falls]  # a fall is always taken, also where the slope asks for more
+        state.theta[index[falling]] = trial[falls]
+        state.value[index[falling]], state.gradient[index[falling]] = new[falls], point.gradient[falls]
+        low[falling], low_slope[falling] = t[falling], grown[falls]
         over = some[~falls]
         high[over], high_slope[over] = t[over], grown[~falls]
         left[some[falls & flat]] = False
@@ -337,16 +337,18 @@ class FullDataFineTuner(FineTuner):
     def control(self, start: Tensor, goal: float) -> tuple[FineTuned, Evaluation]:
         with evaluating(self.objective.model):
             before = self.objective.evaluate(start[None])
-        found = self._minimise(start[None], None, torch.full_like(before.loss, goal))
-        self._control = found.theta[0], found.value[0], found.gradient[0]
-        fine_tuned = FineTuned(found.theta, found.value, found.gradient, found.steps, found.converged, *self._control)
+        minimum = self._minimise(start[None], None, torch.full_like(before.loss, goal))
+        self._control = minimum.theta[0], minimum.value[0], minimum.gradient[0]
+        fine_tuned = FineTuned(
+            minimum.theta, minimum.value, minimum.gradient, minimum.steps, minimum.converged, *self._control
+        )
         return fine_tuned, before
 
     def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
         assert self._control is not None  # fit made it
-        found = self._minimise(start, push, goal)
-        loss = self.objective.losses(found.theta, self.objective.batches)
-        return FineTuned(found.theta, loss, found.gradient, found.steps, found.converged, *self._control)
+        minimum = self._minimise(start, push, goal)
+        loss = self.objective.losses(minimum.theta, self.objective.batches)
+        return FineTuned(minimum.theta, loss, minimum.gradient, minimum.steps, minimum.converged, *self._control)
 
 
 class BatchFineTuner(FineTuner):
@@ -391,14 +393,14 @@ class BatchFineTuner(FineTuner):
         settings, objective = self.settings, self.objective
         lr = settings.lr or 0.0
         theta, first, second = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-        average, kept = torch.zeros_like(start), 0
+        average, averaged = torch.zeros_like(start), 0
         tail = settings.steps - max(1, round(settings.average * settings.steps))
         stream = self._endless()
         with evaluating(objective.model):
             for step in range(settings.steps):
                 # Times the number of batches: over a pass that is the sum over all data, also where batches are unequal.
-                found = objective.evaluate(theta, push, batch=next(stream), scale=float(objective.n_batches))
-                slope = found.gradient / objective.n_data  # of the mean loss + prior/N ∓ λψ/N
+                evaluation = objective.evaluate(theta, push, batch=next(stream), scale=float(objective.n_batches))
+                slope = evaluation.gradient / objective.n_data  # of the mean loss + prior/N ∓ λψ/N
                 if settings.method == "sgd":
                     first = settings.momentum * first + slope
                     theta = theta - lr * first
@@ -409,8 +411,8 @@ class BatchFineTuner(FineTuner):
                     scale = (second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12
                     theta = theta - rate * first / (1 - 0.9 ** (step + 1)) / scale
                 if step >= tail:
-                    kept += 1
-                    average = average + (theta - average) / kept
+                    averaged += 1
+                    average = average + (theta - average) / averaged
         return average
 
     def _over_all(self, theta: Tensor, push: Push | None) -> Evaluation:
@@ -436,15 +438,15 @@ class BatchFineTuner(FineTuner):
         none = Push(push.functionals, torch.cat([push.weights, torch.zeros_like(push.weights[:1])]))
         pairs = len(start) // 2 if self.settings.symmetric else 0
         theta = self._descend(torch.cat([start, self.origin[None]]), none, pairs)
-        found = self._over_all(theta, none)
-        members = Evaluation(found.loss[:-1], found.shift[:-1], found.gradient[:-1])
-        last = Evaluation(found.loss[-1:], found.shift[-1:], found.gradient[-1:])
+        evaluation = self._over_all(theta, none)
+        members = Evaluation(evaluation.loss[:-1], evaluation.shift[:-1], evaluation.gradient[:-1])
+        last = Evaluation(evaluation.loss[-1:], evaluation.shift[-1:], evaluation.gradient[-1:])
         return self._result(theta[:-1], members, theta[-1], last)
 
-    def _result(self, theta: Tensor, found: Evaluation, control: Tensor, last: Evaluation) -> FineTuned:
+    def _result(self, theta: Tensor, members: Evaluation, control: Tensor, last: Evaluation) -> FineTuned:
         count = torch.full((len(theta),), self.settings.steps, device=theta.device)
         done = torch.ones_like(count, dtype=torch.bool)
-        return FineTuned(theta, found.loss, found.gradient, count, done, control, last.loss[0], last.gradient[0])
+        return FineTuned(theta, members.loss, members.gradient, count, done, control, last.loss[0], last.gradient[0])
 
 
 def _shared_squares(slope: Tensor, pairs: int) -> Tensor:
@@ -478,10 +480,10 @@ def largest_curvature(objective: Objective, batches: Callable[[], Iterator[Batch
     for _ in range(rounds):
         vector = vector / vector.norm()
         theta = torch.stack([centre + width * vector, centre - width * vector])
-        own = objective.precision * (theta - objective.prior_mean)
-        total, worst = (own[0] - own[1]) / (2 * width), 0.0
+        prior_gradient = objective.precision * (theta - objective.prior_mean)
+        total, worst = (prior_gradient[0] - prior_gradient[1]) / (2 * width), 0.0
         for batch in batches():
-            gradient = objective.evaluate(theta, batch=batch).gradient - own
+            gradient = objective.evaluate(theta, batch=batch).gradient - prior_gradient
             change = (gradient[0] - gradient[1]) / (2 * width)
             worst = max(worst, objective.n_batches * abs(float(change @ vector)))
             total = total + change

@@ -224,14 +224,14 @@ def _attempt(
     wanted = torch.where(pilots, max(tolerance, _PILOT_TOLERANCE), tolerance).to(step).repeat(len(goal))
     fine_tuned = fine_tuner.run(torch.cat(starts), Push(functionals, torch.cat(weights)), wanted * torch.cat(goal))
     values = objective.values(torch.cat([fine_tuned.theta, fine_tuned.control[None]]), functionals)
-    found = _measure(fine_tuned, values, mix, step, goal[0], settings, objective.precision, objective.n_data)
+    measured = _measure(fine_tuned, values, mix, step, goal[0], settings, objective.precision, objective.n_data)
     rows.plus[index] = fine_tuned.theta[: len(index)]
     rows.minus[index] = fine_tuned.theta[len(index) :] if settings.symmetric else fine_tuned.control
     rows.moved[index] = step
     rows.attempts[index] += 1
     for place, row in enumerate(index.tolist()):
-        code, better = _decide(found[place], settings, tolerance, int(rows.halvings[row]), int(rows.attempts[row]))
-        numbers = [float(rows.numbers[row, 0]), *found[place].tolist()]
+        code, better = _decide(measured[place], settings, tolerance, int(rows.halvings[row]), int(rows.attempts[row]))
+        numbers = [float(rows.numbers[row, 0]), *measured[place].tolist()]
         numbers += [float(rows.attempts[row]), float(rows.halvings[row]), float(code)]
         rows.numbers[row] = torch.tensor(numbers, dtype=torch.float64)
         rows.going[row] = better is not None

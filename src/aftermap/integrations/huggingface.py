@@ -130,8 +130,8 @@ class Batches:
             label = _LABELS if _LABELS in batch else "label"
             if label not in batch:
                 raise DataError(f"batch {number} has the keys {sorted(map(str, batch))}, but no {_LABELS!r}")
-            found = {k: batch[k] for k in batch if k in self.names and k != label and isinstance(batch[k], Tensor)}
-            yield {**found, _LABELS: torch.as_tensor(batch[label])}
+            inputs = {k: batch[k] for k in batch if k in self.names and k != label and isinstance(batch[k], Tensor)}
+            yield {**inputs, _LABELS: torch.as_tensor(batch[label])}
 
 
 def batches(loader: Iterable[Any], model: nn.Module) -> Batches:

@@ -159,9 +159,9 @@ def train(
         for index in order:
             optimiser.param_groups[0]["lr"] = 0.5 * lr * (1 + math.cos(math.pi * done / steps))
             weight = data.weight[index]
-            each = loss(model(data.x[index]), data.y[index])
+            losses = loss(model(data.x[index]), data.y[index])
             penalty = sum((delta[n] * p.square()).sum() for n, p in named.items())
-            value = (weight * each).sum() / weight.sum() + 0.5 * penalty / whole
+            value = (weight * losses).sum() / weight.sum() + 0.5 * penalty / whole
             if not bool(torch.isfinite(value.detach())):
                 raise DataError(
                     f"the training loss is {float(value.detach())} after {done} steps. Lower lr={lr:g}, or look for extreme "
