@@ -16,7 +16,7 @@ from torch import nn
 
 from aftermap.errors import DataError, InputError
 
-__all__ = ["choice", "choices", "count", "fraction", "instance", "keywords", "module", "number", "repeatable"]
+__all__ = ["choice", "choices", "count", "few", "fraction", "instance", "keywords", "module", "number", "repeatable"]
 
 T = TypeVar("T")
 
@@ -182,6 +182,16 @@ def keywords(owner: str, options: Iterable[str], allowed: Sequence[str]) -> None
         near = difflib.get_close_matches(unknown[0], allowed, n=1)
         hint = f". Did you mean {near[0]}?" if near else ""
         raise InputError(f"{owner} has no setting {', '.join(unknown)}; allowed are {', '.join(allowed)}{hint}")
+
+
+def few(names: Iterable[str], limit: int = 6) -> str:
+    """Returns the first names of many in one line, for a message, and how many more there are.
+
+    >>> few(["a", "b", "c"], limit=2)
+    'a, b, … (1 more)'
+    """
+    listed = list(names)
+    return ", ".join(listed[:limit]) + (f", … ({len(listed) - limit} more)" if len(listed) > limit else "")
 
 
 def instance(name: str, value: object, kind: type[T], advice: str) -> T:

@@ -63,20 +63,28 @@ class Baseline(ABC):
         """Predicts with uncertainty.
 
         Args:
-            x: inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
-            samples: networks to average over; None: the baseline's own number.
-            differentiable: keep the gradient in x.
-            generator: for the samples; a generator with the same seed gives the same samples.
+            x: Inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
+            samples: How many networks are averaged over. None takes the baseline's own number; a fixed set of networks gives its
+                first ones.
+            differentiable: Whether the prediction keeps its gradient in x.
+            generator: The source of the samples. A generator with the same seed gives the same samples; None is PyTorch's own.
 
         Returns:
-            The mixture; probabilities are averaged, never logits.
+            The mixture of the networks. Probabilities are averaged, never logits.
+
+        Raises:
+            InputError: The inputs are not finite or of another dtype, or there are fewer networks than samples.
         """
         inputs = read_inputs(self.model, x)
         if samples is not None:
             samples = checks.count("samples", samples)
         with torch.set_grad_enabled(differentiable):
             values = self.outputs(inputs, samples, generator)
-        return samples_prediction(self.likelihood, values)
+        return self.prediction(values)
+
+    def prediction(self, outputs: Tensor) -> Prediction:
+        """Makes the prediction of network outputs [S, N, ..., C]: their mixture, with equal weights."""
+        return samples_prediction(self.likelihood, outputs)
 
 
 def read_inputs(model: nn.Module, x: Any) -> Any:
@@ -215,21 +223,10 @@ class Particles(Baseline):
             raise InputError(f"samples={count}, but there are only {len(self)} sets of weights")
         return torch.stack([outputs_under(self.model, particle, inputs) for particle in self.weights[:count]])
 
-    def predict(
-        self,
-        x: Any,
-        *,
-        samples: int | None = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        """Predicts; ``samples`` takes only the first so many sets of weights."""
+    def prediction(self, outputs: Tensor) -> Prediction:
         if self.mixture is None:
-            return super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
-        inputs = read_inputs(self.model, x)
-        with torch.set_grad_enabled(differentiable):
-            values = self.outputs(inputs, samples, generator)
-        prediction = samples_prediction(self.likelihood, values, weights=self.mixture[: len(values)])
+            return super().prediction(outputs)
+        prediction = samples_prediction(self.likelihood, outputs, weights=self.mixture[: len(outputs)])
         return replace(prediction, link="samples")
 
 

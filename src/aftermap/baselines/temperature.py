@@ -43,18 +43,8 @@ class Deterministic(Baseline):
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
         return outputs_under(self.model, {}, inputs).unsqueeze(0)
 
-    def predict(
-        self,
-        x: Any,
-        *,
-        samples: int | None = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        prediction = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
-        # One sample's mutual information is zero; rounding would leave ±1e-17.
-        epistemic = torch.zeros_like(prediction.epistemic)
-        return replace(prediction, epistemic=epistemic, aleatoric=prediction.total, link="map")
+    def prediction(self, outputs: Tensor) -> Prediction:
+        return _without_epistemic(super().prediction(outputs), "map")
 
 
 @final
@@ -129,18 +119,14 @@ class TemperatureScaling(Baseline):
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
         return (outputs_under(self.model, {}, inputs) / self.temperature).unsqueeze(0)
 
-    def predict(
-        self,
-        x: Any,
-        *,
-        samples: int | None = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        prediction = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
-        return replace(
-            prediction, epistemic=torch.zeros_like(prediction.epistemic), aleatoric=prediction.total, link="temperature"
-        )
+    def prediction(self, outputs: Tensor) -> Prediction:
+        return _without_epistemic(super().prediction(outputs), "temperature")
+
+
+def _without_epistemic(prediction: Prediction, link: str) -> Prediction:
+    """Returns the prediction of one network: its mutual information is zero, where rounding would leave ±1e-17."""
+    epistemic = torch.zeros_like(prediction.epistemic)
+    return replace(prediction, epistemic=epistemic, aleatoric=prediction.total, link=link)
 
 
 def _best_temperature(likelihood: Likelihood, logits: Tensor, targets: Tensor, weights: Tensor) -> float:
