@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from aftermap.baselines import SWAG
-from aftermap.errors import InputError, NotFittedError, StatisticalWarning
+from aftermap.baselines import SWAG, MeanField
+from aftermap.errors import DataError, InputError, NotFittedError, StatisticalWarning
 from aftermap.models import update_bn
 from tests.baselines.test_contract import conv_net, data, make_net, seeded
 
@@ -95,3 +95,12 @@ def test_bad_input():
     with pytest.warns(StatisticalWarning, match="fewer than two"):
         swag = SWAG(net).fit([(x, y)], epochs=1)
     assert swag.collected == 1
+
+
+def test_data_that_can_be_read_once_are_refused_before_training() -> None:
+    net = nn.Linear(3, 2)
+    batch = (torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(DataError, match="SWAG.*reads data more than once"):
+        SWAG(net).fit((b for b in [batch]), epochs=2)
+    with pytest.raises(DataError, match="mean-field training .* reads data more than once"):
+        MeanField(net).fit((b for b in [batch]), epochs=1)

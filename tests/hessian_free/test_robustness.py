@@ -302,7 +302,7 @@ def test_steps_that_end_early_are_told_of(symmetric: bool) -> None:
 
 def test_batches_that_come_once_or_steps_that_diverge_are_refused() -> None:
     model, data, _, _, _ = linear_regression()
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError, match="more than once"):
         HessianFree(model, Gaussian(0.6), prior_precision=1.4, method="adam", steps=5).fit(iter(data))
     with pytest.raises(NumericalError, match="sgd does not settle. Lower lr"):
         HessianFree(model, Gaussian(0.6), prior_precision=1.4, method="sgd", steps=40, lr=5.0).fit(data)
@@ -331,3 +331,15 @@ def test_inputs_of_any_form_and_frozen_batch_norm() -> None:
     assert prediction.latent_cov is not None
     assert_close(prediction.latent_cov[0, 1, 1], one, rtol=1e-4, atol=0)
     check_unchanged(model, before)
+
+
+@pytest.mark.parametrize("settings", [{"params": "last_layer"}, {"method": "sgd", "steps": 3}])
+def test_data_that_can_be_read_once_are_refused_where_they_are_needed_twice(settings: dict[str, Any]) -> None:
+    """The search for the last layer would take the first batch, and the fit would go on without it."""
+    problem = curve()
+    hf = HessianFree(problem.model, problem.likelihood, prior_precision=PRIOR, **settings)
+    with pytest.raises(DataError, match="reads data more than once, but generator can be read only once"):
+        hf.fit(batch for batch in problem.data)
+    once = HessianFree(problem.model, problem.likelihood, prior_precision=PRIOR).fit(batch for batch in problem.data)
+    assert once.map_report is not None
+    assert once.map_report.n_data == 40

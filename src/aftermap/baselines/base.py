@@ -40,8 +40,8 @@ class Baseline(ABC):
     """A predictor whose answer is a mixture over the outputs of S networks.
 
     Args:
-        model: the network; it is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        model: The network. It is never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
     """
 
     def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification"):
@@ -166,10 +166,10 @@ class Particles(Baseline):
     """Predicts with a fixed set of weight samples, so that every input meets the same networks.
 
     Args:
-        model: the network; it is never changed.
-        weights: S dictionaries, parameter (or buffer) -> value. Parameters that are missing keep the model's own values.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        mixture: how much each set counts [S]; None: all the same.
+        model: The network. It is never changed.
+        weights: S dictionaries from names of parameters (or buffers) to values. What is missing keeps the model's own value.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        mixture: How much each set counts [S]. None lets all count the same.
 
     Raises:
         InputError: no weights, names that the model does not have, or shapes that differ.

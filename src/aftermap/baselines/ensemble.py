@@ -34,8 +34,8 @@ class Ensemble(Baseline):
         \mu_* = \bar\mu, \qquad \sigma_*^2 = \overline{\sigma^2 + \mu^2} - \mu_*^2.
 
     Args:
-        models: trained networks with outputs of one shape; they are never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        models: Trained networks with outputs of one shape. They are never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
 
     Raises:
         InputError: no models, or what is no module.

@@ -83,20 +83,20 @@ class HMC(Baseline):
     The whole data set is in memory and used at every step.
 
     Args:
-        model: the network; the first chain starts at its weights. It is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        prior_precision: τ.
-        prior_mean: m.
-        params: which weights are uncertain; the others keep their values.
-        kernel: "nuts" or "hmc".
-        chains: number of chains, run one after the other.
-        warmup: steps that adapt step size and mass and are thrown away.
-        draws: samples of each chain that are kept.
-        step_size: the first step size.
-        trajectory: time that a sample of "hmc" travels; π/2, with masses adapted to the posterior, is a quarter of a Gaussian's
+        model: The network. The first chain starts at its weights. It is never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        prior_precision: τ, the precision of the prior of every weight.
+        prior_mean: m, its mean.
+        params: Which weights are uncertain. The others keep their values.
+        kernel: "nuts" adapts the length of its trajectories; "hmc" has a fixed one.
+        chains: The number of chains, which run one after the other.
+        warmup: How many steps adapt step size and mass; they are thrown away.
+        draws: How many samples of each chain remain.
+        step_size: The first step size.
+        trajectory: The time that a sample of "hmc" travels. π/2, with masses adapted to the posterior, is a quarter of a Gaussian's
             period and makes its samples nearly independent.
-        spread: standard deviation, in units of the prior's, around the model's weights where the other chains start.
-        max_params: refuse larger models.
+        spread: How far around the model's weights the other chains start: a standard deviation, in units of the prior's.
+        max_params: The most parameters that are allowed: larger models are refused.
 
     Raises:
         UnsupportedError: more parameters than ``max_params``, BatchNorm (its statistics tie the data together), or no Pyro.

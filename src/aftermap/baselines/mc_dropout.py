@@ -31,11 +31,11 @@ class MCDropout(Baseline):
     make it a module.
 
     Args:
-        model: a network with dropout; it is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        samples: S.
-        insert: a probability: works on a copy of the model with dropout before every linear and convolutional layer but the
-            first. None: the model as it is.
+        model: A network with dropout. It is never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        samples: S, how many masks a prediction averages over, unless `predict` is told otherwise.
+        insert: The probability of dropping in a copy of the model that has dropout before every linear and convolutional layer
+            but the first. None takes the model as it is.
 
     Warns:
         StatisticalWarning: the model drops nothing, so that all samples are the same.
@@ -111,8 +111,8 @@ def insert_dropout(model: nn.Module, p: float) -> nn.Module:
     """A copy of the model with dropout before every linear and convolutional layer but the first.
 
     Args:
-        model: any module; layers inside attention stay as they are.
-        p: the probability of dropping, in (0, 1).
+        model: Any module. Layers inside attention stay as they are.
+        p: The probability of dropping, in (0, 1).
 
     Returns:
         The copy. A layer ``name`` becomes ``name.1``, after the dropout ``name.0``.

@@ -153,15 +153,15 @@ class MeanField(Baseline):
     outputs (local reparametrisation), all other weights are drawn once per batch.
 
     Args:
-        model: gives the architecture and the first means (a trained network or a fresh one); it is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        prior_precision: τ.
-        prior_mean: m.
-        initial_scale: first σ. Small, so that training first finds a good mean: a first σ of the prior's size costs more than
+        model: A trained or a fresh network, which gives the architecture and the first means. It is never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        prior_precision: τ, the precision of the prior of every weight.
+        prior_mean: m, its mean.
+        initial_scale: The first σ. It is small, so that training first finds a good mean: a first σ of the prior's size costs more than
             one per cent of accuracy on MNIST.
-        params: which weights are uncertain; the others keep their values.
-        estimator: "local", or "weights" to draw all weights.
-        samples: of a prediction.
+        params: Which weights are uncertain. The others keep their values.
+        estimator: "local" draws the outputs of linear layers, one noise for every example; "weights" draws all weights.
+        samples: How many networks a prediction averages over, unless `predict` is told otherwise.
 
     References:
         Blundell et al. 2015, Weight uncertainty in neural networks, eq. (2); Kingma, Salimans, Welling 2015, Variational
@@ -249,6 +249,8 @@ class MeanField(Baseline):
         """
         epochs, samples = checks.count("epochs", epochs), checks.count("samples", samples)
         temperature = checks.number("temperature", temperature, above=0)
+        if epochs > 1 or n_data is None:
+            checks.repeatable("data", data, "mean-field training (to count the data, and in every epoch)")
         self.n_data = self._count(data, unpack) if n_data is None else checks.number("n_data", n_data, above=0)
         optimiser = torch.optim.Adam([*self._mean.values(), *self._rho.values()], lr=checks.number("lr", lr, above=0))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
@@ -297,7 +299,7 @@ class MeanField(Baseline):
             optimiser.step()
             total, weight = total + count * loss.item(), weight + count
         if weight == 0:
-            raise DataError("a pass over the data gave no example: pass a list or a DataLoader, not a generator")
+            raise DataError("a pass over the data gave no example: the data changed since they were counted")
         return total / weight
 
     def _expected_nll(self, batch: Batch, samples: int, generator: torch.Generator | None) -> tuple[Tensor, float]:

@@ -43,11 +43,11 @@ class SWAG(Baseline):
         \theta = \bar\theta + \sqrt{s/2}\,\Big(\Sigma_\mathrm{diag}^{1/2} z_1 + \tfrac{1}{\sqrt{K-1}} D z_2\Big).
 
     Args:
-        model: a trained network, the start of the SGD; it is copied and never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        rank: K, the columns of D that are kept; 0: diagonal.
-        scale: s.
-        samples: of a prediction.
+        model: A trained network, where the SGD starts. It is copied and never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        rank: K, how many of the last collected weights give a column of D. With 0 the covariance is diagonal.
+        scale: s, by which the covariance is multiplied.
+        samples: How many networks a prediction averages over, unless `predict` is told otherwise.
 
     References:
         Maddox et al. 2019, A simple baseline for Bayesian uncertainty in deep learning, eq. (1) and algorithm 1.
@@ -114,20 +114,22 @@ class SWAG(Baseline):
         """Runs SGD at a constant rate on the copy and collects weights; then refreshes BatchNorm under the mean.
 
         Args:
-            data: batches, gone through ``epochs`` times.
-            epochs: passes over the data.
-            lr: the constant learning rate: large enough to leave the mode, small enough to stay in its basin.
-            momentum: of SGD.
-            weight_decay: of SGD.
-            collect_every: steps between two collections; None: at the end of each epoch.
-            unpack: turns a batch of another form into (inputs, targets).
-            generator: for dropout in the network, and for a DataLoader that shuffles without a generator of its own.
-            progress: show a bar; None: on a terminal.
+            data: Batches of (x, y), which are read ``epochs`` times.
+            epochs: How many passes over the data are made.
+            lr: The constant learning rate: large enough to leave the mode, small enough to stay in its basin.
+            momentum: The momentum of SGD.
+            weight_decay: The weight decay of SGD.
+            collect_every: How many steps lie between two collections. None collects at the end of each epoch.
+            unpack: A function that turns a batch of another form into (inputs, targets).
+            generator: The source of dropout in the network, and of a DataLoader that shuffles without a generator of its own.
+            progress: Whether a bar is shown; None shows one on a terminal.
 
         Returns:
             self.
         """
         epochs = checks.count("epochs", epochs)
+        if epochs > 1:
+            checks.repeatable("data", data, "SWAG, in every epoch,")
         every = None if collect_every is None else checks.count("collect_every", collect_every)
         chosen = [p for p in self.model.parameters() if p.requires_grad]
         optimiser = torch.optim.SGD(

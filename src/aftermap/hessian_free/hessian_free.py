@@ -226,11 +226,14 @@ class HessianFree:
             self; see ``map_report``.
 
         Raises:
+            DataError: the data can be read only once where they are needed again: for sgd and adam, and to find the last layer.
             NumericalError: the optimiser does not settle.
             InputError: the weights are not a minimum of this objective, and neither ``polish`` nor ``force`` is given.
         """
         check_modes(self.model)
         _, dtype = check_device(self.model)
+        if self.params == "last_layer":
+            checks.repeatable("data", data, "HessianFree with params='last_layer'")
         names = select(self.model, self._selection(data, unpack))
         parameters = named_parameters(self.model)
         shapes = {n: tuple(parameters[n].shape) for n in names}
@@ -240,6 +243,8 @@ class HessianFree:
         prior = Prior.make(self._prior_precision, self._prior_mean, layers, shapes)
         settings = self.settings.resolved(sum(parameters[n].numel() for n in names), dtype)
         work = settings.dtype or dtype
+        if not settings.on_all_data:
+            checks.repeatable("data", data, f"HessianFree with method={settings.method!r}")
         objective = Objective(self.model, names, self.likelihood, prior, 1 / self.temperature, work)
         with model_errors_explained(self.model, lambda: unpack_batch(next(iter(data)), unpack).inputs):
             objective.read(data, unpack, keep=settings.on_all_data)

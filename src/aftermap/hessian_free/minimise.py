@@ -385,9 +385,7 @@ class BatchFineTuner(FineTuner):
                 count += 1
                 yield batch
             if not count:
-                raise DataError(
-                    "the data cannot be gone through a second time: pass a list or a DataLoader, no generator"
-                )
+                raise DataError("a pass over the data gave no example: the data changed since they were counted")
 
     def _descend(self, start: Tensor, push: Push | None, pairs: int = 0) -> Tensor:
         settings, objective = self.settings, self.objective

@@ -46,28 +46,28 @@ class PushReport:
 
     Attributes:
         value: ψ at the trained weights.
-        control: ψ after fine-tuning without a push (λ = 0); its difference to ``value`` is the drift.
+        control: ψ after fine-tuning without a push (λ = 0). Its difference to ``value`` is the drift.
         plus: ψ after the push by +λ.
         minus: ψ after the push by −λ; NaN if there was none.
-        step: λ.
-        variance: v.
-        deviation: λ√v, the move in posterior standard deviations.
-        curvature: |ψ₊ + ψ₋ − 2ψ₀| / |ψ₊ − ψ₋|; 0 for a functional that is linear in λ.
-        energy: rise of L relative to λ²v/2; 1 at a converged minimum, less if the fine-tuning stopped early.
-        bias: by what share the variance is too large (negative: too small) because the push was not infinitely small. Along
+        step: λ, the size of the last push.
+        variance: v, the variance that the last push gave.
+        deviation: λ√v, how far the push moved ψ, in posterior standard deviations.
+        curvature: |ψ₊ + ψ₋ − 2ψ₀| / |ψ₊ − ψ₋|, which is 0 for a functional that is linear in λ.
+        energy: The rise of L relative to λ²v/2. It is 1 at a converged minimum, and less if the fine-tuning stopped early.
+        bias: The share by which the variance is too large (negative: too small) because the push was not infinitely small. Along
             the pushed minima dL = λ dψ, so that with ψ = ψ₀ + vλ + aλ² + bλ³ the mean rise of both sides is vλ²/2 + 3bλ⁴/4, and
             the difference quotient is v + bλ²: the excess of ``energy`` over 1 is half of the relative error (a third of it with
-            one side). What an early stop does to the rise is known, too, and is taken out. It is 0 where the rounding of L hides
-            it.
-        residual: gradient of the pushed objective relative to the push, half the difference between the two sides (what
-            they have in common, drift and the noise of batches, cancels).
-        missing: the most that the variance may be too small by, relative to it. A move d with the residual r that it left has
+            one side). What an early stop does to the rise is known, too, and is taken out. The bias counts as 0 where the
+            rounding of L hides it.
+        residual: The gradient of the pushed objective relative to the push: half the difference between the two sides, since
+            what they have in common, drift and the noise of batches, cancels.
+        missing: The largest share of the variance that may be missing from it. A move d with the residual r that it left has
             v = v̂ + (rᵀH⁻¹r − dᵀr)/λ² (exact where L is quadratic), and rᵀH⁻¹r ≤ rᵀP₀⁻¹r where the curvature of the data is not
             negative. The residual alone does not tell: the slowest directions have little of the gradient and much of the variance.
-        steps: of the optimiser, the more of the two, in the last attempt.
-        attempts: how often λ was changed and the fine-tuning repeated.
-        halvings: how often λ was halved.
-        status: "ok", "not converged", "curved" (the curvature check failed to the end) or "runaway".
+        steps: The steps of the optimiser in the last attempt, on the side that needed more.
+        attempts: How often the functional was pushed, each time with another λ.
+        halvings: How often λ was made smaller, to half or less.
+        status: "ok", "not converged", "curved" (λ is too large for the curvature or the bias to the end) or "runaway".
     """
 
     value: float

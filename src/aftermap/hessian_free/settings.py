@@ -23,27 +23,30 @@ class Settings:
     """Settings of a Hessian-free posterior.
 
     Attributes:
-        method: the inner optimiser: "newton_cg" and "lbfgs" minimise over all data, to a tolerance; "sgd" and "adam" take a
-            fixed number of steps on batches; "auto" chooses by size.
-        step: λ, how hard the functional is pushed; None: chosen so that it moves by ``deviation`` standard deviations.
-        deviation: ε of λ = ε/√v̂, the move in posterior standard deviations. None: 0.02 where the work is in float64 over all
-            data, which costs nothing, and 0.1 where rounding or the noise of batches would drown a smaller move.
-        symmetric: push both ways; False: once, against the λ = 0 control. Half the work, an error of order λ instead of λ².
-        curvature_limit: |ψ₊ + ψ₋ − 2ψ₀| may be this share of |ψ₊ − ψ₋|; beyond it λ is halved.
-        bias_limit: the relative error of a variance, as estimated from the rise of the loss, beyond which λ is made smaller.
-        max_halvings: how often λ is made smaller, to half or less, before a result is flagged.
-        tolerance: of the full-data methods: gradient norm relative to the push, ‖∇φ‖ / (λ‖∇ψ‖).
-        max_steps: iterations of the full-data methods.
-        steps: steps of sgd and adam.
-        lr: of sgd and adam on the mean loss; None: from the largest curvature (sgd), or 1e-3 (adam).
-        momentum: of sgd.
-        average: share of the last steps of sgd and adam whose weights are averaged.
-        history: pairs that lbfgs keeps.
-        queries: how many functionals are pushed at once; None: by memory.
-        dtype: of the work; None: float64 for the full-data methods, the model's for sgd and adam.
-        max_decrement: the most that the trained weights may be away from the minimum of the objective, in posterior
-            standard deviations.
-        strict: raise where a functional runs away; False: its variance is NaN, with a warning.
+        method: The optimiser that fine-tunes. "newton_cg" and "lbfgs" minimise over all data, to a tolerance; "sgd" and "adam"
+            take a fixed number of steps on batches; "auto" chooses by the number of parameters.
+        step: λ, how hard the functional is pushed. None chooses it so that the functional moves by ``deviation``.
+        deviation: How far a functional is moved, in posterior standard deviations: ε of λ = ε/√v̂. None takes 0.02 where the work
+            is in float64 over all data, which costs nothing, and 0.1 where rounding or the noise of batches would drown a
+            smaller move.
+        symmetric: Whether the functional is pushed both ways. One push against the λ = 0 control is half the work and has an
+            error of order λ instead of λ².
+        curvature_limit: The largest share of |ψ₊ − ψ₋| that |ψ₊ + ψ₋ − 2ψ₀| may have. Beyond it λ is halved.
+        bias_limit: The largest relative error of a variance, as estimated from the rise of the loss. Beyond it λ is made smaller.
+        max_halvings: How often λ is made smaller, to half or less, before a result is flagged.
+        tolerance: Where the methods on all data stop: the gradient norm relative to the push, ‖∇φ‖ / (λ‖∇ψ‖). None takes what
+            the dtype can reach.
+        max_steps: The most iterations of the methods on all data.
+        steps: How many steps sgd and adam take.
+        lr: The learning rate of sgd and adam on the mean loss. None takes it from the largest curvature (sgd), or 1e-3 (adam).
+        momentum: The momentum of sgd.
+        average: The share of the last steps of sgd and adam whose weights are averaged.
+        history: How many pairs of steps and gradients lbfgs remembers.
+        queries: How many functionals are pushed at once. None chooses by memory.
+        dtype: The dtype of the work. None takes float64 for the methods on all data, and the model's for sgd and adam.
+        max_decrement: The farthest that the trained weights may be from the minimum of the objective, in posterior standard
+            deviations.
+        strict: Whether a functional that runs away raises an error. Otherwise its variance is NaN, with a warning.
     """
 
     method: str = "auto"
