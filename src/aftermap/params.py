@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from aftermap import checks
 from aftermap.errors import InputError
 
 __all__ = ["Params", "Selection", "flatten", "named_parameters", "select", "swapped", "unflatten", "weights_hash"]
@@ -48,7 +49,7 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
     own = named_parameters(model)
     lazy = [n for n, p in own.items() if is_lazy(p)]
     if lazy:
-        raise InputError(f"{_few(lazy)} of the model have no values yet; run one forward pass to make them")
+        raise InputError(f"{checks.few(lazy, 8)} of the model have no values yet; run one forward pass to make them")
     parameters = {n: p for n, p in own.items() if p.is_floating_point()}
     if not parameters:
         raise InputError(
@@ -66,7 +67,7 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
     if not names:
         hint = "every parameter is frozen (requires_grad=False)" if selection == "all" else "nothing matched"
         raise InputError(
-            f"params={described} selects no parameter: {hint}. This model has: {_few(list(parameters))}. "
+            f"params={described} selects no parameter: {hint}. This model has: {checks.few(list(parameters), 8)}. "
             'Allowed: "all", "last_layer", a list of names, a regular expression for whole names, or a function'
         )
     return names
@@ -102,13 +103,10 @@ def _select_by_names(model: nn.Module, parameters: dict[str, nn.Parameter], name
         else:
             unknown.append(name)
     if unknown:
-        raise InputError(f"no parameter or module is called {_few(unknown)}. This model has: {_few(list(parameters))}")
+        raise InputError(
+            f"no parameter or module is called {checks.few(unknown, 8)}. This model has: {checks.few(list(parameters), 8)}"
+        )
     return [n for n, p in parameters.items() if id(p) in wanted]
-
-
-def _few(names: Sequence[str], limit: int = 8) -> str:
-    rest = f", … ({len(names) - limit} more)" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + rest
 
 
 def flatten(params: Params, names: Sequence[str] | None = None) -> Tensor:
@@ -170,7 +168,7 @@ def swapped(model: nn.Module, params: Params) -> Iterator[nn.Module]:
     own = named_parameters(model)
     unknown = [n for n in params if n not in own]
     if unknown:
-        raise InputError(f"the model has no parameter called {_few(unknown)}")
+        raise InputError(f"the model has no parameter called {checks.few(unknown, 8)}")
     wrong = [n for n in params if params[n].shape != own[n].shape]
     if wrong:
         name = wrong[0]

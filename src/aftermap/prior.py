@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import InputError
 from aftermap.params import Params
 
@@ -156,7 +157,7 @@ def _per_parameter(
         return dict.fromkeys(shapes, value)
     if value.dim() != 1 or len(value) != len(layers):
         raise InputError(
-            f"a sequence of prior precisions must have one number per layer: {len(layers)} here ({_few(layers)}), "
+            f"a sequence of prior precisions must have one number per layer: {len(layers)} here ({checks.few(layers)}), "
             f"got shape {tuple(value.shape)}"
         )
     return {n: one for one, names in zip(value.unbind(), layers.values(), strict=True) for n in names}
@@ -181,8 +182,8 @@ def _from_mapping(
     unused = [k for k in precision if k not in used]
     if missing or unused:
         raise InputError(
-            f"the prior precisions do not fit: no number for {_few(missing) or 'none'}; fits nothing: {_few(unused) or 'none'}. "
-            f"Layers are {_few(layers)}"
+            f"the prior precisions do not fit: no number for {checks.few(missing) or 'none'}; fits nothing: {checks.few(unused) or 'none'}. "
+            f"Layers are {checks.few(layers)}"
         )
     return found
 
@@ -201,8 +202,3 @@ def _pattern(key: str) -> re.Pattern[str]:
     except (re.error, TypeError):
         # A layer's own name need not be a regular expression; what fits nothing is reported as such.
         return re.compile(re.escape(str(key)))
-
-
-def _few(names: Sequence[str] | Mapping[str, object], limit: int = 6) -> str:
-    listed = list(names)
-    return ", ".join(listed[:limit]) + (f", … ({len(listed) - limit} more)" if len(listed) > limit else "")

@@ -349,7 +349,7 @@ def test_bad_input_names_what_is_wrong() -> None:
         la.where(list(iris()), draws=True)
     with pytest.raises(Exception, match="the data are empty"):
         la.where([])
-    with pytest.raises(Exception, match="can be read once only"):
+    with pytest.raises(Exception, match="can be read only once"):
         la.where(iter(iris()), calibration=True)
     with pytest.raises(Exception, match="calibration compares training losses"):
         la.where([(iris()[0][0], None)], calibration=True, saliency=False)
@@ -364,7 +364,7 @@ def test_bad_input_names_what_is_wrong() -> None:
         next(found.weights("fc"))
     with pytest.raises(Exception, match="the calibration test was not asked for"):
         found.table("calibration")
-    with pytest.raises(Exception, match="there is no figure 'pie'; there are: layers"):
+    with pytest.raises(Exception, match="figure='pie' is not known; allowed are 'layers'"):
         found.figure("pie")
     with pytest.raises(Exception, match="no saliency maps were made"):
         found.figure("saliency")

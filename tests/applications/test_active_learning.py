@@ -180,7 +180,7 @@ class TwiceTheSame:
         ({"acquisition": lambda p, g: p.mean}, ShapeError, r"gave shape \[28, 1\] for 28 inputs"),
         ({"budget": 31}, InputError, "must lie between 2 and 30"),
         ({"budget": 1}, InputError, "also the 2 initial ones"),
-        ({"batch": 0}, InputError, "batch must be a whole number of at least 1, got 0"),
+        ({"batch": 0}, InputError, "batch=0 must be a whole number of at least 1"),
         ({"initial": 0}, InputError, "initial=0 must lie between 1"),
         ({"initial": [1, 1]}, InputError, "initial holds an index twice"),
         ({"initial": [1, 30]}, InputError, "indices from 1 to 30, the pool has 30"),

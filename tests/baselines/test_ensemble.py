@@ -76,5 +76,5 @@ def test_bad_input():
         Ensemble([make_net(4), make_net(5)]).predict(data()[0])
     with pytest.raises(InputError, match="has 1 networks"):
         Ensemble([make_net()]).predict(data()[0], samples=3, generator=seeded())
-    with pytest.raises(InputError, match="members must be"):
+    with pytest.raises(InputError, match="members=0 must be"):
         Ensemble.train(factory, train, 0)

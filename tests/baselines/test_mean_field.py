@@ -132,9 +132,9 @@ def test_bad_input():
         MeanField(net).predict(x)
     with pytest.raises(InputError, match="estimator='flipout'"):
         MeanField(net, estimator="flipout")
-    with pytest.raises(InputError, match="prior_precision must be"):
+    with pytest.raises(InputError, match="prior_precision=-1.0 must be"):
         MeanField(net, prior_precision=-1.0)
-    with pytest.raises(InputError, match="epochs must be"):
+    with pytest.raises(InputError, match="epochs=0 must be"):
         MeanField(net).fit([(x, y)], epochs=0)
     with pytest.raises(NumericalError, match="lower lr"):
         MeanField(make_net(2), "regression").fit([(x, torch.full((11, 2), 1e200, dtype=torch.float64))], epochs=1)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from aftermap.baselines import SWAG
-from aftermap.baselines.swag import refresh_batch_norm
-from aftermap.errors import InputError, NotFittedError, StatisticalWarning
+from aftermap.baselines import SWAG, MeanField
+from aftermap.errors import DataError, InputError, NotFittedError, StatisticalWarning
+from aftermap.models import update_bn
 from tests.baselines.test_contract import conv_net, data, make_net, seeded
 
 
@@ -80,7 +80,7 @@ def test_batch_norm_of_each_particle():
         expected = torch.stack([features[:5].mean((0, 2, 3)), features[5:].mean((0, 2, 3))]).mean(0)
         torch.testing.assert_close(weights["1.running_mean"], expected)
     momentum = net[1].momentum
-    refresh_batch_norm(net, [(x, y)])
+    update_bn(net, [(x, y)])
     assert net[1].momentum == momentum
 
 
@@ -90,8 +90,17 @@ def test_bad_input():
         SWAG(net).predict(x)
     with pytest.raises(InputError, match="other parameters"):
         SWAG(net).collect().collect(make_net(5))
-    with pytest.raises(InputError, match="rank must be"):
+    with pytest.raises(InputError, match="rank=-1 must be"):
         SWAG(net, rank=-1)
     with pytest.warns(StatisticalWarning, match="fewer than two"):
         swag = SWAG(net).fit([(x, y)], epochs=1)
     assert swag.collected == 1
+
+
+def test_data_that_can_be_read_once_are_refused_before_training() -> None:
+    net = nn.Linear(3, 2)
+    batch = (torch.zeros(4, 3), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(DataError, match="SWAG.*reads data more than once"):
+        SWAG(net).fit((b for b in [batch]), epochs=2)
+    with pytest.raises(DataError, match="mean-field training .* reads data more than once"):
+        MeanField(net).fit((b for b in [batch]), epochs=1)

@@ -98,5 +98,5 @@ def test_calibration_of_classes_and_bad_input() -> None:
     assert calibrated.scale is not None
     with pytest.raises(ShapeError, match="signs must be 3 finite numbers"):
         hf.amortise(problem.asked, signs=torch.ones(2))
-    with pytest.raises(InputError, match="probes must be a whole number"):
+    with pytest.raises(InputError, match="probes=1 must be a whole number"):
         hf.probe_variances(problem.asked, 1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.errors import DataError, InputError, NotFittedError, NumericalError, NumericalWarning, StatisticalWarning
-from aftermap.hessian_free import HessianFree, StepReport
+from aftermap.hessian_free import HessianFree, PushReport
 from aftermap.likelihoods import Gaussian
 from aftermap.testing import ModelSnapshot, check_predictor, check_unchanged
 from tests.hessian_free.problems import PRIOR, classification, curve, fresh
@@ -60,7 +60,7 @@ def test_bad_functionals_are_named_and_nothing_is_changed(functional: Any, messa
 
 @pytest.mark.parametrize("step", [0, -0.5, math.nan, math.inf, True, "1"])
 def test_a_step_that_pushes_nothing_is_refused(step: Any) -> None:
-    with pytest.raises(InputError, match="step=.*λ.*must be a positive"):
+    with pytest.raises(InputError, match="step=.*must be a positive and finite number.*λ"):
         HessianFree(curve().model, "regression", step=step)
 
 
@@ -68,10 +68,10 @@ def test_a_step_that_pushes_nothing_is_refused(step: Any) -> None:
     ("options", "message"),
     [
         ({"method": "newton"}, "method='newton' is not known; allowed are 'auto'"),
-        ({"deviation": 0.0}, "deviation=0.0 must be a positive number"),
-        ({"steps": 0}, "steps must be a whole number of at least 1"),
-        ({"queries": 2.5}, "queries must be a whole number"),
-        ({"momentum": 1.0}, "momentum=1.0 must be in"),
+        ({"deviation": 0.0}, "deviation=0.0 must be a positive and finite number"),
+        ({"steps": 0}, "steps=0 must be a whole number of at least 1"),
+        ({"queries": 2.5}, "queries=2.5 must be a whole number"),
+        ({"momentum": 1.0}, "momentum=1.0 must lie in"),
         ({"lr": -1.0}, "lr=-1.0 must be a positive"),
         ({"dtype": torch.float16}, "dtype=torch.float16 must be"),
         ({"temperature": 0.0}, "temperature=0.0 must be"),
@@ -204,7 +204,7 @@ def test_the_automatic_step_moves_by_the_wanted_deviation() -> None:
     hf.joint(problem.asked)
     assert hf.report is not None
     for report in hf.report.functionals:
-        assert isinstance(report, StepReport)
+        assert isinstance(report, PushReport)
         assert report.deviation == pytest.approx(0.05, rel=0.1)
         assert report.step * math.sqrt(report.variance) == pytest.approx(report.deviation)
         assert report.energy == pytest.approx(1.0, abs=0.02)
@@ -302,7 +302,7 @@ def test_steps_that_end_early_are_told_of(symmetric: bool) -> None:
 
 def test_batches_that_come_once_or_steps_that_diverge_are_refused() -> None:
     model, data, _, _, _ = linear_regression()
-    with pytest.raises(DataError, match="empty"):
+    with pytest.raises(DataError, match="more than once"):
         HessianFree(model, Gaussian(0.6), prior_precision=1.4, method="adam", steps=5).fit(iter(data))
     with pytest.raises(NumericalError, match="sgd does not settle. Lower lr"):
         HessianFree(model, Gaussian(0.6), prior_precision=1.4, method="sgd", steps=40, lr=5.0).fit(data)
@@ -331,3 +331,15 @@ def test_inputs_of_any_form_and_frozen_batch_norm() -> None:
     assert prediction.latent_cov is not None
     assert_close(prediction.latent_cov[0, 1, 1], one, rtol=1e-4, atol=0)
     check_unchanged(model, before)
+
+
+@pytest.mark.parametrize("settings", [{"params": "last_layer"}, {"method": "sgd", "steps": 3}])
+def test_data_that_can_be_read_once_are_refused_where_they_are_needed_twice(settings: dict[str, Any]) -> None:
+    """The search for the last layer would take the first batch, and the fit would go on without it."""
+    problem = curve()
+    hf = HessianFree(problem.model, problem.likelihood, prior_precision=PRIOR, **settings)
+    with pytest.raises(DataError, match="reads data more than once, but generator can be read only once"):
+        hf.fit(batch for batch in problem.data)
+    once = HessianFree(problem.model, problem.likelihood, prior_precision=PRIOR).fit(batch for batch in problem.data)
+    assert once.map_report is not None
+    assert once.map_report.n_data == 40

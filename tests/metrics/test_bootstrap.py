@@ -112,11 +112,11 @@ def test_bad_input() -> None:
         metrics.bootstrap_interval(metrics.rmse, torch.zeros(3), torch.zeros(4))
     with pytest.raises(ShapeError, match=r"strata must have shape \[80\].*got \[3\]"):
         metrics.bootstrap_interval(mean, DATA, strata=[0, 1, 1])
-    with pytest.raises(InputError, match="method must be one of 'percentile', 'basic', got 'bca'"):
+    with pytest.raises(InputError, match="method='bca' is not known; allowed are 'percentile', 'basic'"):
         metrics.bootstrap_interval(mean, DATA, method="bca")
-    with pytest.raises(InputError, match="n_resamples must be a whole number of at least 2, got 1"):
+    with pytest.raises(InputError, match="n_resamples=1 must be a whole number of at least 2"):
         metrics.bootstrap_interval(mean, DATA, n_resamples=1)
-    with pytest.raises(InputError, match=r"level must lie in \(0, 1\), got 95"):
+    with pytest.raises(InputError, match=r"level=95 must lie in \(0, 1\)"):
         metrics.bootstrap_interval(mean, DATA, level=95)
     with pytest.raises(InputError, match="the metric must return one finite number"):
         metrics.bootstrap_interval(lambda x: x, DATA)

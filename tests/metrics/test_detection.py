@@ -116,7 +116,7 @@ def test_bad_input(metric) -> None:
 
 @pytest.mark.parametrize("tpr", [0.0, 95, math.nan])
 def test_bad_rate(tpr: float) -> None:
-    with pytest.raises(InputError, match=r"tpr must lie in \(0, 1\].*0\.95"):
+    with pytest.raises(InputError, match=r"tpr=.* must lie in \(0, 1\].*0\.95"):
         metrics.fpr_at_tpr([0.1, 0.2], [True, False], tpr=tpr)
 
 

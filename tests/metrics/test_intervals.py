@@ -109,9 +109,9 @@ def test_bad_input() -> None:
         metrics.coverage([0.0], [1.0], [math.nan])
     with pytest.raises(DataError, match="lower is empty"):
         metrics.coverage([], [], [])
-    with pytest.raises(InputError, match=r"level must lie in \(0, 1\), got 95"):
+    with pytest.raises(InputError, match=r"level=95 must lie in \(0, 1\)"):
         metrics.gaussian_interval([0.0], 1.0, level=95)
-    with pytest.raises(InputError, match=r"level must lie in \(0, 1\), got 1"):
+    with pytest.raises(InputError, match=r"level=1(.0)? must lie in \(0, 1\)"):
         metrics.interval_score([0.0], [1.0], [0.0], level=1.0)
     with pytest.raises(DataError, match=r"levels must lie in \[0, 1\]"):
         metrics.interval_calibration([0.0], 1.0, [0.0], levels=[50, 90])

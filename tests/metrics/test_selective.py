@@ -76,5 +76,5 @@ def test_bad_input() -> None:
         metrics.aurc([0.0, 1.0], [True, False, True])
     with pytest.raises(DataError, match=r"errors must be booleans .* got 0\.5"):
         metrics.accuracy_at_coverage([0.0, 1.0], [0.5, 0.0])
-    with pytest.raises(InputError, match=r"coverage must lie in \(0, 1\], got 80"):
+    with pytest.raises(InputError, match=r"coverage=80 must lie in \(0, 1\]"):
         metrics.accuracy_at_coverage([0.0, 1.0], [True, False], coverage=80)

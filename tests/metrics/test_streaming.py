@@ -139,7 +139,7 @@ def test_bad_input() -> None:
     for low, high in ((1.0, 1.0), (math.nan, 1.0), (0.0, math.inf)):
         with pytest.raises(InputError, match="low must be below high and both finite"):
             metrics.StreamingAUROC(low, high)
-    with pytest.raises(InputError, match="n_bins must be a whole number"):
+    with pytest.raises(InputError, match="n_bins=0 must be a whole number"):
         metrics.StreamingECE(0)
     with pytest.raises(InputError, match=r"same class and settings .* StreamingECE\(15,\) and StreamingECE\(10,\)"):
         metrics.StreamingECE().merge(metrics.StreamingECE(10))

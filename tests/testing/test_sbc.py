@@ -136,7 +136,7 @@ def test_deviation_and_p_value_against_scipy():
 
 
 def test_bad_input():
-    with pytest.raises(InputError, match="at least 10 runs"):
+    with pytest.raises(InputError, match="runs=3 must be a whole number of at least 10"):
         simulation_based_calibration(simulate_regression, laplace_sampler("full"), runs=3)
     with pytest.raises(ShapeError, match="sample"):
         simulation_based_calibration(simulate_regression, lambda data, count, generator: torch.zeros(count, 2), runs=10)

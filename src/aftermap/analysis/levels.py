@@ -8,7 +8,7 @@ logits move together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from aftermap.analysis.layers import Contributions
 from aftermap.batches import Batch, take, tensors_of
 from aftermap.errors import DataError, InputError, UnsupportedError
+from aftermap.evaluation.predictor import without_samples
 from aftermap.evaluation.results import Table
 from aftermap.predictive import Prediction
 from aftermap.predictive.predictor import PosteriorPredictor
@@ -62,8 +63,8 @@ class ClassResult:
         """Mean variance of the difference of every two outputs [C, C]."""
         if self.covariance is None:
             return None
-        own = self.covariance.diagonal()
-        return own[:, None] + own - 2 * self.covariance
+        variances = self.covariance.diagonal()
+        return variances[:, None] + variances - 2 * self.covariance
 
     @property
     def correlation(self) -> Tensor | None:
@@ -78,19 +79,19 @@ class ClassResult:
         if not self.counts:
             return Table({"output": list(self.labels), "variance": self.variance.tolist()})
         group = "true" if "true" in self.counts else "predicted"
-        found = Table({"class": [*self.labels] if len(self.labels) == len(self.counts[group]) else ["0", "1"]})
+        table = Table({"class": [*self.labels] if len(self.labels) == len(self.counts[group]) else ["0", "1"]})
         for word, counts in self.counts.items():
-            found[f"{word} inputs"] = counts.tolist()
+            table[f"{word} inputs"] = counts.tolist()
         if self.accuracy is not None and "true" in self.counts:
-            found["accuracy"] = self.accuracy.tolist()
+            table["accuracy"] = self.accuracy.tolist()
         for word in self.counts:
-            found[f"epistemic ({word})"] = self.epistemic[word].tolist()
-            found[f"aleatoric ({word})"] = self.aleatoric[word].tolist()
-        if len(self.variance) == len(found["class"]):
-            found["variance"] = self.variance.tolist()
+            table[f"epistemic ({word})"] = self.epistemic[word].tolist()
+            table[f"aleatoric ({word})"] = self.aleatoric[word].tolist()
+        if len(self.variance) == len(table["class"]):
+            table["variance"] = self.variance.tolist()
         for i, layer in enumerate(layers):
-            found[f"{layer} share"] = self.layer_shares[group][:, i].tolist()
-        return found
+            table[f"{layer} share"] = self.layer_shares[group][:, i].tolist()
+        return table
 
 
 class ClassSums:
@@ -105,26 +106,26 @@ class ClassSums:
         value = value.to(torch.float64).cpu()
         self.sums[key] = self.sums[key] + value if key in self.sums else value
 
-    def add(self, found: Contributions, prediction: Prediction, targets: object) -> None:
+    def add(self, contributions: Contributions, prediction: Prediction, targets: object) -> None:
         """Adds a batch.
 
         Args:
-            found: its contributions.
-            prediction: made of them.
-            targets: of the examples; None: only predicted classes are known.
+            contributions: What every layer contributes to the variances of the batch.
+            prediction: The prediction that was made of them.
+            targets: The labels of the examples; None where only predicted classes are known.
         """
-        width = found.mean.shape[-1]
-        variance = found.var.reshape(-1, width)
+        width = contributions.mean.shape[-1]
+        variance = contributions.var.reshape(-1, width)
         self.rows += len(variance)
         self._add("variance", variance.double().sum(0))
-        covariance = None if found.cov is None else found.cov.reshape(-1, width, width).double()
+        covariance = None if contributions.cov is None else contributions.cov.reshape(-1, width, width).double()
         if covariance is not None:
             self._add("covariance", covariance.sum(0))
         groups = _groups(prediction, targets)
         if not groups:
             return
         classes = max(2, width)
-        each = found.whole.sum(-1).flatten(1).T.cpu()  # [rows, L]
+        by_layer = contributions.whole.sum(-1).flatten(1).T.cpu()  # [rows, L]
         numbers = {
             "count": torch.ones(len(variance)),
             "epistemic": prediction.epistemic.reshape(-1),
@@ -137,7 +138,7 @@ class ClassSums:
             member[torch.arange(len(labels)), chosen] = inside.double()
             for name, value in numbers.items():
                 self._add(f"{name}/{word}", member.T @ value.detach().cpu().double())
-            self._add(f"layers/{word}", member.T @ each)
+            self._add(f"layers/{word}", member.T @ by_layer)
             if covariance is not None and classes <= MAX_GROUPED:
                 by_class = torch.einsum("rk,rcd->kcd", member, covariance.detach().cpu())
                 self._add(f"covariance/{word}", by_class)
@@ -183,10 +184,10 @@ def _groups(prediction: Prediction, targets: object) -> dict[str, Tensor]:
     if prediction.kind != "classification" and not single:
         return {}
     predicted = prediction.labels.reshape(-1).cpu()
-    found = {"predicted": predicted}
+    groups = {"predicted": predicted}
     if isinstance(targets, Tensor) and targets.numel() == len(predicted):
-        found = {"true": targets.reshape(-1).cpu().long(), **found}
-    return found
+        groups = {"true": targets.reshape(-1).cpu().long(), **groups}
+    return groups
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,20 +222,20 @@ class InputResult:
 
     def table(self, layers: Sequence[str]) -> Table:
         """One row per input."""
-        found = Table({"index": self.indices.tolist()})
+        table = Table({"index": self.indices.tolist()})
         one = self.predictions.mean.dim() == 2
         if one and all(isinstance(t, Tensor) and t.numel() == 1 for t in self.targets):
-            found["target"] = [t.item() for t in self.targets]
+            table["target"] = [t.item() for t in self.targets]
         if one and self.predictions.kind == "classification":
-            found["prediction"] = self.predictions.labels.tolist()
-            found["confidence"] = self.predictions.confidence.tolist()
+            table["prediction"] = self.predictions.labels.tolist()
+            table["confidence"] = self.predictions.confidence.tolist()
         elif one and self.predictions.mean.shape[1] == 1:
-            found["prediction"] = self.predictions.mean[:, 0].tolist()
-        found["epistemic"], found["aleatoric"] = self.epistemic.tolist(), self.aleatoric.tolist()
-        found["epistemic share"] = (self.epistemic / (self.epistemic + self.aleatoric)).tolist()
+            table["prediction"] = self.predictions.mean[:, 0].tolist()
+        table["epistemic"], table["aleatoric"] = self.epistemic.tolist(), self.aleatoric.tolist()
+        table["epistemic share"] = (self.epistemic / (self.epistemic + self.aleatoric)).tolist()
         for i, layer in enumerate(layers):
-            found[f"{layer} share"] = self.layer_shares[:, i].tolist()
-        return found
+            table[f"{layer} share"] = self.layer_shares[:, i].tolist()
+        return table
 
 
 class InputKeeper:
@@ -250,13 +251,13 @@ class InputKeeper:
         self.aleatoric: list[Tensor] = []
         self.kept: list[tuple[float, int, Any, Any, Prediction, Tensor]] = []
 
-    def add(self, batch: Batch, found: Contributions, prediction: Prediction) -> None:
+    def add(self, batch: Batch, contributions: Contributions, prediction: Prediction) -> None:
         """Adds a batch."""
-        light = _light(prediction)
+        light = without_samples(prediction).cpu()
         epistemic, aleatoric = _by_example(light.epistemic), _by_example(light.aleatoric)
         self.epistemic.append(epistemic)
         self.aleatoric.append(aleatoric)
-        layers = found.whole.sum((2, 3)).T.cpu()  # [n, L]
+        layers = contributions.whole.sum((2, 3)).T.cpu()  # [n, L]
         shares = layers / layers.sum(1, keepdim=True)
         for i in epistemic.argsort(descending=True, stable=True)[: self.top].tolist():
             if len(self.kept) == self.top and float(epistemic[i]) <= self.kept[-1][0]:
@@ -270,34 +271,28 @@ class InputKeeper:
 
     def result(self, predictor: PosteriorPredictor, saliency: bool | None, generator: Any) -> InputResult:
         """What was kept, with saliency maps if asked for."""
-        kept = self.kept
-        if not kept:
+        selected = self.kept
+        if not selected:
             raise DataError("the data hold no example")
-        predictions = Prediction.concatenate([k[4] for k in kept])
-        inputs = tuple(k[2] for k in kept)
+        predictions = Prediction.concatenate([k[4] for k in selected])
+        inputs = tuple(k[2] for k in selected)
         size = predictor.posterior.n_params * predictions.mean.shape[-1]
         # A map is of one uncertainty per example: outputs [N, C], not one for every pixel or token.
         possible = predictions.mean.dim() == 2 and _is_plain(inputs) and size <= _JACOBIAN_NUMBERS
         wanted = possible if saliency is None else saliency
         maps = saliency_of(predictor, inputs, generator) if wanted else None
         return InputResult(
-            torch.tensor([k[1] for k in kept]),
+            torch.tensor([k[1] for k in selected]),
             inputs,
-            tuple(k[3] for k in kept),
+            tuple(k[3] for k in selected),
             predictions,
             _by_example(predictions.epistemic),
             _by_example(predictions.aleatoric),
-            torch.stack([k[5] for k in kept]),
+            torch.stack([k[5] for k in selected]),
             torch.cat(self.epistemic),
             torch.cat(self.aleatoric),
             maps,
         )
-
-
-def _light(prediction: Prediction) -> Prediction:
-    """Without samples and covariances, on the CPU."""
-    light = replace(prediction.detach(), samples=None, sample_variance=None, weights=None, latent_cov=None)
-    return light.cpu()
 
 
 def _by_example(values: Tensor) -> Tensor:
@@ -344,13 +339,13 @@ def saliency_of(
         )
     seed = None if generator is None else int(torch.randint(2**31, (), generator=generator))
     device = next(predictor.model.parameters()).device
-    found = []
+    maps = []
     # One at a time: a Jacobian per example is formed.
-    for each in inputs:
-        x = each.to(device).clone().requires_grad_()
-        own = None if seed is None else torch.Generator().manual_seed(seed)
+    for example in inputs:
+        x = example.to(device).clone().requires_grad_()
+        draws = None if seed is None else torch.Generator().manual_seed(seed)
         with torch.enable_grad():
-            prediction = predictor.predict(x, differentiable=True, generator=own)
+            prediction = predictor.predict(x, differentiable=True, generator=draws)
             (gradient,) = torch.autograd.grad(prediction.epistemic.sum(), x)
-        found.append(gradient.detach().cpu())
-    return torch.cat(found)
+        maps.append(gradient.detach().cpu())
+    return torch.cat(maps)

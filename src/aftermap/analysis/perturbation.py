@@ -84,19 +84,19 @@ def perturbations(
     for batch in batches():
         _need_targets(batch)
         checked, likelihood = predictor.plan(batch), predictor.likelihood
-        found = contributions(checked, parts, layers, batch, likelihood, diagonal=False, targets=batch.targets)
+        predicted = contributions(checked, parts, layers, batch, likelihood, diagonal=False, targets=batch.targets)
         weight = torch.ones(batch.size) if batch.weight is None else batch.weight.cpu()
         count += float(weight.sum())
-        nats = found.nats.get("conditional", found.nats["own"])  # [L, n, T]
+        nats = predicted.nats.get("conditional", predicted.nats["own"])  # [L, n, T]
         linear += nats.sum(2).cpu() @ weight.to(torch.float64)
-    made = []
+    results = []
     for i, layer in enumerate(layers):
         increases, half = _increases(predictor, parts, layer, batches, draws, generator)
         error = float(increases.std()) / math.sqrt(draws) if draws > 1 else math.nan
         share = 1.0 if n_data is None else count / n_data
         expected = half / power * share
-        made.append(Perturbation(layer.name, float(increases.mean()), error, float(linear[i]), expected, draws))
-    return tuple(made)
+        results.append(Perturbation(layer.name, float(increases.mean()), error, float(linear[i]), expected, draws))
+    return tuple(results)
 
 
 def _need_targets(batch: Batch) -> None:
@@ -117,12 +117,12 @@ def _increases(
     """The mean increase of each pair of draws [draws], and ½γ."""
     size = sum(predictor.posterior.mean[n].numel() for n in layer.parameters)
     stride = max(1, min(draws, _NUMBERS // size))
-    found, half = [], math.nan
+    increases, half = [], math.nan
     for start in range(0, draws, stride):
         some = min(stride, draws - start)
         deviations, half = sampled_layer(layer.name, parts, some, generator)
-        found.append(_pass(predictor, deviations, batches, some))
-    return torch.cat(found), half
+        increases.append(_pass(predictor, deviations, batches, some))
+    return torch.cat(increases), half
 
 
 @torch.no_grad()
@@ -142,5 +142,5 @@ def _pass(
 
 
 def _loss(predictor: PosteriorPredictor, batch: Batch) -> float:
-    each = predictor.likelihood.nll(call_model(predictor.model, batch.inputs), batch.targets).to(torch.float64)
-    return float(each.sum() if batch.weight is None else each @ batch.weight.to(each))
+    losses = predictor.likelihood.nll(call_model(predictor.model, batch.inputs), batch.targets).to(torch.float64)
+    return float(losses.sum() if batch.weight is None else losses @ batch.weight.to(losses))

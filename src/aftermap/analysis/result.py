@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from aftermap import checks
 from aftermap.analysis.layers import LayerResult
 from aftermap.analysis.levels import ClassResult, InputResult
 from aftermap.analysis.perturbation import Perturbation
 from aftermap.analysis.weights import CONTRACTION_EDGES, SNR_EDGES, WeightMap
 from aftermap.errors import InputError
-from aftermap.evaluation.results import Table, plain, write_json
+from aftermap.evaluation.results import Table, to_plain, write_json
 
 __all__ = ["LEVELS", "Where"]
 
@@ -91,6 +92,7 @@ class Where:
         Raises:
             InputError: an unknown level, or a calibration that was not asked for.
         """
+        checks.choice("level", level, LEVELS)
         if level == "layer":
             return self._layer_table()
         if level == "filter":
@@ -102,13 +104,11 @@ class Where:
             return self.classes.table(self.layer_names)
         if level == "input":
             return self.inputs.table(self.layer_names)
-        if level == "calibration":
-            return self._calibration_table()
-        raise InputError(f"level={level!r} is not known; allowed are {', '.join(map(repr, LEVELS))}")
+        return self._calibration_table()
 
     def _layer_table(self) -> Table:
         layers = self.layers
-        found = Table(
+        table = Table(
             {
                 "layer": [k.name for k in layers],
                 "kind": [k.layer.kind + ("" if len(k.layer.modules) < 2 else " (tied)") for k in layers],
@@ -120,30 +120,30 @@ class Where:
             }
         )
         if self.crosses:
-            found["cross share"] = [k.cross_share for k in layers]
+            table["cross share"] = [k.cross_share for k in layers]
         if any(k.conditional_share is not None for k in layers):
-            found["conditional share"] = [k.conditional_share for k in layers]
+            table["conditional share"] = [k.conditional_share for k in layers]
         if all(k.epistemic_share is not None for k in layers) and self.kind != "regression":
-            found["epistemic share"] = [k.epistemic_share for k in layers]
+            table["epistemic share"] = [k.epistemic_share for k in layers]
             if self.crosses:
-                found["epistemic cross share"] = [k.epistemic_cross_share for k in layers]
-        return found
+                table["epistemic cross share"] = [k.epistemic_cross_share for k in layers]
+        return table
 
     def _filter_table(self) -> Table:
         columns = ("layer", "unit", "weights", "variance", "sd", "snr", "contraction", "effective")
-        found = Table({k: [] for k in columns})
+        table = Table({k: [] for k in columns})
         for layer in self.layers:
             for units in layer.weights.units:
                 count = len(units.count)
-                found["layer"] += [layer.name] * count
-                found["unit"] += list(range(count))
-                found["weights"] += units.count.tolist()
-                found["variance"] += units.variance.tolist()
-                found["sd"] += units.variance.sqrt().tolist()
-                found["snr"] += units.snr.tolist()
-                found["contraction"] += units.contraction.tolist()
-                found["effective"] += units.effective.tolist()
-        return found
+                table["layer"] += [layer.name] * count
+                table["unit"] += list(range(count))
+                table["weights"] += units.count.tolist()
+                table["variance"] += units.variance.tolist()
+                table["sd"] += units.variance.sqrt().tolist()
+                table["snr"] += units.snr.tolist()
+                table["contraction"] += units.contraction.tolist()
+                table["effective"] += units.effective.tolist()
+        return table
 
     def _calibration_table(self) -> Table:
         if not self.calibration:
@@ -221,7 +221,7 @@ class Where:
         if inputs:
             content["inputs"] = self.inputs.inputs
             content["saliency"] = self.inputs.saliency
-        return dict(plain(content))
+        return dict(to_plain(content))
 
     def to_json(self, path: str | Path | None = None, *, inputs: bool = False) -> str:
         """JSON text of `to_dict`, also written to ``path`` if given (first to a neighbour, then moved into place)."""
@@ -243,6 +243,5 @@ class Where:
         """
         from aftermap.analysis.figures.where import FIGURES, draw
 
-        if name not in FIGURES:
-            raise InputError(f"there is no figure {name!r}; there are: {', '.join(FIGURES)}")
+        checks.choice("figure", name, FIGURES)
         return draw(name, self, **options)

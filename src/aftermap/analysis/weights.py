@@ -121,12 +121,12 @@ def weight_maps(
         model: to know transposed convolutions.
     """
     owners = {n: part for part in parts for n in part.layers.get(layer, ())}
-    held: dict[int, Params] = {}
+    variances: dict[int, Params] = {}
     for name in parameters:
         part = owners[name]
-        if id(part) not in held:
-            held = {id(part): part.variance(layer)}
-        yield _weight_map(layer, name, held[id(part)][name], mean[name], prior.precision[name], model)
+        if id(part) not in variances:
+            variances = {id(part): part.variance(layer)}
+        yield _weight_map(layer, name, variances[id(part)][name], mean[name], prior.precision[name], model)
 
 
 def _weight_map(layer: str, name: str, variance: Tensor, mean: Tensor, prior: Tensor, model: nn.Module) -> WeightMap:
@@ -149,18 +149,18 @@ def summarise(maps: Iterator[WeightMap]) -> LayerWeights:
     snr = np.zeros(len(SNR_EDGES) - 1, dtype=np.int64)
     rows: list[Mapping[str, object]] = []
     sums: dict[int, tuple[list[str], Tensor]] = {}
-    for each in maps:
-        free = ~each.contraction.isnan()
-        own_c, own_s = each.contraction[free].cpu().numpy(), each.snr[free].cpu().numpy()
+    for weight_map in maps:
+        free = ~weight_map.contraction.isnan()
+        own_c, own_s = weight_map.contraction[free].cpu().numpy(), weight_map.snr[free].cpu().numpy()
         count += len(own_c)
-        trace += float(each.variance.sum())
+        trace += float(weight_map.variance.sum())
         effective += float(own_c.sum())
         contraction += _histogram(own_c, CONTRACTION_EDGES)
         snr += _histogram(np.log10(np.maximum(own_s, 1e-300)), SNR_EDGES)
-        rows.append(_row(each, free, own_c, own_s))
-        moments = _moments(each)
+        rows.append(_row(weight_map, free, own_c, own_s))
+        moments = _moments(weight_map)
         names, total = sums.setdefault(len(moments), ([], torch.zeros_like(moments)))
-        names.append(each.name)
+        names.append(weight_map.name)
         total += moments
     units = tuple(_units(names, total) for names, total in sums.values())
     return LayerWeights(count, trace, effective, tuple(contraction.tolist()), tuple(snr.tolist()), tuple(rows), units)
@@ -170,17 +170,17 @@ def _histogram(values: np.ndarray, edges: Sequence[float]) -> np.ndarray:
     return np.histogram(np.clip(values, edges[0], edges[-1]), bins=np.asarray(edges))[0]
 
 
-def _row(each: WeightMap, free: Tensor, contraction: np.ndarray, snr: np.ndarray) -> Mapping[str, object]:
+def _row(weight_map: WeightMap, free: Tensor, contraction: np.ndarray, snr: np.ndarray) -> Mapping[str, object]:
     def quantile(values: np.ndarray, q: float) -> float:
         return float(np.quantile(values, q)) if len(values) else math.nan
 
-    deviation = each.deviation[free].cpu().numpy()
+    deviation = weight_map.deviation[free].cpu().numpy()
     return {
-        "layer": each.layer,
-        "parameter": each.name,
-        "shape": "×".join(map(str, each.value.shape)) or "1",
+        "layer": weight_map.layer,
+        "parameter": weight_map.name,
+        "shape": "×".join(map(str, weight_map.value.shape)) or "1",
         "weights": len(contraction),
-        "median |w|": quantile(each.value[free].abs().cpu().numpy(), 0.5),
+        "median |w|": quantile(weight_map.value[free].abs().cpu().numpy(), 0.5),
         "median sd": quantile(deviation, 0.5),
         "median snr": quantile(snr, 0.5),
         "snr < 1 share": float((snr < 1).mean()) if len(snr) else math.nan,
@@ -190,12 +190,17 @@ def _row(each: WeightMap, free: Tensor, contraction: np.ndarray, snr: np.ndarray
     }
 
 
-def _moments(each: WeightMap) -> Tensor:
+def _moments(weight_map: WeightMap) -> Tensor:
     """[units, 4]: how many weights are uncertain, Σ v, Σ w², Σ c, over those."""
-    contraction = each.by_unit(each.contraction)
+    contraction = weight_map.by_unit(weight_map.contraction)
     free = ~contraction.isnan()
-    squares = each.by_unit(each.value).square()
-    columns = [free.double(), each.by_unit(each.variance), squares * free, torch.where(free, contraction, 0.0)]
+    squares = weight_map.by_unit(weight_map.value).square()
+    columns = [
+        free.double(),
+        weight_map.by_unit(weight_map.variance),
+        squares * free,
+        torch.where(free, contraction, 0.0),
+    ]
     return torch.stack([c.sum(1) for c in columns], 1).cpu()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from aftermap import checks
 from aftermap.analysis.layers import Contributions, LayerSums, contributions, layer_results, layers_of
 from aftermap.analysis.levels import ClassSums, InputKeeper
 from aftermap.analysis.parts import cut
@@ -16,7 +17,7 @@ from aftermap.analysis.perturbation import Perturbation, perturbations
 from aftermap.analysis.result import Where
 from aftermap.analysis.weights import summarise, weight_maps
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.errors import DataError, InputError
+from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.models import check_device, evaluating, model_errors_explained
 from aftermap.params import named_parameters
@@ -75,8 +76,8 @@ def where(
     References:
         Kniebel 2020, Where is the uncertainty in Bayesian neural networks; MacKay 1992 for γ.
     """
-    _check_count("top", top)
-    _check_count("draws", draws)
+    checks.count("top", top)
+    checks.count("draws", draws)
     inner = _inner(predictor)
     model, posterior, likelihood = inner.model, inner.posterior, inner.likelihood
     parts = cut(posterior, model)
@@ -84,13 +85,13 @@ def where(
     layers = layers_of(parts, model, posterior.names, structure)
     train = _training_data(loader, calibration)
     seed = 0 if generator is None else int(torch.randint(2**31, (), generator=generator))
-    seen = _Seen(LayerSums(), ClassSums(classes), InputKeeper(top), {}, "custom")
+    seen = _WhereSums(LayerSums(), ClassSums(classes), InputKeeper(top), {}, "custom")
     tested: tuple[Perturbation, ...] = ()
     with evaluating(model):
         for batch in _batches(inner, loader, unpack):
             with model_errors_explained(model, lambda batch=batch: batch.inputs):  # type: ignore[misc]
-                found = contributions(inner.plan(batch), parts, layers, batch, likelihood)
-            seen.add(batch, found, likelihood, samples, torch.Generator().manual_seed(seed))
+                contributed = contributions(inner.plan(batch), parts, layers, batch, likelihood)
+            seen.add(batch, contributed, likelihood, samples, torch.Generator().manual_seed(seed))
         inputs = seen.inputs.result(inner, saliency, torch.Generator().manual_seed(seed))
         if train is not None:
             power, n_data = _power(predictor, inner), getattr(getattr(predictor, "factors", None), "n_data", None)
@@ -103,13 +104,13 @@ def where(
 
     weights = [summarise(maps(layer.name)) for layer in layers]
     results, information = layer_results(layers, parts, weights, seen.layers, seen.calls)
-    held = tuple(n for n in named_parameters(model) if n not in posterior.mean)
+    fixed = tuple(n for n in named_parameters(model) if n not in posterior.mean)
     count, by_class = seen.inputs.seen, seen.classes.result()
-    return Where(structure, seen.kind, count, results, information, by_class, inputs, tested, held, weights_of=maps)
+    return Where(structure, seen.kind, count, results, information, by_class, inputs, tested, fixed, weights_of=maps)
 
 
 @dataclass
-class _Seen:
+class _WhereSums:
     """What the pass over the data adds up."""
 
     layers: LayerSums
@@ -119,49 +120,44 @@ class _Seen:
     kind: str
 
     def add(
-        self, batch: Batch, found: Contributions, likelihood: Likelihood, samples: int, generator: torch.Generator
+        self,
+        batch: Batch,
+        contributions: Contributions,
+        likelihood: Likelihood,
+        samples: int,
+        generator: torch.Generator,
     ) -> None:
         """Predicts from the layers' sum, and adds the batch everywhere."""
         prediction = gaussian_prediction(
             likelihood,
-            found.mean,
-            found.cov,
-            latent_var=found.var if found.cov is None else None,
+            contributions.mean,
+            contributions.cov,
+            latent_var=contributions.var if contributions.cov is None else None,
             samples=samples,
             generator=generator,
         )
-        self.kind, self.calls = prediction.kind, self.calls or found.calls
-        self.layers.add(found)
-        self.classes.add(found, prediction, batch.targets)
-        self.inputs.add(batch, found, prediction)
-
-
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name}={value!r} must be a whole number of at least 1")
+        self.kind, self.calls = prediction.kind, self.calls or contributions.calls
+        self.layers.add(contributions)
+        self.classes.add(contributions, prediction, batch.targets)
+        self.inputs.add(batch, contributions, prediction)
 
 
 def _inner(predictor: Any) -> PosteriorPredictor:
     """The model with its posterior and likelihood, behind a facade or as it is."""
-    found = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
-    if not isinstance(found, PosteriorPredictor):
+    inner = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
+    if not isinstance(inner, PosteriorPredictor):
         raise InputError(
             f"where() needs a Gaussian posterior over weights, which a {type(predictor).__name__} does not have. Allowed are a "
             "fitted Laplace, an optimiser's posterior (opt.posterior()) and a PosteriorPredictor"
         )
-    return found
+    return inner
 
 
 def _training_data(loader: Iterable[Any], calibration: Iterable[Any] | bool) -> Iterable[Any] | None:
     if calibration is False:
         return None
     data = loader if calibration is True else calibration
-    if not isinstance(data, Iterable) or iter(data) is data:
-        raise DataError(
-            f"the calibration test goes through its data again and again, and a {type(data).__name__} can be read once only; "
-            "pass a DataLoader or a list of batches"
-        )
-    return data
+    return checks.repeatable("calibration", data, "the calibration test")
 
 
 def _batches(inner: PosteriorPredictor, data: Iterable[Any], unpack: Unpack | None) -> Iterator[Batch]:

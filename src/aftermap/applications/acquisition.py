@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import InputError, ShapeError, UnsupportedError
 from aftermap.linalg import symmetrise
 from aftermap.predictive import Prediction
@@ -154,12 +155,8 @@ def parse_acquisition(acquisition: str | Acquisition) -> Acquisition:
     """
     if callable(acquisition):
         return acquisition
-    if acquisition not in ACQUISITIONS:
-        names = ", ".join(map(repr, ACQUISITIONS))
-        raise InputError(
-            f"acquisition={acquisition!r} is not known; allowed are {names}, or a function of (prediction, generator)"
-        )
-    return ACQUISITIONS[acquisition]
+    known = checks.choice("acquisition", acquisition, ACQUISITIONS, otherwise="a function of (prediction, generator)")
+    return ACQUISITIONS[known]
 
 
 def top(scores: Tensor, count: int) -> Tensor:
@@ -290,12 +287,12 @@ def gaussian_predictive_information(cov: Tensor, noise_variance: Tensor, pool: i
         )
     if not 0 < pool < len(cov):
         raise ShapeError(f"pool={pool} of {len(cov)} inputs: there must be at least one pool input and one target")
-    own = torch.einsum("icid->icd", cov.double()) + torch.diag_embed(noise_variance.double())
-    factor = torch.linalg.cholesky(own)
+    marginal = torch.einsum("icid->icd", cov.double()) + torch.diag_embed(noise_variance.double())
+    factor = torch.linalg.cholesky(marginal)
     between = cov[:pool, :, pool:].double().permute(0, 2, 1, 3)  # [N, M, C, C]
     left = torch.linalg.solve_triangular(factor[:pool, None], between, upper=False)
     whitened = torch.linalg.solve_triangular(factor[None, pool:], left.mT, upper=False)  # [N, M, C, C]
-    identity = torch.eye(cov.shape[1], dtype=own.dtype, device=cov.device)
+    identity = torch.eye(cov.shape[1], dtype=marginal.dtype, device=cov.device)
     rest = torch.linalg.cholesky(identity - symmetrise(whitened @ whitened.mT))
     return -rest.diagonal(dim1=-2, dim2=-1).log().sum(-1).mean(1).to(cov.dtype)
 
@@ -327,9 +324,9 @@ def class_predictive_information(probs: Tensor, target_probs: Tensor) -> Tensor:
             f"probabilities [S, N, C] and [S, M, C] are needed, got {list(probs.shape)} and {list(target_probs.shape)}"
         )
     p, q = probs.double(), target_probs.double()
-    own = torch.special.entr(p.mean(0)).sum(-1)
+    entropy = torch.special.entr(p.mean(0)).sum(-1)
     target = torch.special.entr(q.mean(0)).sum(-1).mean()
-    joint = torch.zeros_like(own)
+    joint = torch.zeros_like(entropy)
     for m in range(q.shape[1]):  # [N, C, C] at a time
         joint += torch.special.entr(torch.einsum("snc,sd->ncd", p, q[:, m]) / len(p)).sum((-2, -1))
-    return (own + target - joint / q.shape[1]).clamp_min(0.0).to(probs.dtype)
+    return (entropy + target - joint / q.shape[1]).clamp_min(0.0).to(probs.dtype)

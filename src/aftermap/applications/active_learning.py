@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap import metrics as m
 from aftermap.applications.acquisition import (
     Acquisition,
@@ -21,7 +22,7 @@ from aftermap.applications.acquisition import (
 from aftermap.batches import take, unpack_inputs
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
 from aftermap.evaluation.evaluate import as_classes
-from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, collect
+from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, predict_all
 from aftermap.likelihoods import Likelihood
 from aftermap.likelihoods.base import aligned
 from aftermap.predictive import Prediction
@@ -189,10 +190,10 @@ def active_learning(
     for number in progress(range(rounds), description="active learning", enabled=show):
         predictor = check_predictor_object(fit(take(pool, known, size), targets, generator))
         labels.append(len(known))
-        found = _measure(predictor, test, generator, options or {})
-        for name, value in found.items():
+        metrics = _measure(predictor, test, generator, options or {})
+        for name, value in metrics.items():
             measured.setdefault(name, []).append(value)
-        if number == rounds - 1 or (until is not None and until(found)):
+        if number == rounds - 1 or (until is not None and until(metrics)):
             break
         rest = _others(known, size)
         count = min(batch, budget - len(known))
@@ -214,8 +215,7 @@ def _name(acquisition: Acquisition | Selector) -> str:
 
 def _check_numbers(size: int, known: int, batch: object, budget: object) -> None:
     for name, value in (("batch", batch), ("budget", budget)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        checks.count(name, value)
     if not known <= int(budget) <= size:  # type: ignore[call-overload]
         raise InputError(
             f"budget={budget} counts all labels, also the {known} initial ones, of a pool of {size}: "
@@ -250,15 +250,15 @@ def _oracle(labels: Oracle | Tensor, size: int) -> Oracle:
 
 
 def _ask(oracle: Oracle, index: Tensor) -> Tensor:
-    found = torch.as_tensor(oracle(index))
-    if found.dim() == 0 or len(found) != len(index):
-        raise DataError(f"labels_oracle was asked for {len(index)} labels, and gave shape {list(found.shape)}")
-    return found
+    labels = torch.as_tensor(oracle(index))
+    if labels.dim() == 0 or len(labels) != len(index):
+        raise DataError(f"labels_oracle was asked for {len(index)} labels, and gave shape {list(labels.shape)}")
+    return labels
 
 
 def _predict(predictor: Predictor, inputs: Any, generator: torch.Generator | None, options: Mapping[str, Any]) -> Any:
-    given = {"generator": generator} if accepts(predictor, "generator") else {}
-    return predictor.predict(inputs, **{**given, **options}).detach()
+    seeded = {"generator": generator} if accepts(predictor, "generator") else {}
+    return predictor.predict(inputs, **{**seeded, **options}).detach()
 
 
 def _scores(
@@ -269,7 +269,7 @@ def _scores(
     options: Mapping[str, Any],
 ) -> Tensor:
     """Scores [N] of all inputs, some at a time."""
-    size, found = unpack_inputs(inputs).size, []
+    size, pieces = unpack_inputs(inputs).size, []
     for part in torch.arange(size).split(_CHUNK):
         prediction: Prediction = _predict(predictor, take(inputs, part, size), generator, options)
         scores = torch.as_tensor(acquisition(prediction, generator)).cpu()
@@ -278,8 +278,8 @@ def _scores(
                 f"the acquisition {_name(acquisition)} gave shape {list(scores.shape)} for {len(part)} inputs; "
                 "it must give one score each, [N]"
             )
-        found.append(scores)
-    return torch.cat(found)
+        pieces.append(scores)
+    return torch.cat(pieces)
 
 
 def _choose(
@@ -307,9 +307,9 @@ def _choose(
 def _measure(
     predictor: Predictor, test: list[Any], generator: torch.Generator | None, options: Mapping[str, Any]
 ) -> dict[str, float]:
-    given = {"generator": generator} if accepts(predictor, "generator") else {}
-    found = collect(predictor, test, options={**given, **options})
-    prediction, targets = found.prediction, found.targets
+    seeded = {"generator": generator} if accepts(predictor, "generator") else {}
+    predicted = predict_all(predictor, test, options={**seeded, **options})
+    prediction, targets = predicted.prediction, predicted.targets
     if targets is None:
         raise DataError("the test data have no targets")
     if prediction.kind in ("classification", "binary"):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import unpack_inputs
 from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
 from aftermap.evaluation.predictor import Predictor, check_predictor_object
@@ -151,8 +152,7 @@ def upper_confidence_bound(
     >>> upper_confidence_bound(unit), upper_confidence_bound(unit, maximise=True)
     (tensor([1.]), tensor([3.]))
     """
-    if not 0 <= beta < math.inf:
-        raise InputError(f"beta={beta} must be a finite number of at least 0")
+    beta = checks.number("beta", beta, least=0)
     mean, sd = _moments(prediction, maximise, output)
     return mean + beta * sd
 
@@ -218,8 +218,7 @@ def thompson_sample(
         raise UnsupportedError(
             f"Thompson sampling needs joint samples, function_samples(x, count), which {type(predictor).__name__} lacks"
         )
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+    n = checks.count("n", n)
     size = unpack_inputs(candidates).size
     if distinct and n > size:
         raise InputError(f"{n} distinct choices were asked for, but there are {size} candidates")
@@ -264,15 +263,15 @@ def check_bounds(bounds: object) -> Tensor:
     torch.Size([1, 2])
     """
     try:
-        found = torch.as_tensor(bounds)
+        box = torch.as_tensor(bounds)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"bounds must be [d, 2], a lower and an upper end for each input, got {bounds!r}") from None
-    found = found if found.is_floating_point() else found.to(torch.get_default_dtype())
-    if found.dim() != 2 or found.shape[1] != 2 or len(found) == 0:
-        raise ShapeError(f"bounds must be [d, 2], a lower and an upper end for each input, got {list(found.shape)}")
-    if not bool(found.isfinite().all()) or not bool((found[:, 0] < found[:, 1]).all()):
-        raise InputError(f"bounds must be finite, each lower end below its upper end, got {found.tolist()}")
-    return found
+    box = box if box.is_floating_point() else box.to(torch.get_default_dtype())
+    if box.dim() != 2 or box.shape[1] != 2 or len(box) == 0:
+        raise ShapeError(f"bounds must be [d, 2], a lower and an upper end for each input, got {list(box.shape)}")
+    if not bool(box.isfinite().all()) or not bool((box[:, 0] < box[:, 1]).all()):
+        raise InputError(f"bounds must be finite, each lower end below its upper end, got {box.tolist()}")
+    return box
 
 
 def spread(bounds: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
@@ -330,16 +329,15 @@ def maximise(
     check_predictor_object(predictor)
     box = check_bounds(bounds)
     for name, value in (("starts", starts), ("raw", raw), ("iterations", iterations)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        checks.count(name, value)
 
     def score(x: Tensor, differentiable: bool) -> Tensor:
         options = {"differentiable": True} if differentiable else {}
-        found = acquisition(predictor.predict(x, **options))
-        if not isinstance(found, Tensor) or found.shape != (len(x),):
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        heights = acquisition(predictor.predict(x, **options))
+        if not isinstance(heights, Tensor) or heights.shape != (len(x),):
+            shape = list(heights.shape) if isinstance(heights, Tensor) else type(heights).__name__
             raise ShapeError(f"the acquisition must give one number per input, [{len(x)}], got {shape}")
-        return found
+        return heights
 
     points = spread(box, max(raw, starts), generator)
     with torch.no_grad():
@@ -449,11 +447,9 @@ def minimise(
     >>> minimise(lambda x: x.sum(), [[0.0, 1.0]], fit, evaluations=6).y.shape
     torch.Size([6])
     """
-    if strategy not in STRATEGIES:
-        raise InputError(f"strategy={strategy!r} is not known; allowed are {', '.join(map(repr, STRATEGIES))}")
+    checks.choice("strategy", strategy, STRATEGIES)
     for name, value in (("evaluations", evaluations), ("initial", initial)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+        checks.count(name, value)
     if initial > evaluations:
         raise InputError(f"initial={initial} evaluations are more than all evaluations={evaluations}")
     box = check_bounds(bounds)
@@ -483,12 +479,12 @@ def _next(
         candidates = spread(box, _CANDIDATES, generator)
         return candidates[int(thompson_sample(predictor, candidates, generator=generator).indices)]
     if strategy == "upper_confidence_bound":
-        found = maximise(lambda p: upper_confidence_bound(p, beta), predictor, box, generator=generator)
+        optimum = maximise(lambda p: upper_confidence_bound(p, beta), predictor, box, generator=generator)
     else:
         # Values are noisy to the model: the best it believes in, not the luckiest.
         best = float(predictor.predict(x).mean[:, 0].min())
-        found = maximise(lambda p: log_expected_improvement(p, best), predictor, box, generator=generator)
+        optimum = maximise(lambda p: log_expected_improvement(p, best), predictor, box, generator=generator)
     width = box[:, 1] - box[:, 0]
-    if bool((((found.x - x) / width).abs().amax(1) < _CLOSE).any()):
+    if bool((((optimum.x - x) / width).abs().amax(1) < _CLOSE).any()):
         return spread(box, 1, generator)[0]
-    return found.x
+    return optimum.x

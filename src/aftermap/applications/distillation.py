@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.baselines import Deterministic
-from aftermap.baselines.base import check_count, check_module, check_positive, private_randomness
+from aftermap.baselines.base import private_randomness
 from aftermap.batches import Unpack, check_inputs, unpack_batch, unpack_inputs
 from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
-from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, collect
+from aftermap.evaluation.predictor import Predictor, accepts, check_predictor_object, predict_all
 from aftermap.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian, Likelihood
 from aftermap.models import call_model, check_device
 from aftermap.predictive import Prediction
@@ -184,11 +185,10 @@ def distil(
     (torch.Size([64, 4]), 2)
     """
     check_predictor_object(predictor)
-    check_module(student, "distil: student")
-    check_count("epochs", epochs)
-    check_positive("temperature", temperature)
-    given = {**({"generator": generator} if accepts(predictor, "generator") else {}), **(options or {})}
-    lessons = _lessons(predictor, student, inputs_loader, given, unpack)
+    student, epochs = checks.module("distil (for student=)", student), checks.count("epochs", epochs)
+    temperature = checks.number("temperature", temperature, above=0)
+    predict_options = {**({"generator": generator} if accepts(predictor, "generator") else {}), **(options or {})}
+    lessons = _lessons(predictor, student, inputs_loader, predict_options, unpack)
     kind = lessons[0][1].kind
     if kind not in _LIKELIHOODS:
         raise UnsupportedError(
@@ -198,14 +198,18 @@ def distil(
         raise InputError(f"temperature={temperature} softens probabilities; a regression has none: leave it at 1")
     losses = _train(student, lessons, epochs, _optimiser(optimizer, student), temperature, generator, show)
     answer = Deterministic(student, _LIKELIHOODS[kind]())
-    return _measured(predictor, answer, losses, lessons, test, given, unpack)
+    return _measured(predictor, answer, losses, lessons, test, predict_options, unpack)
 
 
 Lesson = tuple[Any, Prediction]
 
 
 def _lessons(
-    predictor: Predictor, student: nn.Module, loader: Iterable[Any], given: Mapping[str, Any], unpack: Unpack | None
+    predictor: Predictor,
+    student: nn.Module,
+    loader: Iterable[Any],
+    predict_options: Mapping[str, Any],
+    unpack: Unpack | None,
 ) -> list[Lesson]:
     """Inputs with what the teacher says of them, on the student's device."""
     if isinstance(loader, Tensor):
@@ -216,7 +220,7 @@ def _lessons(
         pair = unpack is not None or (isinstance(raw, tuple | list) and len(raw) in (2, 3))
         batch = unpack_batch(raw, unpack) if pair else unpack_inputs(raw[0] if isinstance(raw, tuple | list) else raw)
         check_inputs(batch.inputs, dtype)
-        said = predictor.predict(batch.inputs, **given).detach()
+        said = predictor.predict(batch.inputs, **predict_options).detach()
         # Only what the loss needs: samples and covariances of a whole data set would fill the memory.
         said = Prediction(said.kind, said.mean, said.epistemic, said.aleatoric, said.total, link=said.link)
         lessons.append((batch.to(device).inputs, said._map(lambda _, value: value.to(device))))
@@ -233,13 +237,13 @@ def _optimiser(optimizer: object, student: nn.Module) -> torch.optim.Optimizer:
         raise InputError("the student has no parameters to train (requires_grad is False everywhere)")
     if optimizer is None:
         return torch.optim.Adam(parameters, lr=1e-3)
-    made = optimizer(parameters) if callable(optimizer) else optimizer
-    if not isinstance(made, torch.optim.Optimizer):
+    chosen = optimizer(parameters) if callable(optimizer) else optimizer
+    if not isinstance(chosen, torch.optim.Optimizer):
         raise InputError(
             "optimizer must be a torch optimizer of the student's parameters or a function that makes one, "
-            f"got {type(made).__name__}"
+            f"got {type(chosen).__name__}"
         )
-    return made
+    return chosen
 
 
 def _train(
@@ -311,7 +315,7 @@ def _measured(
     losses: tuple[float, ...],
     lessons: list[Lesson],
     test: Iterable[Any] | None,
-    given: Mapping[str, Any],
+    predict_options: Mapping[str, Any],
     unpack: Unpack | None,
 ) -> Distillation:
     """Teacher and student on the same data."""
@@ -321,20 +325,20 @@ def _measured(
         pupil = Prediction.concatenate([student.predict(inputs).cpu() for inputs, _ in lessons])
     else:
         batches = list(test)
-        known = collect(predictor, batches, options=given, unpack=unpack)
+        known = predict_all(predictor, batches, options=predict_options, unpack=unpack)
         if known.targets is None:
             raise DataError("the test data have no targets, which the NLL needs")
         teacher = known.prediction
-        pupil = collect(check_predictor_object(student), batches, unpack=unpack).prediction
-        nll = [-each.log_prob(known.targets).double().mean().item() for each in (teacher, pupil)]
-    own, other = teacher.score("entropy").double(), pupil.score("entropy").double()
+        pupil = predict_all(check_predictor_object(student), batches, unpack=unpack).prediction
+        nll = [-prediction.log_prob(known.targets).double().mean().item() for prediction in (teacher, pupil)]
+    teacher_entropy, student_entropy = teacher.score("entropy").double(), pupil.score("entropy").double()
     return Distillation(
         student,
         losses,
         kl=_divergence(teacher, pupil),
-        entropy=own.mean().item(),
-        entropy_student=other.mean().item(),
-        entropy_error=(own - other).abs().mean().item(),
+        entropy=teacher_entropy.mean().item(),
+        entropy_student=student_entropy.mean().item(),
+        entropy_error=(teacher_entropy - student_entropy).abs().mean().item(),
         nll=nll[0] if nll else None,
         nll_student=nll[1] if nll else None,
     )

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, Unpack, check_inputs, iterate, unpack_inputs
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Likelihood, parse_likelihood
@@ -26,9 +27,6 @@ __all__ = [
     "Baseline",
     "Particles",
     "batches_of",
-    "check_count",
-    "check_module",
-    "check_positive",
     "mean_nll",
     "outputs_under",
     "private_randomness",
@@ -42,12 +40,12 @@ class Baseline(ABC):
     """A predictor whose answer is a mixture over the outputs of S networks.
 
     Args:
-        model: the network; it is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        model: The network. It is never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
     """
 
     def __init__(self, model: nn.Module, likelihood: str | Likelihood = "classification"):
-        self.model = check_module(model, type(self).__name__)
+        self.model = checks.module(type(self).__name__, model)
         self.likelihood = parse_likelihood(likelihood)
 
     @abstractmethod
@@ -65,41 +63,28 @@ class Baseline(ABC):
         """Predicts with uncertainty.
 
         Args:
-            x: inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
-            samples: networks to average over; None: the baseline's own number.
-            differentiable: keep the gradient in x.
-            generator: for the samples; a generator with the same seed gives the same samples.
+            x: Inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
+            samples: How many networks are averaged over. None takes the baseline's own number; a fixed set of networks gives its
+                first ones.
+            differentiable: Whether the prediction keeps its gradient in x.
+            generator: The source of the samples. A generator with the same seed gives the same samples; None is PyTorch's own.
 
         Returns:
-            The mixture; probabilities are averaged, never logits.
+            The mixture of the networks. Probabilities are averaged, never logits.
+
+        Raises:
+            InputError: The inputs are not finite or of another dtype, or there are fewer networks than samples.
         """
         inputs = read_inputs(self.model, x)
         if samples is not None:
-            samples = check_count("samples", samples)
+            samples = checks.count("samples", samples)
         with torch.set_grad_enabled(differentiable):
             values = self.outputs(inputs, samples, generator)
-        return samples_prediction(self.likelihood, values)
+        return self.prediction(values)
 
-
-def check_module(model: object, name: str) -> nn.Module:
-    """Raises unless a module was given."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{name} needs a torch.nn.Module as its model, got {type(model).__name__}")
-    return model
-
-
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """A whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    return value
-
-
-def check_positive(name: str, value: float) -> float:
-    """A positive, finite number."""
-    if not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise InputError(f"{name} must be a positive and finite number, got {value!r}")
-    return float(value)
+    def prediction(self, outputs: Tensor) -> Prediction:
+        """Makes the prediction of network outputs [S, N, ..., C]: their mixture, with equal weights."""
+        return samples_prediction(self.likelihood, outputs)
 
 
 def read_inputs(model: nn.Module, x: Any) -> Any:
@@ -123,13 +108,13 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
     when swapped values would be gone.
     """
     with evaluating(model):
-        found = functional_outputs(model, weights, inputs)
-    if found.dim() < 2:
+        outputs = functional_outputs(model, weights, inputs)
+    if outputs.dim() < 2:
         raise ShapeError(
-            f"the model returned shape {list(found.shape)}; it must be [N, ..., C]. For one output per example "
+            f"the model returned shape {list(outputs.shape)}; it must be [N, ..., C]. For one output per example "
             "keep the last dimension: outputs.unsqueeze(-1)"
         )
-    return found
+    return outputs
 
 
 def batches_of(model: nn.Module, data: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Batch]:
@@ -181,10 +166,10 @@ class Particles(Baseline):
     """Predicts with a fixed set of weight samples, so that every input meets the same networks.
 
     Args:
-        model: the network; it is never changed.
-        weights: S dictionaries, parameter (or buffer) -> value. Parameters that are missing keep the model's own values.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        mixture: how much each set counts [S]; None: all the same.
+        model: The network. It is never changed.
+        weights: S dictionaries from names of parameters (or buffers) to values. What is missing keeps the model's own value.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        mixture: How much each set counts [S]. None lets all count the same.
 
     Raises:
         InputError: no weights, names that the model does not have, or shapes that differ.
@@ -208,7 +193,7 @@ class Particles(Baseline):
         mixture: Tensor | Sequence[float] | None = None,
     ):
         super().__init__(model, likelihood)
-        self.weights = [_checked(model, each, i) for i, each in enumerate(weights)]
+        self.weights = [_checked(model, particle, i) for i, particle in enumerate(weights)]
         if not self.weights:
             raise InputError("Particles needs at least one set of weights, got none")
         self.mixture = None if mixture is None else torch.as_tensor(mixture)
@@ -227,7 +212,7 @@ class Particles(Baseline):
         generator: torch.Generator | None = None,
     ) -> Particles:
         """Draws ``count`` sets of weights from a posterior, once."""
-        return Particles(model, draw_weights(posterior, check_count("count", count), generator), likelihood)
+        return Particles(model, draw_weights(posterior, checks.count("count", count), generator), likelihood)
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -236,24 +221,13 @@ class Particles(Baseline):
         count = len(self) if samples is None else samples
         if count > len(self):
             raise InputError(f"samples={count}, but there are only {len(self)} sets of weights")
-        return torch.stack([outputs_under(self.model, each, inputs) for each in self.weights[:count]])
+        return torch.stack([outputs_under(self.model, particle, inputs) for particle in self.weights[:count]])
 
-    def predict(
-        self,
-        x: Any,
-        *,
-        samples: int | None = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        """Predicts; ``samples`` takes only the first so many sets of weights."""
+    def prediction(self, outputs: Tensor) -> Prediction:
         if self.mixture is None:
-            return super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
-        inputs = read_inputs(self.model, x)
-        with torch.set_grad_enabled(differentiable):
-            values = self.outputs(inputs, samples, generator)
-        found = samples_prediction(self.likelihood, values, weights=self.mixture[: len(values)])
-        return replace(found, link="samples")
+            return super().prediction(outputs)
+        prediction = samples_prediction(self.likelihood, outputs, weights=self.mixture[: len(outputs)])
+        return replace(prediction, link="samples")
 
 
 def _checked(model: nn.Module, weights: Params, index: int) -> Params:

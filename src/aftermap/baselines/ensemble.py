@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from aftermap.baselines.base import Baseline, check_count, check_module, outputs_under
+from aftermap import checks
+from aftermap.baselines.base import Baseline, outputs_under
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Likelihood
 
@@ -33,8 +34,8 @@ class Ensemble(Baseline):
         \mu_* = \bar\mu, \qquad \sigma_*^2 = \overline{\sigma^2 + \mu^2} - \mu_*^2.
 
     Args:
-        models: trained networks with outputs of one shape; they are never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        models: Trained networks with outputs of one shape. They are never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
 
     Raises:
         InputError: no models, or what is no module.
@@ -51,7 +52,7 @@ class Ensemble(Baseline):
         if not members:
             raise InputError("an ensemble needs at least one model, got none")
         super().__init__(members[0], likelihood)
-        self.models = [check_module(model, "Ensemble") for model in members]
+        self.models = [checks.module("Ensemble", model) for model in members]
 
     @staticmethod
     def train(
@@ -84,24 +85,24 @@ class Ensemble(Baseline):
         >>> Ensemble.train(lambda: nn.Linear(3, 4), lambda model, generator: None, 2).predict(torch.ones(6, 3)).kind
         'classification'
         """
-        members, processes = check_count("members", members), check_count("processes", processes, least=0)
+        members, processes = checks.count("members", members), checks.count("processes", processes, 0)
         seeds = [_member_seed(seed, m) for m in range(members)]
         if processes == 0:
-            return Ensemble([_trained(factory, train, each) for each in seeds], likelihood)
+            return Ensemble([_trained(factory, train, member_seed) for member_seed in seeds], likelihood)
         threads = max(1, torch.get_num_threads() // processes)
         context = multiprocessing.get_context("spawn")
         with tempfile.TemporaryDirectory() as folder:
             paths = [str(Path(folder) / f"{m}.safetensors") for m in range(members)]
             with ProcessPoolExecutor(min(processes, members), mp_context=context) as pool:
                 jobs = [
-                    pool.submit(_train_to_file, factory, train, each, path, threads)
-                    for each, path in zip(seeds, paths, strict=True)
+                    pool.submit(_train_to_file, factory, train, member_seed, path, threads)
+                    for member_seed, path in zip(seeds, paths, strict=True)
                 ]
                 for job in jobs:
                     job.result()
             models = []
-            for each, path in zip(seeds, paths, strict=True):
-                model = _made(factory, each)
+            for member_seed, path in zip(seeds, paths, strict=True):
+                model = _made(factory, member_seed)
                 model.load_state_dict(load_file(path))
                 models.append(model.eval())
         return Ensemble(models, likelihood)
@@ -128,7 +129,7 @@ def _member_seed(seed: int, member: int) -> int:
 def _made(factory: Factory, seed: int) -> nn.Module:
     with torch.random.fork_rng():  # layers draw their first weights from the default generator
         torch.manual_seed(seed)
-        return check_module(factory(), "Ensemble.train: factory")
+        return checks.module("Ensemble.train (from factory=)", factory())
 
 
 def _trained(factory: Factory, train: Train, seed: int) -> nn.Module:

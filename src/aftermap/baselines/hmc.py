@@ -11,12 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
-    check_count,
-    check_positive,
     outputs_under,
     private_seed,
     targets_of,
@@ -84,20 +83,20 @@ class HMC(Baseline):
     The whole data set is in memory and used at every step.
 
     Args:
-        model: the network; the first chain starts at its weights. It is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        prior_precision: τ.
-        prior_mean: m.
-        params: which weights are uncertain; the others keep their values.
-        kernel: "nuts" or "hmc".
-        chains: number of chains, run one after the other.
-        warmup: steps that adapt step size and mass and are thrown away.
-        draws: samples of each chain that are kept.
-        step_size: the first step size.
-        trajectory: time that a sample of "hmc" travels; π/2, with masses adapted to the posterior, is a quarter of a Gaussian's
+        model: The network. The first chain starts at its weights. It is never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        prior_precision: τ, the precision of the prior of every weight.
+        prior_mean: m, its mean.
+        params: Which weights are uncertain. The others keep their values.
+        kernel: "nuts" adapts the length of its trajectories; "hmc" has a fixed one.
+        chains: The number of chains, which run one after the other.
+        warmup: How many steps adapt step size and mass; they are thrown away.
+        draws: How many samples of each chain remain.
+        step_size: The first step size.
+        trajectory: The time that a sample of "hmc" travels. π/2, with masses adapted to the posterior, is a quarter of a Gaussian's
             period and makes its samples nearly independent.
-        spread: standard deviation, in units of the prior's, around the model's weights where the other chains start.
-        max_params: refuse larger models.
+        spread: How far around the model's weights the other chains start: a standard deviation, in units of the prior's.
+        max_params: The most parameters that are allowed: larger models are refused.
 
     Raises:
         UnsupportedError: more parameters than ``max_params``, BatchNorm (its statistics tie the data together), or no Pyro.
@@ -124,8 +123,7 @@ class HMC(Baseline):
         max_params: int = 10_000,
     ):
         super().__init__(model, likelihood)
-        if kernel not in KERNELS:
-            raise InputError(f"kernel={kernel!r} is not known; allowed are {', '.join(map(repr, KERNELS))}")
+        checks.choice("kernel", kernel, KERNELS)
         norms = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         if norms:
             raise UnsupportedError(
@@ -138,12 +136,12 @@ class HMC(Baseline):
                 f"HMC over {size:,} parameters would take days; max_params={max_params:,}. Choose fewer weights with params=, "
                 "or raise max_params if you mean it"
             )
-        self.prior_precision = check_positive("prior_precision", prior_precision)
+        self.prior_precision = checks.number("prior_precision", prior_precision, above=0)
         self.prior_mean, self.kernel, self.spread = float(prior_mean), kernel, float(spread)
-        self.chains, self.warmup = check_count("chains", chains), check_count("warmup", warmup, least=0)
-        self.draws = check_count("draws", draws, least=4)
-        self.step_size = check_positive("step_size", step_size)
-        self.trajectory = check_positive("trajectory", trajectory)
+        self.chains, self.warmup = checks.count("chains", chains), checks.count("warmup", warmup, 0)
+        self.draws = checks.count("draws", draws, 4)
+        self.step_size = checks.number("step_size", step_size, above=0)
+        self.trajectory = checks.number("trajectory", trajectory, above=0)
         self._like: Params = {n: p.detach() for n, p in model.named_parameters() if n in self.names}
         self._chains: Tensor | None = None
         self._diagnostics: ChainDiagnostics | None = None
@@ -188,7 +186,7 @@ class HMC(Baseline):
             for batch in batches:
                 self.likelihood.check(outputs_under(self.model, {}, batch.inputs), targets_of(batch))
         origin = flatten(self._like, self.names)
-        found, rates, divergent = [], [], []
+        samples, rates, divergent = [], [], []
         with evaluating(self.model), warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=DeprecationWarning)
             warnings.filterwarnings("ignore", category=FutureWarning)
@@ -216,11 +214,11 @@ class HMC(Baseline):
                         disable_progbar=True,
                     )
                     run.run()
-                found.append(run.get_samples()["theta"].detach())
+                samples.append(run.get_samples()["theta"].detach())
                 facts = run.diagnostics()
                 rates.append(float(facts["acceptance rate"]["chain 0"]))
                 divergent.append(len(facts["divergences"]["chain 0"]))
-        self._chains = torch.stack(found)
+        self._chains = torch.stack(samples)
         self._diagnose(batches, tuple(rates), tuple(divergent))
         return self
 
@@ -270,7 +268,7 @@ class HMC(Baseline):
         """``count`` samples, evenly spaced over all chains, as a fixed ensemble; None: all."""
         rows = self.draw_table.flatten(0, 1)
         if count is not None:
-            if check_count("count", count) > len(rows):
+            if checks.count("count", count) > len(rows):
                 raise InputError(f"count={count}, but only {len(rows)} samples were drawn")
             rows = rows[torch.linspace(0, len(rows) - 1, count).round().long()]
         return Particles(self.model, [unflatten(row, self._like, self.names) for row in rows], self.likelihood)

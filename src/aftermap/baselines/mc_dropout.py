@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from aftermap.baselines.base import Baseline, check_count, private_randomness
+from aftermap import checks
+from aftermap.baselines.base import Baseline, private_randomness
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, check_device, evaluating
@@ -30,11 +31,11 @@ class MCDropout(Baseline):
     make it a module.
 
     Args:
-        model: a network with dropout; it is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        samples: S.
-        insert: a probability: works on a copy of the model with dropout before every linear and convolutional layer but the
-            first. None: the model as it is.
+        model: A network with dropout. It is never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        samples: S, how many masks a prediction averages over, unless `predict` is told otherwise.
+        insert: The probability of dropping in a copy of the model that has dropout before every linear and convolutional layer
+            but the first. None takes the model as it is.
 
     Warns:
         StatisticalWarning: the model drops nothing, so that all samples are the same.
@@ -56,7 +57,7 @@ class MCDropout(Baseline):
         insert: float | None = None,
     ):
         super().__init__(model, likelihood)
-        self.samples = check_count("samples", samples)
+        self.samples = checks.count("samples", samples)
         if insert is not None:
             self.model = insert_dropout(model, insert)
         self._check()
@@ -83,13 +84,13 @@ def dropout_modules(model: nn.Module) -> list[nn.Module]:
     >>> dropout_modules(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.3)))
     [Dropout(p=0.3, inplace=False)]
     """
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for module in model.modules():
-        own = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
         inside = isinstance(module, nn.RNNBase | nn.MultiheadAttention) and module.dropout > 0
-        if own or inside:
-            found.append(module)
-    return found
+        if is_dropout or inside:
+            modules.append(module)
+    return modules
 
 
 @contextmanager
@@ -110,8 +111,8 @@ def insert_dropout(model: nn.Module, p: float) -> nn.Module:
     """A copy of the model with dropout before every linear and convolutional layer but the first.
 
     Args:
-        model: any module; layers inside attention stay as they are.
-        p: the probability of dropping, in (0, 1).
+        model: Any module. Layers inside attention stay as they are.
+        p: The probability of dropping, in (0, 1).
 
     Returns:
         The copy. A layer ``name`` becomes ``name.1``, after the dropout ``name.0``.
@@ -122,8 +123,7 @@ def insert_dropout(model: nn.Module, p: float) -> nn.Module:
     >>> insert_dropout(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), 0.1)[1][0]
     Dropout(p=0.1, inplace=False)
     """
-    if not isinstance(p, float) or not 0 < p < 1:
-        raise InputError(f"the probability of dropping must lie in (0, 1), got {p!r}")
+    p = checks.fraction("insert", p, advice="Pass the probability of dropping, for instance insert=0.1")
     changed = copy.deepcopy(model)
     attention = tuple(n for n, m in changed.named_modules() if isinstance(m, nn.MultiheadAttention))
     places = [

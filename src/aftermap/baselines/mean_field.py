@@ -20,19 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from aftermap import checks
 from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
-    check_count,
-    check_positive,
     mean_nll,
     outputs_under,
     targets_of,
 )
 from aftermap.batches import Batch, Unpack
 from aftermap.draws import normal_like
-from aftermap.errors import DataError, InputError, NotFittedError, NumericalError
+from aftermap.errors import DataError, NotFittedError, NumericalError
 from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, functional_outputs
 from aftermap.params import Params, Selection, select
@@ -54,10 +53,10 @@ class _Uses(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        held = [self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names]
+        used = [self.names[id(a)] for a in (*args, *kwargs.values()) if id(a) in self.names]
         reads_only = getattr(func, "__name__", "") in ("__get__", "dim", "size", "numel", "is_floating_point")
         if not reads_only:
-            self.uses.update(held)
+            self.uses.update(used)
         if func is F.linear:
             inputs, weight, bias = _linear_arguments(args, kwargs)
             if id(weight) in self.names and inputs.dim() == 2:
@@ -108,15 +107,17 @@ class LocalNoise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func is not F.linear:
-            return found
+            return result
         inputs, weight, _ = _linear_arguments(args, kwargs)
         if id(weight) not in self.variances:
-            return found
+            return result
         variance = F.linear(inputs.square(), self.variances[id(weight)], self.bias_variances[id(weight)])
         # The floor keeps the gradient of the root finite where every input is zero.
-        return found + variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt() * normal_like(found, self.generator)
+        return result + variance.clamp_min(torch.finfo(variance.dtype).tiny).sqrt() * normal_like(
+            result, self.generator
+        )
 
 
 def gaussian_kl(mean: Tensor, deviation: Tensor, prior_mean: float, prior_precision: float) -> Tensor:
@@ -152,15 +153,15 @@ class MeanField(Baseline):
     outputs (local reparametrisation), all other weights are drawn once per batch.
 
     Args:
-        model: gives the architecture and the first means (a trained network or a fresh one); it is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        prior_precision: τ.
-        prior_mean: m.
-        initial_scale: first σ. Small, so that training first finds a good mean: a first σ of the prior's size costs more than
+        model: A trained or a fresh network, which gives the architecture and the first means. It is never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        prior_precision: τ, the precision of the prior of every weight.
+        prior_mean: m, its mean.
+        initial_scale: The first σ. It is small, so that training first finds a good mean: a first σ of the prior's size costs more than
             one per cent of accuracy on MNIST.
-        params: which weights are uncertain; the others keep their values.
-        estimator: "local", or "weights" to draw all weights.
-        samples: of a prediction.
+        params: Which weights are uncertain. The others keep their values.
+        estimator: "local" draws the outputs of linear layers, one noise for every example; "weights" draws all weights.
+        samples: How many networks a prediction averages over, unless `predict` is told otherwise.
 
     References:
         Blundell et al. 2015, Weight uncertainty in neural networks, eq. (2); Kingma, Salimans, Welling 2015, Variational
@@ -185,16 +186,15 @@ class MeanField(Baseline):
         estimator: str = "local",
         samples: int = 100,
     ):
-        if estimator not in ESTIMATORS:
-            raise InputError(f"estimator={estimator!r} is not known; allowed are {', '.join(map(repr, ESTIMATORS))}")
+        checks.choice("estimator", estimator, ESTIMATORS)
         super().__init__(copy.deepcopy(model), likelihood)
-        self.prior_precision = check_positive("prior_precision", prior_precision)
-        self.prior_mean, self.samples = float(prior_mean), check_count("samples", samples)
-        own = dict(self.model.named_parameters())
+        self.prior_precision = checks.number("prior_precision", prior_precision, above=0)
+        self.prior_mean, self.samples = float(prior_mean), checks.count("samples", samples)
+        parameters = dict(self.model.named_parameters())
         names = select(self.model, params)
-        first = math.log(math.expm1(check_positive("initial_scale", initial_scale)))
-        self._mean = {n: own[n].detach().clone().requires_grad_() for n in names}
-        self._rho = {n: torch.full_like(own[n].detach(), first).requires_grad_() for n in names}
+        first = math.log(math.expm1(checks.number("initial_scale", initial_scale, above=0)))
+        self._mean = {n: parameters[n].detach().clone().requires_grad_() for n in names}
+        self._rho = {n: torch.full_like(parameters[n].detach(), first).requires_grad_() for n in names}
         self._local: dict[str, str | None] | None = {} if estimator == "weights" else None
         self._fitted = False
         self.n_data: float | None = None
@@ -247,10 +247,12 @@ class MeanField(Baseline):
         Returns:
             self; −ELBO / N of each epoch is in ``history``.
         """
-        epochs, samples = check_count("epochs", epochs), check_count("samples", samples)
-        temperature = check_positive("temperature", temperature)
-        self.n_data = self._count(data, unpack) if n_data is None else check_positive("n_data", n_data)
-        optimiser = torch.optim.Adam([*self._mean.values(), *self._rho.values()], lr=check_positive("lr", lr))
+        epochs, samples = checks.count("epochs", epochs), checks.count("samples", samples)
+        temperature = checks.number("temperature", temperature, above=0)
+        if epochs > 1 or n_data is None:
+            checks.repeatable("data", data, "mean-field training (to count the data, and in every epoch)")
+        self.n_data = self._count(data, unpack) if n_data is None else checks.number("n_data", n_data, above=0)
+        optimiser = torch.optim.Adam([*self._mean.values(), *self._rho.values()], lr=checks.number("lr", lr, above=0))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
         self.model.train()
         for module in self.model.modules():
@@ -297,7 +299,7 @@ class MeanField(Baseline):
             optimiser.step()
             total, weight = total + count * loss.item(), weight + count
         if weight == 0:
-            raise DataError("a pass over the data gave no example: pass a list or a DataLoader, not a generator")
+            raise DataError("a pass over the data gave no example: the data changed since they were counted")
         return total / weight
 
     def _expected_nll(self, batch: Batch, samples: int, generator: torch.Generator | None) -> tuple[Tensor, float]:
@@ -341,7 +343,7 @@ class MeanField(Baseline):
         total = 0.0
         with torch.no_grad():
             for batch in batches_of(self.model, data, unpack):
-                value, count = self._expected_nll(batch, check_count("samples", samples), generator)
+                value, count = self._expected_nll(batch, checks.count("samples", samples), generator)
                 total -= value.item() * count
             return total - self.kl().item()
 
@@ -349,21 +351,21 @@ class MeanField(Baseline):
         """Weights from q: name -> [count, *shape]."""
         deviation = self.deviation
         return {
-            n: m + deviation[n] * normal_like(m.expand(check_count("count", count), *m.shape), generator)
+            n: m + deviation[n] * normal_like(m.expand(checks.count("count", count), *m.shape), generator)
             for n, m in self.mean.items()
         }
 
     def particles(self, count: int = 30, generator: torch.Generator | None = None) -> Particles:
         """A fixed set of weights from q as an ensemble."""
         drawn = self.sample(count, generator)
-        each = [{n: v[i] for n, v in drawn.items()} for i in range(count)]
-        return Particles(self.model, each, self.likelihood)
+        weights = [{n: v[i] for n, v in drawn.items()} for i in range(count)]
+        return Particles(self.model, weights, self.likelihood)
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
         if not self._fitted:
             raise NotFittedError("this mean-field posterior has not been fitted yet: call fit(train_loader) first")
-        found = []
+        outputs = []
         for _ in range(self.samples if samples is None else samples):
             weights = {n: v[0] for n, v in self.sample(1, generator).items()}
-            found.append(outputs_under(self.model, weights, inputs))
-        return torch.stack(found)
+            outputs.append(outputs_under(self.model, weights, inputs))
+        return torch.stack(outputs)

@@ -11,12 +11,11 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
-    check_count,
-    check_positive,
     mean_nll,
     outputs_under,
     private_randomness,
@@ -26,11 +25,11 @@ from aftermap.batches import Unpack
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, NotFittedError, NumericalError, StatisticalWarning
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device
+from aftermap.models import call_model, check_device, update_bn
 from aftermap.params import Params
 from aftermap.progress import progress as progress_bar
 
-__all__ = ["SWAG", "refresh_batch_norm"]
+__all__ = ["SWAG"]
 
 
 @final
@@ -44,11 +43,11 @@ class SWAG(Baseline):
         \theta = \bar\theta + \sqrt{s/2}\,\Big(\Sigma_\mathrm{diag}^{1/2} z_1 + \tfrac{1}{\sqrt{K-1}} D z_2\Big).
 
     Args:
-        model: a trained network, the start of the SGD; it is copied and never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        rank: K, the columns of D that are kept; 0: diagonal.
-        scale: s.
-        samples: of a prediction.
+        model: A trained network, where the SGD starts. It is copied and never changed.
+        likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        rank: K, how many of the last collected weights give a column of D. With 0 the covariance is diagonal.
+        scale: s, by which the covariance is multiplied.
+        samples: How many networks a prediction averages over, unless `predict` is told otherwise.
 
     References:
         Maddox et al. 2019, A simple baseline for Bayesian uncertainty in deep learning, eq. (1) and algorithm 1.
@@ -69,8 +68,8 @@ class SWAG(Baseline):
         samples: int = 30,
     ):
         super().__init__(copy.deepcopy(model), likelihood)
-        self.rank, self.scale = check_count("rank", rank, least=0), check_positive("scale", scale)
-        self.samples = check_count("samples", samples)
+        self.rank, self.scale = checks.count("rank", rank, 0), checks.number("scale", scale, above=0)
+        self.samples = checks.count("samples", samples)
         self.collected, self._steps = 0, 0
         self._mean: Params = {}
         self._square_sum: Params = {}
@@ -115,23 +114,27 @@ class SWAG(Baseline):
         """Runs SGD at a constant rate on the copy and collects weights; then refreshes BatchNorm under the mean.
 
         Args:
-            data: batches, gone through ``epochs`` times.
-            epochs: passes over the data.
-            lr: the constant learning rate: large enough to leave the mode, small enough to stay in its basin.
-            momentum: of SGD.
-            weight_decay: of SGD.
-            collect_every: steps between two collections; None: at the end of each epoch.
-            unpack: turns a batch of another form into (inputs, targets).
-            generator: for dropout in the network, and for a DataLoader that shuffles without a generator of its own.
-            progress: show a bar; None: on a terminal.
+            data: Batches of (x, y), which are read ``epochs`` times.
+            epochs: How many passes over the data are made.
+            lr: The constant learning rate: large enough to leave the mode, small enough to stay in its basin.
+            momentum: The momentum of SGD.
+            weight_decay: The weight decay of SGD.
+            collect_every: How many steps lie between two collections. None collects at the end of each epoch.
+            unpack: A function that turns a batch of another form into (inputs, targets).
+            generator: The source of dropout in the network, and of a DataLoader that shuffles without a generator of its own.
+            progress: Whether a bar is shown; None shows one on a terminal.
 
         Returns:
             self.
         """
-        epochs = check_count("epochs", epochs)
-        every = None if collect_every is None else check_count("collect_every", collect_every)
+        epochs = checks.count("epochs", epochs)
+        if epochs > 1:
+            checks.repeatable("data", data, "SWAG, in every epoch,")
+        every = None if collect_every is None else checks.count("collect_every", collect_every)
         chosen = [p for p in self.model.parameters() if p.requires_grad]
-        optimiser = torch.optim.SGD(chosen, lr=check_positive("lr", lr), momentum=momentum, weight_decay=weight_decay)
+        optimiser = torch.optim.SGD(
+            chosen, lr=checks.number("lr", lr, above=0), momentum=momentum, weight_decay=weight_decay
+        )
         self.model.train()
         try:
             with private_randomness(generator, check_device(self.model)[0]):
@@ -148,7 +151,7 @@ class SWAG(Baseline):
             for name, p in self.model.named_parameters():
                 if name in self._mean:
                     p.copy_(self._mean[name])
-        refresh_batch_norm(self.model, data, unpack)
+        update_bn(self.model, data, unpack=unpack)
         return self
 
     def _epoch(
@@ -187,7 +190,7 @@ class SWAG(Baseline):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
         """Weights: name -> [count, *shape]."""
-        count, columns = check_count("count", count), len(self._columns)
+        count, columns = checks.count("count", count), len(self._columns)
         first, variance = next(iter(self.mean.values())), self.variance
         shared = normal_like(first.new_zeros(count, columns), generator)  # z₂ is one for all parameters
         drawn: Params = {}
@@ -211,41 +214,18 @@ class SWAG(Baseline):
         drawn = self.sample(count, generator)
         weights = []
         for i in range(count):
-            each = {n: v[i] for n, v in drawn.items()}
+            particle = {n: v[i] for n, v in drawn.items()}
             if data is not None:
                 net = copy.deepcopy(self.model)
-                net.load_state_dict(each, strict=False)
-                refresh_batch_norm(net, data, unpack)
-                each |= {n: b.detach().clone() for n, b in net.named_buffers()}
-            weights.append(each)
+                net.load_state_dict(particle, strict=False)
+                update_bn(net, data, unpack=unpack)
+                particle |= {n: b.detach().clone() for n, b in net.named_buffers()}
+            weights.append(particle)
         return Particles(self.model, weights, self.likelihood)
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
-        found = []
+        outputs = []
         for _ in range(self.samples if samples is None else samples):
             weights = {n: v[0] for n, v in self.sample(1, generator).items()}
-            found.append(outputs_under(self.model, weights, inputs))
-        return torch.stack(found)
-
-
-def refresh_batch_norm(model: nn.Module, data: Iterable[Any], unpack: Unpack | None = None) -> None:
-    """Recomputes the running statistics of every BatchNorm of the model, in place, as the mean over batches."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.track_running_stats]
-    if not norms:
-        return
-    saved = [(m, m.momentum) for m in norms]
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        model.eval()
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.momentum = None  # a plain mean over batches
-            norm.train()
-        with torch.no_grad():
-            for batch in batches_of(model, data, unpack):
-                call_model(model, batch.inputs)
-    finally:
-        for norm, value in saved:
-            norm.momentum = value
-        for module, mode in modes:
-            module.training = mode
+            outputs.append(outputs_under(self.model, weights, inputs))
+        return torch.stack(outputs)

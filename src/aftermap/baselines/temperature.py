@@ -11,7 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from aftermap.baselines.base import Baseline, batches_of, check_positive, outputs_under, targets_of
+from aftermap import checks
+from aftermap.baselines.base import Baseline, batches_of, outputs_under, targets_of
 from aftermap.batches import Unpack
 from aftermap.errors import DataError, NotFittedError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Likelihood
@@ -42,18 +43,8 @@ class Deterministic(Baseline):
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
         return outputs_under(self.model, {}, inputs).unsqueeze(0)
 
-    def predict(
-        self,
-        x: Any,
-        *,
-        samples: int | None = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        found = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
-        # One sample's mutual information is zero; rounding would leave ±1e-17.
-        epistemic = torch.zeros_like(found.epistemic)
-        return replace(found, epistemic=epistemic, aleatoric=found.total, link="map")
+    def prediction(self, outputs: Tensor) -> Prediction:
+        return _without_epistemic(super().prediction(outputs), "map")
 
 
 @final
@@ -92,7 +83,7 @@ class TemperatureScaling(Baseline):
                 f"temperature scaling divides logits, which {self.likelihood!r} does not have; it is for "
                 f"{' and '.join(_KINDS)}. For a regression fit the noise instead"
             )
-        self._temperature = None if temperature is None else check_positive("temperature", temperature)
+        self._temperature = None if temperature is None else checks.number("temperature", temperature, above=0)
 
     @property
     def temperature(self) -> float:
@@ -128,16 +119,14 @@ class TemperatureScaling(Baseline):
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
         return (outputs_under(self.model, {}, inputs) / self.temperature).unsqueeze(0)
 
-    def predict(
-        self,
-        x: Any,
-        *,
-        samples: int | None = None,
-        differentiable: bool = False,
-        generator: torch.Generator | None = None,
-    ) -> Prediction:
-        found = super().predict(x, samples=samples, differentiable=differentiable, generator=generator)
-        return replace(found, epistemic=torch.zeros_like(found.epistemic), aleatoric=found.total, link="temperature")
+    def prediction(self, outputs: Tensor) -> Prediction:
+        return _without_epistemic(super().prediction(outputs), "temperature")
+
+
+def _without_epistemic(prediction: Prediction, link: str) -> Prediction:
+    """Returns the prediction of one network: its mutual information is zero, where rounding would leave ±1e-17."""
+    epistemic = torch.zeros_like(prediction.epistemic)
+    return replace(prediction, epistemic=epistemic, aleatoric=prediction.total, link=link)
 
 
 def _best_temperature(likelihood: Likelihood, logits: Tensor, targets: Tensor, weights: Tensor) -> float:

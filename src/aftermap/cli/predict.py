@@ -19,7 +19,7 @@ from aftermap.cli.store import Fitted
 from aftermap.data import csv_rows
 from aftermap.errors import InputError
 from aftermap.evaluation import Threshold
-from aftermap.evaluation.predictor import collect
+from aftermap.evaluation.predictor import predict_all
 from aftermap.predictive import Prediction
 
 __all__ = ["predict"]
@@ -59,7 +59,9 @@ def predict(
     copied = _copied_columns(inputs, keep, data.limit)
     options = {**fitted.predict_options(predictive.kind, predictive.samples), "generator": run.generator()}
     predictor: Any = fitted.predictor
-    prediction = collect(predictor, source.batches.named("predicting"), options=options, need_targets=False).prediction
+    prediction = predict_all(
+        predictor, source.batches.named("predicting"), options=options, need_targets=False
+    ).prediction
     score = predictive.score
     if score == "entropy" and prediction.kind in ("counts", "custom"):
         score = "variance"  # the only one that is defined for them

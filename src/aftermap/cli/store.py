@@ -20,7 +20,7 @@ from aftermap.distributed import rank, world_size
 from aftermap.errors import DataError, InputError
 from aftermap.evaluation import Threshold, choose_threshold
 from aftermap.evaluation.ood import available_scores
-from aftermap.evaluation.predictor import collect
+from aftermap.evaluation.predictor import predict_all
 from aftermap.laplace import CheckReport, Laplace, check_predictive, load
 from aftermap.models import check_device as device_of_model
 from aftermap.optim import TrainedPosterior
@@ -84,7 +84,7 @@ def calibrate(
         The threshold of each score as plain values, and 201 quantiles of each score from the lowest to the highest.
     """
     with_generator = {**options, "generator": torch.Generator().manual_seed(seed)}
-    scores = available_scores(collect(predictor, batches, options=with_generator, need_targets=False).prediction)
+    scores = available_scores(predict_all(predictor, batches, options=with_generator, need_targets=False).prediction)
     levels = torch.linspace(0, 1, _QUANTILES, dtype=torch.float64)
     thresholds = {s: choose_threshold(v, false_alarm_rate=rate, score=s).to_dict() for s, v in scores.items()}
     return thresholds, {s: torch.quantile(v.double(), levels) for s, v in scores.items()}

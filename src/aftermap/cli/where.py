@@ -12,7 +12,7 @@ from aftermap.analysis.result import LEVELS
 from aftermap.cli import options as o
 from aftermap.cli.console import GOOD, confirmed
 from aftermap.cli.evaluate import open_test
-from aftermap.evaluation.results import plain
+from aftermap.evaluation.results import to_plain
 
 __all__ = ["where"]
 
@@ -66,7 +66,7 @@ def where(
         output.parent.mkdir(parents=True, exist_ok=True)
         result.to_json(output)
         reporter.line(f"written to {output}")
-    reporter.result(plain(dict(columns)))
+    reporter.result(to_plain(dict(columns)))
     return GOOD
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError, ShapeError
 
 __all__ = ["PARTS", "TOYS", "Examples", "as_inputs", "as_targets", "existing_file", "part_of", "split", "toy"]
@@ -85,8 +86,8 @@ def as_inputs(values: npt.NDArray[np.generic], where: str) -> Tensor:
             pixels = pixels[:, None]
         return pixels.float().div_(255).contiguous()
     if values.dtype.kind == "f":
-        found = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-        return found
+        inputs = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        return inputs
     if values.dtype.kind in "iub":
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
     raise DataError(f"{where} holds {values.dtype}, which are no numbers")
@@ -139,20 +140,19 @@ def split(data: Examples, *, validation: float, test: float) -> dict[str, Exampl
     if empty or sizes["train"] < 1:
         raise DataError(f"{data.name} holds {n} examples, too few to be split")
     order = torch.randperm(n, generator=torch.Generator().manual_seed(_SEED))
-    found, start = {}, 0
+    parts, start = {}, 0
     for name in PARTS:
         if sizes[name]:
-            found[name] = data.take(order[start : start + sizes[name]])
+            parts[name] = data.take(order[start : start + sizes[name]])
             start += sizes[name]
-    return found
+    return parts
 
 
 def part_of(data: Examples, part: str, *, validation: float = 0.2, test: float = 0.2) -> Examples:
     """One part of a data set that has no official parts: "train", "validation", "test" or "all"."""
     if part == "all":
         return data
-    if part not in PARTS:
-        raise InputError(f"part={part!r} is not known; allowed are {', '.join(PARTS)} and all")
+    checks.choice("part", part, (*PARTS, "all"))
     return split(data, validation=validation, test=test)[part]
 
 
@@ -205,7 +205,6 @@ def toy(name: str, n: int = 200, *, generator: torch.Generator | None = None) ->
     """
     if name not in TOYS:
         raise InputError(f"there is no toy problem {name!r}; there are {', '.join(TOYS)}")
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+    n = checks.count("n", n)
     x, y = TOYS[name](n, generator or torch.Generator().manual_seed(0))
     return Examples(x, y, name)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aftermap import checks
 from aftermap.data.download import fetch
 from aftermap.data.examples import Examples, as_inputs, part_of, split
 from aftermap.data.readers import read_idx, read_npz
@@ -84,15 +85,15 @@ def photograph_patches(count: int, size: int, *, seed: int = 0) -> Examples:
     """
     pictures = optional("sklearn.datasets", "sklearn", "sample photographs").load_sample_images().images
     generator = np.random.default_rng(seed)
-    found = []
+    patches = []
     for _ in range(count):
         picture = np.asarray(pictures[generator.integers(len(pictures))], dtype=np.float32).mean(2)
         side = 4 * size
         top, left = (int(generator.integers(0, limit - side + 1)) for limit in picture.shape)
         patch = picture[top : top + side, left : left + side].reshape(size, 4, size, 4).mean((1, 3))
         low, high = float(patch.min()), float(patch.max())
-        found.append((patch - low) / max(high - low, 1e-6))
-    return Examples(torch.from_numpy(np.stack(found))[:, None], None, "photographs")
+        patches.append((patch - low) / max(high - low, 1e-6))
+    return Examples(torch.from_numpy(np.stack(patches))[:, None], None, "photographs")
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,14 @@ class NamedSet:
 
 
 def _idx(folder: Path, part: str) -> Examples:
-    found = {}
+    arrays = {}
     for what in ("images-idx3", "labels-idx1"):
         files = [p for e in ("", ".gz") for p in sorted(folder.glob(f"{_IDX[part]}*-{what}-ubyte{e}"))]
         if not files:
             raise FileNotFoundError(f"{_IDX[part]}-{what}-ubyte.gz")
-        found[what] = read_idx(files[0])
-    inputs = as_inputs(found["images-idx3"].numpy(), str(folder))
-    return Examples(inputs, found["labels-idx1"].long(), folder.name)
+        arrays[what] = read_idx(files[0])
+    inputs = as_inputs(arrays["images-idx3"].numpy(), str(folder))
+    return Examples(inputs, arrays["labels-idx1"].long(), folder.name)
 
 
 def _cifar10(folder: Path, part: str) -> Examples:
@@ -261,8 +262,7 @@ def named(name: str, part: str, *, folder: str | Path | None = None, download: b
         InputError: an unknown name or part.
         DataError: files that are missing or damaged; the message says where they should be and how to get them.
     """
-    if part not in ("train", "validation", "test"):
-        raise InputError(f"part={part!r} is not known; allowed are train, validation and test")
+    checks.choice("part", part, ("train", "validation", "test"))
     at = data_folder(folder)
     if name.startswith("uci_"):
         return _uci(name, part, at)
@@ -271,22 +271,22 @@ def named(name: str, part: str, *, folder: str | Path | None = None, download: b
     known, official = NAMED[name], "test" if part == "test" else "train"
     try:
         if (at / name / f"{official}.npz").is_file():
-            found = read_npz(at / name / f"{official}.npz")
+            examples = read_npz(at / name / f"{official}.npz")
         else:
-            found = known.reader(at / name, official)
+            examples = known.reader(at / name, official)
     except FileNotFoundError as error:
         if download and known.files:
             download_named(name, at)
-            found = known.reader(at / name, official)
+            examples = known.reader(at / name, official)
         else:
             how = (
                 f"fetch it ({known.size}) with --download (download=True)" if known.files else "put its idx files there"
             )
             raise DataError(f"{name} ({official}) is not in {at / name}: {error} is missing; {how}") from error
-    found = Examples(found.inputs, found.targets, name, known.classes)
+    examples = Examples(examples.inputs, examples.targets, name, known.classes)
     if official == "test":
-        return found
-    return split(found, validation=_VALIDATION, test=0.0)[part]
+        return examples
+    return split(examples, validation=_VALIDATION, test=0.0)[part]
 
 
 def download_named(name: str, folder: str | Path | None = None) -> list[Path]:

@@ -172,10 +172,10 @@ def _targets(
 ) -> tuple[torch.Tensor, tuple[str, ...] | None]:
     numbers = [_number(c) for c in cells]
     if classes is None and all(n is not None and math.isfinite(n) for n in numbers):
-        found = np.array(numbers, dtype=np.float64)
-        if (found == np.round(found)).all() and not any("." in c or "e" in c.lower() for c in cells):
-            return torch.from_numpy(found.astype(np.int64)), None
-        return torch.from_numpy(found.astype(np.float32)), None
+        targets = np.array(numbers, dtype=np.float64)
+        if (targets == np.round(targets)).all() and not any("." in c or "e" in c.lower() for c in cells):
+            return torch.from_numpy(targets.astype(np.int64)), None
+        return torch.from_numpy(targets.astype(np.float32)), None
     words = sum(n is None for n in numbers)
     if classes is None and 0 < words < len(cells) // 2:  # a few words among numbers are mistakes, not classes
         row = next(i for i, n in enumerate(numbers) if n is None)
@@ -309,9 +309,9 @@ def read_image_folder(
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     image = optional("PIL.Image", "plot", "image folders")
-    found = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    names = tuple(classes) if classes is not None else tuple(found)
-    unknown = [n for n in found if n not in names]
+    folders = sorted(p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    names = tuple(classes) if classes is not None else tuple(folders)
+    unknown = [n for n in folders if n not in names]
     if unknown:
         raise DataError(
             f"{folder} has the subfolder {unknown[0]!r}, which is not one of the classes {', '.join(names)}"

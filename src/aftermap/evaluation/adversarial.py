@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import Unpack, iterate
 from aftermap.draws import uniform_like
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
@@ -89,10 +90,12 @@ def _predict(predictor: Predictor, x: Tensor, seed: int, options: Mapping[str, A
     """With the same samples at every call: a generator of the same seed."""
     if accepts(predictor, "generator"):
         more["generator"] = torch.Generator().manual_seed(seed)
-    found = predictor.predict(x, **options, **more)
-    if found.kind != "classification" or found.mean.dim() != 2:
-        raise UnsupportedError(f"attacks are for classification with outputs [N, C], this predictor does {found.kind}")
-    return found
+    prediction = predictor.predict(x, **options, **more)
+    if prediction.kind != "classification" or prediction.mean.dim() != 2:
+        raise UnsupportedError(
+            f"attacks are for classification with outputs [N, C], this predictor does {prediction.kind}"
+        )
+    return prediction
 
 
 def log_probability_gradient(
@@ -127,12 +130,12 @@ def log_probability_gradient(
                 f"{type(predictor).__name__} gave a prediction without a gradient in x: some step of its model is not differentiable"
             )
         chosen = mean.argmax(-1) if labels is None else labels.to(mean.device)
-        own = mean.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        probabilities = mean.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
         others = mean.scatter(-1, chosen.unsqueeze(-1), 0.0).sum(-1)
         # Near certainty log p = log(1 − Σ others) keeps the digits that rounding p to one would lose.
-        sure = own > 0.5
+        sure = probabilities > 0.5
         far = torch.log1p(-torch.where(sure, others, 0.0).clamp_max(0.75))
-        near = torch.where(sure, 1.0, own).clamp_min(torch.finfo(mean.dtype).tiny).log()
+        near = torch.where(sure, 1.0, probabilities).clamp_min(torch.finfo(mean.dtype).tiny).log()
         return torch.autograd.grad(torch.where(sure, far, near).sum(), point)[0].detach()
 
 
@@ -223,11 +226,11 @@ class Attack(ABC):
             steps, moved, gradient = self.inputs(predictor, x, y, seed, chosen)
             stuck += int((gradient.flatten(1) == 0).all(1).sum())
             rows = []
-            for each in moved:
+            for attacked in moved:
                 with torch.no_grad():
-                    found = _predict(predictor, each, seed, chosen)
-                hit = found.labels == (-1 if self.target_class is None else self.target_class)
-                facts = (found.total.double(), found.labels == y, found.labels == before, hit)
+                    prediction = _predict(predictor, attacked, seed, chosen)
+                hit = prediction.labels == (-1 if self.target_class is None else self.target_class)
+                facts = (prediction.total.double(), prediction.labels == y, prediction.labels == before, hit)
                 rows.append(torch.stack([f.double().sum().cpu() for f in facts]))
             sums = torch.stack(rows) if sums is None else sums + torch.stack(rows)
             count += len(x)
@@ -235,16 +238,16 @@ class Attack(ABC):
             raise DataError(
                 "no example was left to attack: all were predicted as the target already, or the data are empty"
             )
-        entropy, accuracy, kept, target = (sums / count).T.tolist()
+        entropy, accuracy, unchanged, target = (sums / count).T.tolist()
         target = [] if self.target_class is None else target
-        return AttackCurve(steps, entropy, accuracy, kept, target, count, excluded, stuck / count)
+        return AttackCurve(steps, entropy, accuracy, unchanged, target, count, excluded, stuck / count)
 
 
 def _check_steps(steps: Sequence[float]) -> list[float]:
-    found = [float(s) for s in steps]
-    if not found or any(s < 0 for s in found):
+    sizes = [float(s) for s in steps]
+    if not sizes or any(s < 0 for s in sizes):
         raise InputError(f"steps must be numbers of at least 0, got {list(steps)!r}")
-    return found
+    return sizes
 
 
 @final
@@ -313,17 +316,15 @@ class TargetedAttack(Attack):
     def inputs(
         self, predictor: Predictor, x: Tensor, labels: Tensor, seed: int, options: Mapping[str, Any]
     ) -> tuple[list[float], list[Tensor], Tensor]:
-        if self.iterations < 1 or self.target < 0:
-            raise InputError(
-                f"a targeted attack needs iterations >= 1 and a class, got {self.iterations}, {self.target}"
-            )
+        checks.count("iterations", self.iterations)
+        checks.count("target", self.target, 0, advice="Pass the index of the class to aim at")
         aim = torch.full((len(x),), self.target, dtype=torch.long, device=x.device)
-        found, first = [x], torch.zeros_like(x)
+        path, first = [x], torch.zeros_like(x)
         for iteration in range(self.iterations):
-            gradient = log_probability_gradient(predictor, found[-1], aim, seed=seed, options=options)
+            gradient = log_probability_gradient(predictor, path[-1], aim, seed=seed, options=options)
             first = gradient if iteration == 0 else first
-            found.append(self._clipped(found[-1] + self.step * self._scale(x) * gradient.sign()))
-        return [float(t) for t in range(self.iterations + 1)], found, first
+            path.append(self._clipped(path[-1] + self.step * self._scale(x) * gradient.sign()))
+        return [float(t) for t in range(self.iterations + 1)], path, first
 
 
 @final
@@ -356,9 +357,8 @@ class PGD(Attack):
     def inputs(
         self, predictor: Predictor, x: Tensor, labels: Tensor, seed: int, options: Mapping[str, Any]
     ) -> tuple[list[float], list[Tensor], Tensor]:
-        if self.iterations < 1:
-            raise InputError(f"iterations must be at least 1, got {self.iterations}")
-        steps, scale, found = _check_steps(self.steps), self._scale(x), []
+        checks.count("iterations", self.iterations)
+        steps, scale, attacked = _check_steps(self.steps), self._scale(x), []
         first = log_probability_gradient(predictor, x, labels, seed=seed, options=options)
         start = (
             2 * uniform_like(x, torch.Generator().manual_seed(seed)).to(x) - 1
@@ -372,5 +372,5 @@ class PGD(Attack):
                 gradient = log_probability_gradient(predictor, now, labels, seed=seed, options=options)
                 moved = now - 2.5 * box / self.iterations * gradient.sign()
                 now = self._clipped(torch.maximum(torch.minimum(moved, x + box), x - box))
-            found.append(now)
-        return steps, found, first
+            attacked.append(now)
+        return steps, attacked, first

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import Unpack, unpack_batch
 from aftermap.draws import normal_like, poisson
-from aftermap.errors import InputError, ShapeError
+from aftermap.errors import ShapeError
 
 __all__ = ["CORRUPTIONS", "Corrupted", "corrupt", "rotate"]
 
@@ -129,10 +130,8 @@ def corrupt(images: Tensor, kind: str, severity: int, *, generator: torch.Genera
     >>> corrupt(torch.zeros(2, 1, 4, 4), "brightness", 2).mean()
     tensor(0.1000)
     """
-    if kind not in CORRUPTIONS:
-        raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, CORRUPTIONS))}")
-    if not isinstance(severity, int) or not 0 <= severity <= _SEVERITIES:
-        raise InputError(f"severity must be a whole number from 0 to {_SEVERITIES}, got {severity!r}")
+    checks.choice("kind", kind, CORRUPTIONS)
+    severity = checks.count("severity", severity, 0, most=_SEVERITIES)
     images = _check(images)
     return images if severity == 0 else CORRUPTIONS[kind](images, severity, generator)
 

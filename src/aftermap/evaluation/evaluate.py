@@ -14,7 +14,14 @@ from aftermap.batches import Unpack, tensors_of, unpack_batch
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.evaluation.adversarial import Attack
 from aftermap.evaluation.ood import Detection, available_scores, detections
-from aftermap.evaluation.predictor import Collected, Predictor, accepts, check_predictor_object, collect, model_of
+from aftermap.evaluation.predictor import (
+    PredictedData,
+    Predictor,
+    accepts,
+    check_predictor_object,
+    model_of,
+    predict_all,
+)
 from aftermap.evaluation.results import Metric, Results, provenance
 from aftermap.likelihoods.base import aligned
 from aftermap.params import weights_hash
@@ -53,7 +60,7 @@ class Bootstrap:
         if not self.n_resamples:
             value = float(metric(*data))
             return Metric(value, value, value)
-        found = m.bootstrap_interval(
+        interval = m.bootstrap_interval(
             metric,
             *data,
             n_resamples=self.n_resamples,
@@ -62,7 +69,7 @@ class Bootstrap:
             strata=strata,
             generator=torch.Generator().manual_seed(self.seed),
         )
-        return Metric(found.estimate, found.lower, found.upper)
+        return Metric(interval.estimate, interval.lower, interval.upper)
 
 
 def _mean(values: Tensor) -> float:
@@ -89,7 +96,7 @@ def class_metrics(probs: Tensor, labels: Tensor, uncertainty: Tensor, boot: Boot
     """Accuracy, proper scores, calibration, and how well the uncertainty finds the errors."""
     wrong = m.misclassified(probs, labels)
     scores = uncertainty.double()
-    found = {
+    metrics = {
         "accuracy": boot(_mean, (~wrong).double()),
         "nll": boot(_mean, m.pointwise_nll(probs, labels)),
         "brier": boot(_mean, m.pointwise_brier(probs, labels)),
@@ -103,13 +110,13 @@ def class_metrics(probs: Tensor, labels: Tensor, uncertainty: Tensor, boot: Boot
         "aurc": boot(m.aurc, scores, wrong.double()),
     }
     for coverage in _COVERAGES:
-        found[f"accuracy_at_{coverage:.0%}".replace("%", "")] = _point(
+        metrics[f"accuracy_at_{coverage:.0%}".replace("%", "")] = _point(
             m.accuracy_at_coverage(scores, wrong, coverage=coverage)
         )
     if 0 < int(wrong.sum()) < len(wrong):  # without both kinds there is nothing to tell apart
-        found["auroc_errors"] = boot(m.auroc, scores, wrong, strata=wrong)
-        found["fpr95_errors"] = _point(m.fpr_at_tpr(scores, wrong))
-    return found
+        metrics["auroc_errors"] = boot(m.auroc, scores, wrong, strata=wrong)
+        metrics["fpr95_errors"] = _point(m.fpr_at_tpr(scores, wrong))
+    return metrics
 
 
 def _point(value: float) -> Metric:
@@ -150,26 +157,26 @@ def regression_metrics(prediction: Prediction, targets: Tensor, boot: Bootstrap)
     """Error, proper scores, and coverage and width of intervals for new targets (noise included)."""
     mean = prediction.mean.double()
     y = aligned(mean, targets, mean.shape[-1], "evaluate")
-    found = {"rmse": boot(m.rmse, mean.flatten(1), y.flatten(1))}
+    metrics = {"rmse": boot(m.rmse, mean.flatten(1), y.flatten(1))}
     if prediction.kind == "custom":
-        return found
-    found["nll"] = boot(_mean, -prediction.log_prob(targets).double())
-    found["epistemic"] = boot(_mean, prediction.epistemic.double().flatten(1).mean(1))
+        return metrics
+    metrics["nll"] = boot(_mean, -prediction.log_prob(targets).double())
+    metrics["epistemic"] = boot(_mean, prediction.epistemic.double().flatten(1).mean(1))
     for level in LEVELS:
         lower, upper = (end.double() for end in prediction.interval(level))
         inside = ((y >= lower) & (y <= upper)).double().flatten(1).mean(1)
-        found[f"coverage_{level:g}"] = boot(_mean, inside)
-        found[f"width_{level:g}"] = boot(_mean, (upper - lower).flatten(1).mean(1))
+        metrics[f"coverage_{level:g}"] = boot(_mean, inside)
+        metrics[f"width_{level:g}"] = boot(_mean, (upper - lower).flatten(1).mean(1))
     if prediction.kind == "regression":
         total = prediction.total.double()
-        found["crps"] = boot(m.crps_gaussian, mean.flatten(1), total.flatten(1), y.flatten(1))
-        found["chi_square"] = boot(_mean, ((y - mean).square() / total).flatten(1).mean(1))
+        metrics["crps"] = boot(m.crps_gaussian, mean.flatten(1), total.flatten(1), y.flatten(1))
+        metrics["chi_square"] = boot(_mean, ((y - mean).square() / total).flatten(1).mean(1))
         lower, upper = prediction.interval(0.95)
-        found["interval_score_0.95"] = boot(
+        metrics["interval_score_0.95"] = boot(
             m.interval_score, lower.double().flatten(1), upper.double().flatten(1), y.flatten(1)
         )
-        found["miscalibration_area"] = _point(m.interval_calibration(mean, total, y).area)
-    return found
+        metrics["miscalibration_area"] = _point(m.interval_calibration(mean, total, y).area)
+    return metrics
 
 
 def regression_curves(prediction: Prediction, targets: Tensor) -> dict[str, dict[str, Sequence[float]]]:
@@ -250,12 +257,12 @@ def evaluate(
     chosen = dict(options or {})
     if accepts(predictor, "generator"):
         chosen.setdefault("generator", torch.Generator().manual_seed(seed))
-    inside = collect(predictor, data, options=chosen, unpack=unpack)
+    inside = predict_all(predictor, data, options=chosen, unpack=unpack)
     seconds = time.perf_counter() - started
     outside = {n: _outside(predictor, n, d, inside, chosen, unpack) for n, d in (ood or {}).items()}
     boot = Bootstrap(n_resamples, level, seed)
     numbers, curves = _measure(inside, boot)
-    found = detections(
+    detected = detections(
         inside.prediction,
         {n: c.prediction for n, c in outside.items()},
         scores=scores,
@@ -274,7 +281,7 @@ def evaluate(
         inside.prediction.kind,
         len(inside.prediction),
         numbers,
-        {d: {s: _metrics(each) for s, each in by_score.items()} for d, by_score in found.items()},
+        {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in detected.items()},
         attacked,
         _table(inside, outside, scores) if table else {},
         curves,
@@ -286,10 +293,10 @@ def _outside(
     predictor: Predictor,
     name: str,
     data: Iterable[Any],
-    inside: Collected,
+    inside: PredictedData,
     options: Mapping[str, Any],
     unpack: Unpack | None,
-) -> Collected:
+) -> PredictedData:
     first, data = _peek(data)
     shape = _shape_of(first, unpack)
     if shape is not None and shape != inside.input_shape:
@@ -297,7 +304,7 @@ def _outside(
             f"the OOD set {name!r} has inputs of shape {list(shape)}, the test data {list(inside.input_shape)}; "
             "resize or reshape it first"
         )
-    return collect(predictor, data, options=options, unpack=unpack, need_targets=False)
+    return predict_all(predictor, data, options=options, unpack=unpack, need_targets=False)
 
 
 def _peek(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
@@ -313,7 +320,7 @@ def _shape_of(batch: Any, unpack: Unpack | None) -> tuple[int, ...] | None:
     return tuple(next(iter(tensors_of(unpack_batch(batch, unpack).inputs))).shape[1:])
 
 
-def _measure(inside: Collected, boot: Bootstrap) -> tuple[dict[str, Metric], dict[str, Any]]:
+def _measure(inside: PredictedData, boot: Bootstrap) -> tuple[dict[str, Metric], dict[str, Any]]:
     prediction, targets = inside.prediction, inside.targets
     if targets is None:
         raise InputError("the test data have no targets")
@@ -327,9 +334,9 @@ def _measure(inside: Collected, boot: Bootstrap) -> tuple[dict[str, Metric], dic
     return regression_metrics(prediction, targets, boot), dict(regression_curves(prediction, targets))
 
 
-def _metrics(found: Detection) -> dict[str, Metric]:
-    plain = {n: getattr(found, n) for n in ("aupr_out", "aupr_in", "fpr95", "mean_inside", "mean_outside")}
-    return {"auroc": Metric(*found.auroc), **{n: Metric(v, v, v) for n, v in plain.items()}}
+def _metrics(detection: Detection) -> dict[str, Metric]:
+    plain = {n: getattr(detection, n) for n in ("aupr_out", "aupr_in", "fpr95", "mean_inside", "mean_outside")}
+    return {"auroc": Metric(*detection.auroc), **{n: Metric(v, v, v) for n, v in plain.items()}}
 
 
 def _attack(
@@ -342,23 +349,25 @@ def _attack(
     most: int | None,
 ) -> dict[str, dict[str, Any]]:
     chosen = {k: v for k, v in (options or {}).items() if k != "generator"}
-    found: dict[str, dict[str, Any]] = {}
+    curves: dict[str, dict[str, Any]] = {}
     for attack in attacks:
         curve = attack.run(predictor, data, seed=seed, options=chosen, unpack=unpack, max_examples=most)
         key, count = attack.name, 2
-        while key in found:
+        while key in curves:
             key, count = f"{attack.name}_{count}", count + 1
-        found[key] = curve.to_dict()
-    return found
+        curves[key] = curve.to_dict()
+    return curves
 
 
-def _table(inside: Collected, outside: Mapping[str, Collected], scores: Sequence[str] | None) -> dict[str, list[Any]]:
+def _table(
+    inside: PredictedData, outside: Mapping[str, PredictedData], scores: Sequence[str] | None
+) -> dict[str, list[Any]]:
     parts = [_rows("test", inside, scores), *(_rows(n, c, scores) for n, c in outside.items())]
     columns = list(dict.fromkeys(c for part in parts for c in part))
     return {c: [v for part in parts for v in part.get(c, [None] * len(part["index"]))] for c in columns}
 
 
-def _rows(name: str, collected: Collected, scores: Sequence[str] | None) -> dict[str, list[Any]]:
+def _rows(name: str, collected: PredictedData, scores: Sequence[str] | None) -> dict[str, list[Any]]:
     prediction: Prediction = collected.prediction
     n = len(prediction)
     rows: dict[str, list[Any]] = {"set": [name] * n, "index": list(range(n))}
@@ -383,7 +392,7 @@ def _rows(name: str, collected: Collected, scores: Sequence[str] | None) -> dict
 
 
 def _facts(
-    predictor: Predictor, inside: Collected, outside: Mapping[str, Collected], seconds: float, **settings: Any
+    predictor: Predictor, inside: PredictedData, outside: Mapping[str, PredictedData], seconds: float, **settings: Any
 ) -> dict[str, Any]:
     model = model_of(predictor)
     return provenance(

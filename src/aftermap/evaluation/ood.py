@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aftermap.errors import InputError, ShapeError, UnsupportedError
+from aftermap import checks
+from aftermap.errors import ShapeError, UnsupportedError
 from aftermap.metrics import aupr, auroc, bootstrap_interval, fpr_at_tpr, labelled_scores
 from aftermap.predictive import Prediction
 from aftermap.predictive.prediction import SCORES
@@ -37,27 +38,21 @@ class Detection:
     mean_outside: float
 
 
-def check_scores(scores: Iterable[str]) -> tuple[str, ...]:
-    """Names of scores, each known."""
-    if isinstance(scores, str):
-        scores = (scores,)
-    chosen = tuple(scores)
-    unknown = [s for s in chosen if s not in SCORES]
-    if unknown or not chosen:
-        raise InputError(f"scores={list(chosen)!r}: allowed are {', '.join(map(repr, SCORES))}")
-    return chosen
+def check_scores(scores: str | Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of scores; every one of them must be known."""
+    return checks.choices("scores", scores, SCORES)
 
 
 def available_scores(prediction: Prediction, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Every score that a prediction has [N], or those wanted; a wanted one that is not defined raises."""
-    found = {}
+    scores = {}
     for name in SCORES if wanted is None else check_scores(wanted):
         try:
-            found[name] = prediction.score(name)
+            scores[name] = prediction.score(name)
         except UnsupportedError:
             if wanted is not None:
                 raise
-    return found
+    return scores
 
 
 def detection(

@@ -16,7 +16,15 @@ from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.models import check_device
 from aftermap.predictive import Prediction
 
-__all__ = ["Collected", "Predictor", "accepts", "check_predictor_object", "collect", "model_of"]
+__all__ = [
+    "PredictedData",
+    "Predictor",
+    "accepts",
+    "check_predictor_object",
+    "model_of",
+    "predict_all",
+    "without_samples",
+]
 
 
 @runtime_checkable
@@ -29,7 +37,7 @@ class Predictor(Protocol):
 
 
 @dataclass(frozen=True)
-class Collected:
+class PredictedData:
     """Predictions for a data set, without the samples, and what belongs to them.
 
     Attributes:
@@ -67,7 +75,7 @@ def model_of(predictor: object) -> nn.Module | None:
     return model if isinstance(model, nn.Module) else None
 
 
-def collect(
+def predict_all(
     predictor: Predictor,
     data: Iterable[Any],
     *,
@@ -75,7 +83,7 @@ def collect(
     unpack: Unpack | None = None,
     need_targets: bool = True,
     keep_samples: bool = False,
-) -> Collected:
+) -> PredictedData:
     """Predicts a whole data set, batch by batch.
 
     Args:
@@ -97,7 +105,8 @@ def collect(
     digest = hashlib.sha256()
     predictions, targets, shape = [], [], None
     for batch in iterate(data, device=device, dtype=None, unpack=unpack):
-        predictions.append(_light(predictor.predict(batch.inputs, **(options or {})).detach().cpu(), keep_samples))
+        prediction = without_samples(predictor.predict(batch.inputs, **(options or {})), keep_samples=keep_samples)
+        predictions.append(prediction.cpu())
         if not isinstance(batch.targets, Tensor) and need_targets:
             raise DataError("a batch has no tensor of targets, and metrics need them; pass (x, y) batches")
         for tensor in (*tensors_of(batch.inputs), *tensors_of(batch.targets)):
@@ -113,11 +122,15 @@ def collect(
     if targets and len({t.shape[1:] for t in targets}) > 1:
         raise ShapeError("the targets of two batches have different shapes; they cannot be evaluated together")
     joined = torch.cat(targets) if len(targets) == len(predictions) else None
-    return Collected(Prediction.concatenate(predictions), joined, f"sha256:{digest.hexdigest()}", shape)
+    return PredictedData(Prediction.concatenate(predictions), joined, f"sha256:{digest.hexdigest()}", shape)
 
 
-def _light(prediction: Prediction, keep_samples: bool) -> Prediction:
-    """Without samples and covariances, which metrics do not need and which fill the memory."""
+def without_samples(prediction: Prediction, *, keep_samples: bool = False) -> Prediction:
+    """Returns a detached prediction without covariances and, for classes, without samples: metrics need neither, and they fill memory.
+
+    The samples of other predictions are kept, since their density and quantiles are made of them.
+    """
+    prediction = prediction.detach()
     classes = prediction.kind in ("classification", "binary")
     if keep_samples or not classes:
         return replace(prediction, latent_cov=None, latent_var=_variance(prediction))

@@ -20,7 +20,7 @@ from torch import Tensor
 from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.lazy import late_bound
 
-__all__ = ["SCHEMA", "Comparison", "Metric", "Results", "Table", "compare", "plain", "provenance", "write_json"]
+__all__ = ["SCHEMA", "Comparison", "Metric", "Results", "Table", "compare", "provenance", "to_plain", "write_json"]
 
 SCHEMA = 1
 _HIGHER = ("accuracy", "auroc", "aupr", "coverage")  # of metrics whose names begin so, more is better
@@ -68,18 +68,20 @@ def _shown(column: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def plain(thing: Any) -> Any:
+def to_plain(thing: Any) -> Any:
     """Values for JSON; a number that is not finite becomes null, which every reader understands.
 
-    >>> plain({"a": (1.0, float("nan"))})
+    >>> to_plain({"a": (1.0, float("nan"))})
     {'a': [1.0, None]}
     """
+    if isinstance(thing, Metric):
+        return to_plain({"value": thing.value, "lower": thing.lower, "upper": thing.upper})
     if isinstance(thing, Mapping):
-        return {str(k): plain(v) for k, v in thing.items()}
+        return {str(k): to_plain(v) for k, v in thing.items()}
     if isinstance(thing, Tensor | np.ndarray):
-        return plain(thing.tolist())
+        return to_plain(thing.tolist())
     if isinstance(thing, list | tuple):
-        return [plain(v) for v in thing]
+        return [to_plain(v) for v in thing]
     if isinstance(thing, float):
         return thing if math.isfinite(thing) else None
     if thing is None or isinstance(thing, bool | int | str):
@@ -147,11 +149,11 @@ class Results:
 
     def flat(self) -> dict[str, Metric]:
         """Every number: metrics by name, detections as set/score/metric."""
-        found = dict(self.metrics)
+        flat = dict(self.metrics)
         for data, scores in self.ood.items():
             for score, numbers in scores.items():
-                found.update({f"{data}/{score}/{n}": m for n, m in numbers.items()})
-        return found
+                flat.update({f"{data}/{score}/{n}": m for n, m in numbers.items()})
+        return flat
 
     def to_dict(self, *, table: bool = True) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -160,14 +162,14 @@ class Results:
             "name": self.name,
             "kind": self.kind,
             "n_data": self.n_data,
-            "metrics": _plain(self.metrics),
-            "ood": _plain(self.ood),
-            "attacks": _plain(self.attacks),
-            "curves": _plain(self.curves),
-            "provenance": _plain(self.provenance),
+            "metrics": to_plain(self.metrics),
+            "ood": to_plain(self.ood),
+            "attacks": to_plain(self.attacks),
+            "curves": to_plain(self.curves),
+            "provenance": to_plain(self.provenance),
         }
         if table:
-            content["table"] = _plain(self.table)
+            content["table"] = to_plain(self.table)
         return content
 
     def to_json(self, path: str | Path | None = None, *, table: bool = True) -> str:
@@ -243,23 +245,6 @@ def _metric(content: Mapping[str, Any]) -> Metric:
     return Metric(*(math.nan if content[k] is None else float(content[k]) for k in ("value", "lower", "upper")))
 
 
-def _plain(thing: Any) -> Any:
-    """JSON values; a number that is not finite becomes null, which every reader understands."""
-    if isinstance(thing, Metric):
-        return {"value": _plain(thing.value), "lower": _plain(thing.lower), "upper": _plain(thing.upper)}
-    if isinstance(thing, Mapping):
-        return {str(k): _plain(v) for k, v in thing.items()}
-    if isinstance(thing, Tensor | np.ndarray):
-        return _plain(thing.tolist())
-    if isinstance(thing, list | tuple):
-        return [_plain(v) for v in thing]
-    if isinstance(thing, float):
-        return thing if math.isfinite(thing) else None
-    if thing is None or isinstance(thing, bool | int | str):
-        return thing
-    return repr(thing)
-
-
 def provenance(**facts: Any) -> dict[str, Any]:
     """Versions of what computed the numbers, the time, and the given facts.
 
@@ -267,11 +252,11 @@ def provenance(**facts: Any) -> dict[str, Any]:
     ['aftermap', 'numpy', 'platform', 'python', 'seed', 'time', 'torch']
     """
     try:
-        own = version("aftermap")
+        installed = version("aftermap")
     except PackageNotFoundError:
-        own = "unknown"
+        installed = "unknown"
     return {
-        "aftermap": own,
+        "aftermap": installed,
         "torch": str(torch.__version__),
         "numpy": np.__version__,
         "python": platform.python_version(),
@@ -297,7 +282,7 @@ class Comparison:
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Plain values: predictor -> number -> {value, lower, upper}."""
-        return {name: {**_plain(row), **_plain(self.extras.get(name, {}))} for name, row in self.rows.items()}
+        return {name: {**to_plain(row), **to_plain(self.extras.get(name, {}))} for name, row in self.rows.items()}
 
     def best(self, column: str) -> str:
         """The predictor with the best value: the highest accuracy or AUROC, the lowest of anything else."""

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aftermap.errors import DataError, InputError, ShapeError
+from aftermap import checks
+from aftermap.errors import DataError, ShapeError
 
 __all__ = ["SelectiveReport", "Threshold", "choose_threshold", "clopper_pearson", "selective_report"]
 
@@ -83,7 +84,7 @@ def choose_threshold(
     >>> choose_threshold(torch.arange(1.0, 100.0), false_alarm_rate=0.05, confidence=0.95).value
     98.0
     """
-    _check_rate("false_alarm_rate", false_alarm_rate)
+    checks.fraction("false_alarm_rate", false_alarm_rate, advice="Write 5 % as 0.05")
     if scores.dim() != 1:
         raise ShapeError(f"scores must be a vector, one number per input; got shape {list(scores.shape)}")
     if scores.numel() == 0 or bool(scores.isnan().any()):
@@ -92,17 +93,12 @@ def choose_threshold(
     if confidence is None:
         rank = math.ceil((n + 1) * (1 - false_alarm_rate) - 1e-9)
     else:
-        _check_rate("confidence", confidence)
+        checks.fraction("confidence", confidence, advice="Write 5 % as 0.05")
         cumulative = _binomial_cdf(n, 1 - false_alarm_rate)  # P(Bin ≤ j), j = 0..n
         enough = (cumulative[:n] >= confidence).nonzero()
         rank = int(enough[0]) + 1 if len(enough) else n + 1
     value = float(ordered[rank - 1]) if rank <= n else math.inf
     return Threshold(value, score, float(false_alarm_rate), confidence, n)
-
-
-def _check_rate(name: str, value: float) -> None:
-    if not isinstance(value, int | float) or not 0 < value < 1:
-        raise InputError(f"{name} must lie in (0, 1), got {value!r}. Write 5 % as 0.05")
 
 
 def _binomial_cdf(n: int, p: float) -> Tensor:
@@ -132,9 +128,9 @@ def clopper_pearson(events: int, trials: int, *, level: float = 0.95) -> tuple[f
     >>> tuple(round(end, 4) for end in clopper_pearson(3, 20))
     (0.0321, 0.3789)
     """
-    if trials < 1 or not 0 <= events <= trials:
-        raise InputError(f"clopper_pearson needs 0 <= events <= trials and a trial, got {events} of {trials}")
-    _check_rate("level", level)
+    trials = checks.count("trials", trials)
+    events = checks.count("events", events, 0, most=trials)
+    checks.fraction("level", level, advice="Write 5 % as 0.05")
     tail = 0.5 * (1 - level)
     lower = 0.0 if events == 0 else _solve(lambda p: 1 - float(_binomial_cdf(trials, p)[events - 1]) - tail)
     upper = 1.0 if events == trials else _solve(lambda p: tail - float(_binomial_cdf(trials, p)[events]))

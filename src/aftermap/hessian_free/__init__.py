@@ -2,7 +2,7 @@
 
 from aftermap.hessian_free.amortised import AmortisedScore, Probes
 from aftermap.hessian_free.hessian_free import HessianFree, MapReport, VarianceReport
-from aftermap.hessian_free.pushes import StepReport
+from aftermap.hessian_free.pushes import PushReport
 from aftermap.hessian_free.settings import METHODS, Settings
 
 __all__ = [
@@ -11,7 +11,11 @@ __all__ = [
     "HessianFree",
     "MapReport",
     "Probes",
+    "PushReport",
     "Settings",
     "StepReport",
     "VarianceReport",
 ]
+
+# The name of 0.x for one more release.
+StepReport = PushReport

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import Batch, check_inputs, iterate, unpack_inputs
 from aftermap.distributed import shared_out
-from aftermap.errors import DataError, InputError, NotFittedError, ShapeError
-from aftermap.hessian_free.minimise import Runner
+from aftermap.errors import DataError, NotFittedError, ShapeError
+from aftermap.hessian_free.minimise import FineTuner
 from aftermap.hessian_free.objective import Objective
-from aftermap.hessian_free.pushes import StepReport, pack, perturb, unpack_reports
+from aftermap.hessian_free.pushes import PushReport, pack, perturb, unpack_reports
 from aftermap.hessian_free.settings import Settings
 from aftermap.likelihoods import Categorical, Likelihood
 from aftermap.models import check_modes, evaluating
@@ -75,7 +76,7 @@ class AmortisedScore:
     minus: Tensor
     width: float
     likelihood: Likelihood
-    report: StepReport
+    report: PushReport
     reference: int
     scale: float | None = None
     _watch: WeightsWatch | None = field(default=None, repr=False)
@@ -127,8 +128,8 @@ class AmortisedScore:
 
         def quality(scale: float) -> float:
             variance = self._variance(outputs, moved, scale)
-            found = gaussian_prediction(self.likelihood, outputs, latent_var=variance, link=self._link())
-            return float(found.log_prob(targets).double().mean())
+            prediction = gaussian_prediction(self.likelihood, outputs, latent_var=variance, link=self._link())
+            return float(prediction.log_prob(targets).double().mean())
 
         grid = (_DECADES / middle).tolist()
         best = max(grid, key=quality)
@@ -170,7 +171,7 @@ def _contrast(outputs: Tensor) -> Tensor:
 
 def amortise(
     objective: Objective,
-    runner: Runner,
+    fine_tuner: FineTuner,
     origin: Tensor,
     centre: Tensor,
     settings: Settings,
@@ -180,23 +181,23 @@ def amortise(
     signs: Tensor | None,
 ) -> AmortisedScore:
     """Pushes all outputs of a batch at once; see `HessianFree.amortise`."""
-    each = torch.ones(batch.size, dtype=objective.dtype) if signs is None else torch.as_tensor(signs)
-    if each.shape != (batch.size,) or not bool(each.isfinite().all()) or not bool(each.any()):
+    coefficients = torch.ones(batch.size, dtype=objective.dtype) if signs is None else torch.as_tensor(signs)
+    if coefficients.shape != (batch.size,) or not bool(coefficients.isfinite().all()) or not bool(coefficients.any()):
         raise ShapeError(
-            f"signs must be {batch.size} finite numbers, one per reference input and not all zero; got shape {tuple(each.shape)}"
+            f"signs must be {batch.size} finite numbers, one per reference input and not all zero; got shape {tuple(coefficients.shape)}"
         )
     weights = _contrast(outputs) if isinstance(likelihood, Categorical) else torch.ones_like(outputs)
-    weights = weights * each.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
+    weights = weights * coefficients.to(outputs).reshape(-1, *[1] * (outputs.dim() - 1))
     functional = _Sum(OutputSet(batch, outputs[0].numel()), weights.reshape(-1))
-    found = perturb(objective, runner, functional, origin, settings)
+    pushed = perturb(objective, fine_tuner, functional, origin, settings)
     return AmortisedScore(
         objective,
         centre,
-        found.plus[0],
-        found.minus[0],
-        float(found.width[0]),
+        pushed.plus[0],
+        pushed.minus[0],
+        float(pushed.width[0]),
         likelihood,
-        found.reports[0],
+        pushed.reports[0],
         batch.size,
         _watch=WeightsWatch.of(objective.model),
     )
@@ -214,12 +215,12 @@ class Probes:
 
     variance: Tensor
     standard_error: Tensor
-    reports: tuple[StepReport, ...]
+    reports: tuple[PushReport, ...]
 
 
 def probe_variances(
     objective: Objective,
-    runner: Runner,
+    fine_tuner: FineTuner,
     origin: Tensor,
     settings: Settings,
     batch: Batch,
@@ -228,8 +229,7 @@ def probe_variances(
     generator: torch.Generator | None,
 ) -> Probes:
     """Random-sign (Hutchinson) variances of all outputs of a batch; see `HessianFree.probe_variances`."""
-    if isinstance(probes, bool) or not isinstance(probes, int) or probes < 2:
-        raise InputError(f"probes must be a whole number of at least 2, got {probes!r}")
+    probes = checks.count("probes", probes, 2)
     functionals = OutputSet(batch, outputs[0].numel())
     device = torch.device("cpu") if generator is None else generator.device
     signs = torch.randint(2, (probes, functionals.count), generator=generator, device=device).cpu().double() * 2 - 1
@@ -238,15 +238,15 @@ def probe_variances(
 
     def work(job: int) -> list[Tensor]:
         some = signs[starts[job] : starts[job] + most]
-        found = perturb(objective, runner, functionals, origin, settings, combine=some, allow_zero=True)
-        moved = objective.values(found.plus, functionals) - objective.values(found.minus, functionals)
-        return [(moved / found.width[:, None]).double().cpu() * some, pack(found.reports)]
+        pushed = perturb(objective, fine_tuner, functionals, origin, settings, combine=some, allow_zero=True)
+        moved = objective.values(pushed.plus, functionals) - objective.values(pushed.minus, functionals)
+        return [(moved / pushed.width[:, None]).double().cpu() * some, pack(pushed.reports)]
 
     sizes = [min(most, probes - start) for start in starts]
-    shapes = [[(n, functionals.count), (n, len(StepReport.__dataclass_fields__))] for n in sizes]
+    shapes = [[(n, functionals.count), (n, len(PushReport.__dataclass_fields__))] for n in sizes]
     done = shared_out([float(n) for n in sizes], shapes, work, torch.empty(0, dtype=torch.float64))
-    each = torch.cat([rows for rows, _ in done])
+    estimates = torch.cat([rows for rows, _ in done])
     reports = tuple(r for _, numbers in done for r in unpack_reports(numbers))
     shape = outputs.shape
-    error = each.std(0) / math.sqrt(probes)
-    return Probes(each.mean(0).reshape(shape), error.reshape(shape), reports)
+    error = estimates.std(0) / math.sqrt(probes)
+    return Probes(estimates.mean(0).reshape(shape), error.reshape(shape), reports)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, Unpack, check_inputs, iterate, unpack_batch, unpack_inputs
 from aftermap.curvature.passes.plan import find_last_layer
 from aftermap.distributed import all_reduce_, broadcast_, shared_out, world_size
@@ -23,10 +24,10 @@ from aftermap.errors import (
     StatisticalWarning,
 )
 from aftermap.hessian_free.amortised import AmortisedScore, Probes, amortise, probe_variances
-from aftermap.hessian_free.minimise import BatchRunner, FullDataRunner, Runner
+from aftermap.hessian_free.minimise import BatchFineTuner, FineTuner, FullDataFineTuner
 from aftermap.hessian_free.objective import Objective
-from aftermap.hessian_free.pushes import StepReport, pack, perturb, unpack_reports
-from aftermap.hessian_free.settings import Settings, choose_method
+from aftermap.hessian_free.pushes import PushReport, pack, perturb, unpack_reports
+from aftermap.hessian_free.settings import Settings
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.linalg import symmetrise
 from aftermap.models import check_device, check_modes, check_outputs, evaluating, model_errors_explained
@@ -37,7 +38,7 @@ from aftermap.prior import Prior, PriorSpec
 
 __all__ = ["HessianFree", "MapReport", "VarianceReport", "check_common", "check_minimum"]
 
-_NUMBERS = len(StepReport.__dataclass_fields__)
+_NUMBERS = len(PushReport.__dataclass_fields__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class VarianceReport:
         projected: negative eigenvalues that were set to zero, relative to the trace.
     """
 
-    functionals: tuple[StepReport, ...]
+    functionals: tuple[PushReport, ...]
     asymmetry: float
     projected: float
 
@@ -89,11 +90,9 @@ class VarianceReport:
 
     def summary(self) -> str:
         """A table, one line per functional."""
-        head = (
-            f"{'':>4}{'variance':>11}{'λ':>10}{'move/sd':>9}{'bend':>8}{'rise':>7}{'residual':>10}{'steps':>7}  status"
-        )
+        head = f"{'':>4}{'variance':>11}{'λ':>10}{'move/sd':>9}{'bend':>8}{'rise':>7}{'bias':>9}{'residual':>10}{'steps':>7}  status"
         lines = [
-            f"{i:4}{r.variance:11.4g}{r.step:10.3g}{r.deviation:9.2g}{r.curvature:8.1g}{r.energy:7.3f}{r.residual:10.1g}"
+            f"{i:4}{r.variance:11.4g}{r.step:10.3g}{r.deviation:9.2g}{r.curvature:8.1g}{r.energy:7.3f}{r.bias:9.1g}{r.residual:10.1g}"
             f"{int(r.steps):7}  {r.status}"
             for i, r in enumerate(self.functionals)
         ]
@@ -102,8 +101,8 @@ class VarianceReport:
 
 def check_common(n_data: float, loss: float) -> None:
     """In a group of processes all must have the same data: functionals are shared out, not data."""
-    own = torch.tensor([n_data, loss], dtype=torch.float64)
-    sums = torch.stack([own, own.square()])
+    local = torch.tensor([n_data, loss], dtype=torch.float64)
+    sums = torch.stack([local, local.square()])
     all_reduce_([sums])
     mean, square = sums / world_size()
     if bool((square - mean.square() > 1e-6 * (1 + square)).any()):
@@ -190,22 +189,16 @@ class HessianFree:
         method: str = "auto",
         **settings: Any,
     ):
-        if not isinstance(model, nn.Module):
-            raise InputError(f"HessianFree needs a torch.nn.Module as its model, got {type(model).__name__}")
-        if not isinstance(temperature, int | float) or not 0 < temperature < float("inf"):
-            raise InputError(f"temperature={temperature!r} must be a positive and finite number")
-        unknown = [k for k in settings if k not in Settings.__dataclass_fields__]
-        if unknown:
-            known = [k for k in Settings.__dataclass_fields__ if k != "method"]
-            raise InputError(f"HessianFree has no setting {', '.join(unknown)}; allowed are {', '.join(known)}")
-        self.model, self.likelihood = model, parse_likelihood(likelihood)
-        self.params, self.temperature = params, float(temperature)
+        self.model = checks.module("HessianFree", model)
+        self.likelihood = parse_likelihood(likelihood)
+        self.params, self.temperature = params, checks.number("temperature", temperature, above=0)
+        checks.keywords("HessianFree", settings, [k for k in Settings.__dataclass_fields__ if k != "method"])
         self.settings = Settings(method=method, **settings)
         self.map_report: MapReport | None = None
         self.report: VarianceReport | None = None
         self._prior_precision, self._prior_mean = prior_precision, prior_mean
         self._objective: Objective | None = None
-        self._runner: Runner | None = None
+        self._fine_tuner: FineTuner | None = None
         self._origin: Tensor | None = None
         self._centre: Tensor | None = None
         self._watch: WeightsWatch | None = None
@@ -233,55 +226,58 @@ class HessianFree:
             self; see ``map_report``.
 
         Raises:
+            DataError: the data can be read only once where they are needed again: for sgd and adam, and to find the last layer.
             NumericalError: the optimiser does not settle.
             InputError: the weights are not a minimum of this objective, and neither ``polish`` nor ``force`` is given.
         """
         check_modes(self.model)
         _, dtype = check_device(self.model)
+        if self.params == "last_layer":
+            checks.repeatable("data", data, "HessianFree with params='last_layer'")
         names = select(self.model, self._selection(data, unpack))
-        own = named_parameters(self.model)
-        shapes = {n: tuple(own[n].shape) for n in names}
+        parameters = named_parameters(self.model)
+        shapes = {n: tuple(parameters[n].shape) for n in names}
         layers: dict[str, list[str]] = {}
         for name in names:
             layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
         prior = Prior.make(self._prior_precision, self._prior_mean, layers, shapes)
-        settings = replace(
-            self.settings, method=choose_method(self.settings.method, sum(own[n].numel() for n in names))
-        )
-        work = settings.dtype or (torch.float64 if settings.on_all_data else dtype)
+        settings = self.settings.resolved(sum(parameters[n].numel() for n in names), dtype)
+        work = settings.dtype or dtype
+        if not settings.on_all_data:
+            checks.repeatable("data", data, f"HessianFree with method={settings.method!r}")
         objective = Objective(self.model, names, self.likelihood, prior, 1 / self.temperature, work)
         with model_errors_explained(self.model, lambda: unpack_batch(next(iter(data)), unpack).inputs):
             objective.read(data, unpack, keep=settings.on_all_data)
-        runner: FullDataRunner | BatchRunner
+        fine_tuner: FullDataFineTuner | BatchFineTuner
         if settings.on_all_data:
-            runner = FullDataRunner(objective, settings)
+            fine_tuner = FullDataFineTuner(objective, settings)
         else:
-            runner = BatchRunner(objective, data, settings, unpack)
+            fine_tuner = BatchFineTuner(objective, data, settings, unpack)
         # Far below any push: what is left of the gradient moves nothing by more than 1e-5 standard deviations.
         goal = 100 * settings.relative_tolerance(work) * float(objective.precision.min().sqrt())
-        ends, before = runner.control(objective.centre, goal)
+        fine_tuned, before = fine_tuner.control(objective.centre, goal)
         check_common(objective.n_data, float(before.loss[0]))
-        control = ends.control.clone()
+        control = fine_tuned.control.clone()
         broadcast_([control])
-        decrement = float((2 * (before.loss[0] - ends.control_loss)).clamp_min(0.0).sqrt())
+        decrement = float((2 * (before.loss[0] - fine_tuned.control_loss)).clamp_min(0.0).sqrt())
         report = MapReport(
             objective.n_data,
             float(before.loss[0]),
             float(before.gradient.norm()),
             decrement,
-            float(ends.gradient.norm()),
-            int(ends.steps[0]),
-            bool(ends.converged[0]),
+            float(fine_tuned.gradient.norm()),
+            int(fine_tuned.steps[0]),
+            bool(fine_tuned.converged[0]),
             polish,
             settings.method,
         )
-        check_minimum(report, float(ends.control_loss - before.loss[0]), settings, polish, force)
+        check_minimum(report, float(fine_tuned.control_loss - before.loss[0]), settings, polish, force)
         # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
-        self._objective, self._runner, self.map_report, self.report = objective, runner, report, None
+        self._objective, self._fine_tuner, self.map_report, self.report = objective, fine_tuner, report, None
         self._centre = control if polish else objective.centre
         self._origin = control if settings.on_all_data or polish else objective.centre
-        if isinstance(runner, BatchRunner):
-            runner.origin = self._origin
+        if isinstance(fine_tuner, BatchFineTuner):
+            fine_tuner.origin = self._origin
         self._settings = settings
         self._watch = WeightsWatch.of(self.model)
         return self
@@ -292,12 +288,12 @@ class HessianFree:
         device, dtype = check_device(self.model)
         return find_last_layer(self.model, next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack))))
 
-    def _fitted(self) -> tuple[Objective, Runner, Tensor]:
-        if self._objective is None or self._runner is None or self._origin is None or self._watch is None:
+    def _fitted(self) -> tuple[Objective, FineTuner, Tensor]:
+        if self._objective is None or self._fine_tuner is None or self._origin is None or self._watch is None:
             raise NotFittedError("this Hessian-free posterior has not been fitted yet: call fit(train_loader) first")
         self._watch.check(self.model)
         check_modes(self.model)
-        return self._objective, self._runner, self._origin
+        return self._objective, self._fine_tuner, self._origin
 
     # Variances
 
@@ -316,12 +312,12 @@ class HessianFree:
             NumericalError: a functional runs away: the weights are no minimum.
         """
         functionals, single = parse_functionals(functional)
-        found = self._covariances([functionals], allow_zero=False)[0]
-        return found[0, 0] if single else found
+        covariance = self._covariances([functionals], allow_zero=False)[0]
+        return covariance[0, 0] if single else covariance
 
     def _covariances(self, sets: Sequence[FunctionalSet], *, allow_zero: bool) -> list[Tensor]:
         """Covariances [Q, Q] of each set; the rows are shared out over processes."""
-        objective, runner, origin = self._fitted()
+        objective, fine_tuner, origin = self._fitted()
         settings = self._settings
         most = settings.members(objective.size)
         jobs = [(s, a, min(a + most, s.count)) for s in sets for a in range(0, s.count, most)]
@@ -329,17 +325,17 @@ class HessianFree:
         def work(job: int) -> list[Tensor]:
             functionals, start, stop = jobs[job]
             part = functionals.part(start, stop)
-            found = perturb(objective, runner, part, origin, settings, allow_zero=allow_zero)
-            difference = objective.values(found.plus, functionals) - objective.values(found.minus, functionals)
-            rows = (difference / found.width[:, None]).double()
-            lost = torch.tensor([r.status == "runaway" for r in found.reports])
+            pushed = perturb(objective, fine_tuner, part, origin, settings, allow_zero=allow_zero)
+            difference = objective.values(pushed.plus, functionals) - objective.values(pushed.minus, functionals)
+            rows = (difference / pushed.width[:, None]).double()
+            lost = torch.tensor([r.status == "runaway" for r in pushed.reports])
             rows[lost] = float("nan")
-            return [rows.cpu(), pack(found.reports)]
+            return [rows.cpu(), pack(pushed.reports)]
 
         like = torch.empty(0, dtype=torch.float64)
         shapes = [[(stop - start, s.count), (stop - start, _NUMBERS)] for s, start, stop in jobs]
         done = shared_out([float(stop - start) for _, start, stop in jobs], shapes, work, like)
-        found, reports, place = [], [], 0
+        covariances, reports, place = [], [], 0
         asymmetry, projected = 0.0, 0.0
         for functionals in sets:
             count = -(-functionals.count // most)
@@ -350,9 +346,9 @@ class HessianFree:
             gaps = ((rows - rows.T) / scale / scale[:, None]).nan_to_num(0.0).abs()
             covariance, clipped = _positive(symmetrise(rows))
             asymmetry, projected = max(asymmetry, float(gaps.max())), max(projected, clipped)
-            found.append(covariance)
+            covariances.append(covariance)
         self.report = VarianceReport(tuple(reports), asymmetry, projected)
-        return found
+        return covariances
 
     # Predictions
 
@@ -431,11 +427,19 @@ class HessianFree:
             x: the reference inputs.
             signs: s_j, one number per reference input [N]; None: ones.
         """
-        objective, runner, origin = self._fitted()
+        objective, fine_tuner, origin = self._fitted()
         assert self._centre is not None
         batch = self._inputs(x)
         return amortise(
-            objective, runner, origin, self._centre, self._settings, self.likelihood, batch, self._outputs(batch), signs
+            objective,
+            fine_tuner,
+            origin,
+            self._centre,
+            self._settings,
+            self.likelihood,
+            batch,
+            self._outputs(batch),
+            signs,
         )
 
     @torch.inference_mode(False)
@@ -447,10 +451,10 @@ class HessianFree:
             probes: R, pairs of fine-tunings, however many inputs there are.
             generator: for the signs.
         """
-        objective, runner, origin = self._fitted()
+        objective, fine_tuner, origin = self._fitted()
         batch = self._inputs(x)
         outputs = self._outputs(batch)
-        return probe_variances(objective, runner, origin, self._settings, batch, outputs, probes, generator)
+        return probe_variances(objective, fine_tuner, origin, self._settings, batch, outputs, probes, generator)
 
     def __repr__(self) -> str:
         state = "not fitted" if self.map_report is None else f"{self.map_report.n_data:g} data"

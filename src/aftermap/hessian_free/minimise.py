@@ -4,7 +4,7 @@ Members never influence each other: what one does is what it would do alone. Tho
 
 Index legend: m members, p parameters.
 
-The runners fine-tune pushed objectives: to the minimum over all data, or by a fixed number of steps on common batches.
+The fine-tuners minimise pushed objectives: to the minimum over all data, or by a fixed number of steps on common batches.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from aftermap.hessian_free.settings import Settings
 from aftermap.models import evaluating
 
 __all__ = [
-    "BatchRunner",
-    "Ends",
-    "FullDataRunner",
+    "BatchFineTuner",
+    "FineTuned",
+    "FineTuner",
+    "FullDataFineTuner",
     "Minimum",
     "Point",
-    "Runner",
     "largest_curvature",
     "lbfgs",
     "newton_cg",
@@ -251,10 +251,10 @@ def _search(evaluate: Evaluate, state: _State, index: Tensor, direction: Tensor,
         level = (new <= value[some] + rounding[some]) & (grown <= (2 * _DECREASE - 1) * slope[some])
         falls = (falls | level) & new.isfinite() & point.gradient.isfinite().all(1)
         flat = grown >= _CURVATURE * slope[some]
-        kept = some[falls]  # a fall is always taken, also where the slope asks for more
-        state.theta[index[kept]] = trial[falls]
-        state.value[index[kept]], state.gradient[index[kept]] = new[falls], point.gradient[falls]
-        low[kept], low_slope[kept] = t[kept], grown[falls]
+        falling = some[falls]  # a fall is always taken, also where the slope asks for more
+        state.theta[index[falling]] = trial[falls]
+        state.value[index[falling]], state.gradient[index[falling]] = new[falls], point.gradient[falls]
+        low[falling], low_slope[falling] = t[falling], grown[falls]
         over = some[~falls]
         high[over], high_slope[over] = t[over], grown[~falls]
         left[some[falls & flat]] = False
@@ -272,7 +272,7 @@ def _next(t: Tensor, low: Tensor, high: Tensor, low_slope: Tensor, high_slope: T
 
 
 @dataclass(frozen=True)
-class Ends:
+class FineTuned:
     """Where fine-tuning ended.
 
     Attributes:
@@ -296,19 +296,19 @@ class Ends:
     control_gradient: Tensor
 
 
-class Runner(ABC):
+class FineTuner(ABC):
     """Fine-tunes members from given starts."""
 
     @abstractmethod
-    def control(self, start: Tensor, goal: float) -> tuple[Ends, Evaluation]:
-        """The λ = 0 run from weights [P], and what was at the start: ends of one member."""
+    def control(self, start: Tensor, goal: float) -> tuple[FineTuned, Evaluation]:
+        """The λ = 0 run from weights [P], and what was at the start: the result of one member."""
 
     @abstractmethod
-    def run(self, start: Tensor, push: Push, goal: Tensor) -> Ends:
+    def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
         """Fine-tunes members [m, P] under their pushes; with both signs, members k and k + m/2 are a pair."""
 
 
-class FullDataRunner(Runner):
+class FullDataFineTuner(FineTuner):
     """Minimises over all data, which the objective keeps.
 
     Args:
@@ -334,22 +334,24 @@ class FullDataRunner(Runner):
                 return newton_cg(evaluate, product, start, goal, max_steps=settings.max_steps)
             return lbfgs(evaluate, start, goal, max_steps=settings.max_steps, history=settings.history)
 
-    def control(self, start: Tensor, goal: float) -> tuple[Ends, Evaluation]:
+    def control(self, start: Tensor, goal: float) -> tuple[FineTuned, Evaluation]:
         with evaluating(self.objective.model):
             before = self.objective.evaluate(start[None])
-        found = self._minimise(start[None], None, torch.full_like(before.loss, goal))
-        self._control = found.theta[0], found.value[0], found.gradient[0]
-        ends = Ends(found.theta, found.value, found.gradient, found.steps, found.converged, *self._control)
-        return ends, before
+        minimum = self._minimise(start[None], None, torch.full_like(before.loss, goal))
+        self._control = minimum.theta[0], minimum.value[0], minimum.gradient[0]
+        fine_tuned = FineTuned(
+            minimum.theta, minimum.value, minimum.gradient, minimum.steps, minimum.converged, *self._control
+        )
+        return fine_tuned, before
 
-    def run(self, start: Tensor, push: Push, goal: Tensor) -> Ends:
+    def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
         assert self._control is not None  # fit made it
-        found = self._minimise(start, push, goal)
-        loss = self.objective.losses(found.theta, self.objective.batches)
-        return Ends(found.theta, loss, found.gradient, found.steps, found.converged, *self._control)
+        minimum = self._minimise(start, push, goal)
+        loss = self.objective.losses(minimum.theta, self.objective.batches)
+        return FineTuned(minimum.theta, loss, minimum.gradient, minimum.steps, minimum.converged, *self._control)
 
 
-class BatchRunner(Runner):
+class BatchFineTuner(FineTuner):
     """A fixed number of steps of SGD or Adam; every member sees the same batches, and so does the λ = 0 control.
 
     Args:
@@ -383,22 +385,20 @@ class BatchRunner(Runner):
                 count += 1
                 yield batch
             if not count:
-                raise DataError(
-                    "the data cannot be gone through a second time: pass a list or a DataLoader, no generator"
-                )
+                raise DataError("a pass over the data gave no example: the data changed since they were counted")
 
     def _descend(self, start: Tensor, push: Push | None, pairs: int = 0) -> Tensor:
         settings, objective = self.settings, self.objective
         lr = settings.lr or 0.0
         theta, first, second = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
-        average, kept = torch.zeros_like(start), 0
+        average, averaged = torch.zeros_like(start), 0
         tail = settings.steps - max(1, round(settings.average * settings.steps))
         stream = self._endless()
         with evaluating(objective.model):
             for step in range(settings.steps):
                 # Times the number of batches: over a pass that is the sum over all data, also where batches are unequal.
-                found = objective.evaluate(theta, push, batch=next(stream), scale=float(objective.n_batches))
-                slope = found.gradient / objective.n_data  # of the mean loss + prior/N ∓ λψ/N
+                evaluation = objective.evaluate(theta, push, batch=next(stream), scale=float(objective.n_batches))
+                slope = evaluation.gradient / objective.n_data  # of the mean loss + prior/N ∓ λψ/N
                 if settings.method == "sgd":
                     first = settings.momentum * first + slope
                     theta = theta - lr * first
@@ -409,8 +409,8 @@ class BatchRunner(Runner):
                     scale = (second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-12
                     theta = theta - rate * first / (1 - 0.9 ** (step + 1)) / scale
                 if step >= tail:
-                    kept += 1
-                    average = average + (theta - average) / kept
+                    averaged += 1
+                    average = average + (theta - average) / averaged
         return average
 
     def _over_all(self, theta: Tensor, push: Push | None) -> Evaluation:
@@ -425,26 +425,26 @@ class BatchRunner(Runner):
                 total = Evaluation(total.loss + loss, total.shift, total.gradient + slope)
         return total
 
-    def control(self, start: Tensor, goal: float) -> tuple[Ends, Evaluation]:
+    def control(self, start: Tensor, goal: float) -> tuple[FineTuned, Evaluation]:
         before = self._over_all(start[None], None)
         theta = self._descend(start[None], None)
         after = self._over_all(theta, None)
-        return self._ends(theta, after, theta[0], after), before
+        return self._result(theta, after, theta[0], after), before
 
-    def run(self, start: Tensor, push: Push, goal: Tensor) -> Ends:
+    def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
         # The control goes along: the same batches, hence the same drift and the same noise.
         none = Push(push.functionals, torch.cat([push.weights, torch.zeros_like(push.weights[:1])]))
         pairs = len(start) // 2 if self.settings.symmetric else 0
         theta = self._descend(torch.cat([start, self.origin[None]]), none, pairs)
-        found = self._over_all(theta, none)
-        members = Evaluation(found.loss[:-1], found.shift[:-1], found.gradient[:-1])
-        last = Evaluation(found.loss[-1:], found.shift[-1:], found.gradient[-1:])
-        return self._ends(theta[:-1], members, theta[-1], last)
+        evaluation = self._over_all(theta, none)
+        members = Evaluation(evaluation.loss[:-1], evaluation.shift[:-1], evaluation.gradient[:-1])
+        last = Evaluation(evaluation.loss[-1:], evaluation.shift[-1:], evaluation.gradient[-1:])
+        return self._result(theta[:-1], members, theta[-1], last)
 
-    def _ends(self, theta: Tensor, found: Evaluation, control: Tensor, last: Evaluation) -> Ends:
+    def _result(self, theta: Tensor, members: Evaluation, control: Tensor, last: Evaluation) -> FineTuned:
         count = torch.full((len(theta),), self.settings.steps, device=theta.device)
         done = torch.ones_like(count, dtype=torch.bool)
-        return Ends(theta, found.loss, found.gradient, count, done, control, last.loss[0], last.gradient[0])
+        return FineTuned(theta, members.loss, members.gradient, count, done, control, last.loss[0], last.gradient[0])
 
 
 def _shared_squares(slope: Tensor, pairs: int) -> Tensor:
@@ -478,10 +478,10 @@ def largest_curvature(objective: Objective, batches: Callable[[], Iterator[Batch
     for _ in range(rounds):
         vector = vector / vector.norm()
         theta = torch.stack([centre + width * vector, centre - width * vector])
-        own = objective.precision * (theta - objective.prior_mean)
-        total, worst = (own[0] - own[1]) / (2 * width), 0.0
+        prior_gradient = objective.precision * (theta - objective.prior_mean)
+        total, worst = (prior_gradient[0] - prior_gradient[1]) / (2 * width), 0.0
         for batch in batches():
-            gradient = objective.evaluate(theta, batch=batch).gradient - own
+            gradient = objective.evaluate(theta, batch=batch).gradient - prior_gradient
             change = (gradient[0] - gradient[1]) / (2 * width)
             worst = max(worst, objective.n_batches * abs(float(change @ vector)))
             total = total + change

@@ -91,14 +91,14 @@ class Objective:
         dtype: torch.dtype,
     ):
         self.model, self.names, self.likelihood, self.power, self.dtype = model, tuple(names), likelihood, power, dtype
-        own = named_parameters(model)
-        self.like: Params = {n: own[n].detach() for n in names}
+        parameters = named_parameters(model)
+        self.like: Params = {n: parameters[n].detach() for n in names}
         self.centre = flatten(self.like).to(dtype)
         self.device = self.centre.device
         self.precision = prior.vector(self.names, self.device).detach().to(dtype)
         means = [prior.mean[n].detach().to(self.device).expand(self.like[n].shape).reshape(-1) for n in names]
         self.prior_mean = torch.cat(means).to(dtype)
-        rest = {n: p.detach() for n, p in own.items() if n not in self.like} | dict(model.named_buffers())
+        rest = {n: p.detach() for n, p in parameters.items() if n not in self.like} | dict(model.named_buffers())
         self.fixed = {n: t.to(dtype) if t.is_floating_point() else t for n, t in rest.items()}
         self.batches: list[Batch] = []
         self.n_data, self.n_batches = 0.0, 0
@@ -185,9 +185,9 @@ class Objective:
                 raise
             except (NotImplementedError, RuntimeError, ValueError):
                 # The model's or the functional's own errors come back below, where nothing is vectorised.
-                found = _looped(single, *rows)
+                results = _looped(single, *rows)
                 self._vectorised = False
-                return found
+                return results
         return _looped(single, *rows)
 
     def evaluate(
@@ -253,16 +253,16 @@ class Objective:
 
 def _merged(batches: list[Batch]) -> list[Batch]:
     """Small batches of plain tensors as larger ones: fewer, not larger, steps take the time."""
-    found: list[Batch] = []
+    merged: list[Batch] = []
     for batch in batches:
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is None or last.size + batch.size > _MERGED or not _alike(last, batch):
-            found.append(batch)
+            merged.append(batch)
             continue
         weight = None if last.weight is None or batch.weight is None else torch.cat([last.weight, batch.weight])
         inputs, targets = (torch.cat([getattr(last, k), getattr(batch, k)]) for k in ("inputs", "targets"))
-        found[-1] = Batch(inputs, targets, weight, last.size + batch.size)
-    return found
+        merged[-1] = Batch(inputs, targets, weight, last.size + batch.size)
+    return merged
 
 
 def _alike(one: Batch, other: Batch) -> bool:
@@ -276,11 +276,11 @@ def _alike(one: Batch, other: Batch) -> bool:
 
 
 def _looped(single: Callable[..., Any], *rows: Tensor) -> Any:
-    found = [single(*each) for each in zip(*rows, strict=True)]
-    return _stacked(found)
+    results = [single(*row) for row in zip(*rows, strict=True)]
+    return _stacked(results)
 
 
-def _stacked(found: list[Any]) -> Any:
-    if isinstance(found[0], tuple):
-        return tuple(_stacked(list(part)) for part in zip(*found, strict=True))
-    return torch.stack(found)
+def _stacked(results: list[Any]) -> Any:
+    if isinstance(results[0], tuple):
+        return tuple(_stacked(list(part)) for part in zip(*results, strict=True))
+    return torch.stack(results)

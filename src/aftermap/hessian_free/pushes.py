@@ -16,12 +16,12 @@ from torch import Tensor
 
 from aftermap.curvature.structures.base import join_flat
 from aftermap.errors import NumericalError, NumericalWarning
-from aftermap.hessian_free.minimise import Ends, Runner
+from aftermap.hessian_free.minimise import FineTuned, FineTuner
 from aftermap.hessian_free.objective import Objective, Push
 from aftermap.hessian_free.settings import Settings
 from aftermap.predictive.functionals import FunctionalSet, functional_gradients
 
-__all__ = ["STATUS", "Perturbed", "StepReport", "pack", "perturb", "unpack_reports"]
+__all__ = ["STATUS", "Perturbed", "PushReport", "pack", "perturb", "unpack_reports"]
 
 STATUS = ("ok", "not converged", "curved", "runaway")
 _OK, _LOOSE, _CURVED, _RUNAWAY = range(4)
@@ -34,31 +34,40 @@ _PILOT_TOLERANCE = 1e-3
 _MISSING = 0.25
 # The loss must rise by λ²v/2; a fall of this share of it says that the start was no minimum.
 _FALL = -0.5
+# A sum of losses is right to about this many units in its last place.
+_ROUNDING = 8
+# At once λ becomes smaller by this factor at most: far outside the quadratic regime the estimate is no guide.
+_LEAST_SHARE = 1 / 8
 
 
 @dataclass(frozen=True)
-class StepReport:
+class PushReport:
     """How the variance of one functional was found.
 
     Attributes:
         value: ψ at the trained weights.
-        control: ψ after fine-tuning without a push (λ = 0); its difference to ``value`` is the drift.
+        control: ψ after fine-tuning without a push (λ = 0). Its difference to ``value`` is the drift.
         plus: ψ after the push by +λ.
         minus: ψ after the push by −λ; NaN if there was none.
-        step: λ.
-        variance: v.
-        deviation: λ√v, the move in posterior standard deviations.
-        curvature: |ψ₊ + ψ₋ − 2ψ₀| / |ψ₊ − ψ₋|; 0 for a functional that is linear in λ.
-        energy: rise of L relative to λ²v/2; 1 at a converged minimum, less if the fine-tuning stopped early.
-        residual: gradient of the pushed objective relative to the push, half the difference between the two sides (what
-            they have in common, drift and the noise of batches, cancels).
-        missing: the most that the variance may be too small by, relative to it. A move d with the residual r that it left has
+        step: λ, the size of the last push.
+        variance: v, the variance that the last push gave.
+        deviation: λ√v, how far the push moved ψ, in posterior standard deviations.
+        curvature: |ψ₊ + ψ₋ − 2ψ₀| / |ψ₊ − ψ₋|, which is 0 for a functional that is linear in λ.
+        energy: The rise of L relative to λ²v/2. It is 1 at a converged minimum, and less if the fine-tuning stopped early.
+        bias: The share by which the variance is too large (negative: too small) because the push was not infinitely small. Along
+            the pushed minima dL = λ dψ, so that with ψ = ψ₀ + vλ + aλ² + bλ³ the mean rise of both sides is vλ²/2 + 3bλ⁴/4, and
+            the difference quotient is v + bλ²: the excess of ``energy`` over 1 is half of the relative error (a third of it with
+            one side). What an early stop does to the rise is known, too, and is taken out. The bias counts as 0 where the
+            rounding of L hides it.
+        residual: The gradient of the pushed objective relative to the push: half the difference between the two sides, since
+            what they have in common, drift and the noise of batches, cancels.
+        missing: The largest share of the variance that may be missing from it. A move d with the residual r that it left has
             v = v̂ + (rᵀH⁻¹r − dᵀr)/λ² (exact where L is quadratic), and rᵀH⁻¹r ≤ rᵀP₀⁻¹r where the curvature of the data is not
             negative. The residual alone does not tell: the slowest directions have little of the gradient and much of the variance.
-        steps: of the optimiser, the more of the two, in the last attempt.
-        attempts: how often λ was changed and the fine-tuning repeated.
-        halvings: how often λ was halved.
-        status: "ok", "not converged", "curved" (the curvature check failed to the end) or "runaway".
+        steps: The steps of the optimiser in the last attempt, on the side that needed more.
+        attempts: How often the functional was pushed, each time with another λ.
+        halvings: How often λ was made smaller, to half or less.
+        status: "ok", "not converged", "curved" (λ is too large for the curvature or the bias to the end) or "runaway".
     """
 
     value: float
@@ -70,6 +79,7 @@ class StepReport:
     deviation: float
     curvature: float
     energy: float
+    bias: float
     residual: float
     missing: float
     steps: float
@@ -102,17 +112,17 @@ class Perturbed:
     plus: Tensor
     minus: Tensor
     width: Tensor
-    reports: tuple[StepReport, ...]
+    reports: tuple[PushReport, ...]
 
 
-def pack(reports: tuple[StepReport, ...]) -> Tensor:
+def pack(reports: tuple[PushReport, ...]) -> Tensor:
     """Reports as numbers [R, fields], to be sent between processes."""
     return torch.tensor([astuple(r) for r in reports], dtype=torch.float64)
 
 
-def unpack_reports(numbers: Tensor) -> tuple[StepReport, ...]:
+def unpack_reports(numbers: Tensor) -> tuple[PushReport, ...]:
     """Undoes `pack`."""
-    return tuple(StepReport(*row) for row in numbers.tolist())
+    return tuple(PushReport(*row) for row in numbers.tolist())
 
 
 @dataclass
@@ -122,7 +132,7 @@ class _Rows:
     step: Tensor
     plus: Tensor
     minus: Tensor
-    numbers: Tensor  # [R, fields of StepReport]
+    numbers: Tensor  # [R, fields of PushReport]
     going: Tensor
     attempts: Tensor
     halvings: Tensor
@@ -131,7 +141,7 @@ class _Rows:
 
 def perturb(
     objective: Objective,
-    runner: Runner,
+    fine_tuner: FineTuner,
     functionals: FunctionalSet,
     origin: Tensor,
     settings: Settings,
@@ -143,7 +153,7 @@ def perturb(
 
     Args:
         objective: L.
-        runner: fine-tunes.
+        fine_tuner: fine-tunes.
         functionals: ψ, Q of them.
         origin: where fine-tuning starts [P]: the λ = 0 minimum, or the trained weights.
         settings: λ, tolerances, limits.
@@ -164,12 +174,14 @@ def perturb(
     trained = mixing @ objective.values(objective.centre[None], functionals)[0]
     # With a positive semi-definite curvature of the data the prior's variance is the most there can be: a safe pilot.
     most = (slopes.square() / objective.precision).sum(1)
-    step = torch.full_like(most, settings.step) if settings.step is not None else settings.deviation / most.sqrt()
+    step = (
+        torch.full_like(most, settings.step) if settings.step is not None else settings.wanted_deviation / most.sqrt()
+    )
     rows = _Rows(
         step,
         origin.expand(len(most), -1).clone(),
         origin.expand(len(most), -1).clone(),
-        torch.zeros(len(most), len(fields(StepReport)), dtype=torch.float64),
+        torch.zeros(len(most), len(fields(PushReport)), dtype=torch.float64),
         most > 0,
         torch.zeros(len(most), dtype=torch.long),
         torch.zeros(len(most), dtype=torch.long),
@@ -180,7 +192,7 @@ def perturb(
         index = torch.nonzero(rows.going)[:, 0]
         if not len(index):
             break
-        _attempt(objective, runner, functionals, origin, settings, mixing, slopes, rows, index)
+        _attempt(objective, fine_tuner, functionals, origin, settings, mixing, slopes, rows, index)
     reports = unpack_reports(rows.numbers)
     _judge(reports, settings)
     one = rows.moved.clamp_min(torch.finfo(rows.moved.dtype).tiny)
@@ -189,7 +201,7 @@ def perturb(
 
 def _attempt(
     objective: Objective,
-    runner: Runner,
+    fine_tuner: FineTuner,
     functionals: FunctionalSet,
     origin: Tensor,
     settings: Settings,
@@ -210,16 +222,16 @@ def _attempt(
     tolerance = settings.relative_tolerance(objective.dtype)
     pilots = (rows.attempts[index] == 0).to(step.device) & (settings.step is None)
     wanted = torch.where(pilots, max(tolerance, _PILOT_TOLERANCE), tolerance).to(step).repeat(len(goal))
-    ends = runner.run(torch.cat(starts), Push(functionals, torch.cat(weights)), wanted * torch.cat(goal))
-    values = objective.values(torch.cat([ends.theta, ends.control[None]]), functionals)
-    found = _measure(ends, values, mix, step, goal[0], settings, objective.precision)
-    rows.plus[index] = ends.theta[: len(index)]
-    rows.minus[index] = ends.theta[len(index) :] if settings.symmetric else ends.control
+    fine_tuned = fine_tuner.run(torch.cat(starts), Push(functionals, torch.cat(weights)), wanted * torch.cat(goal))
+    values = objective.values(torch.cat([fine_tuned.theta, fine_tuned.control[None]]), functionals)
+    measured = _measure(fine_tuned, values, mix, step, goal[0], settings, objective.precision, objective.n_data)
+    rows.plus[index] = fine_tuned.theta[: len(index)]
+    rows.minus[index] = fine_tuned.theta[len(index) :] if settings.symmetric else fine_tuned.control
     rows.moved[index] = step
     rows.attempts[index] += 1
     for place, row in enumerate(index.tolist()):
-        code, better = _decide(found[place], settings, tolerance, int(rows.halvings[row]), int(rows.attempts[row]))
-        numbers = [float(rows.numbers[row, 0]), *found[place].tolist()]
+        code, better = _decide(measured[place], settings, tolerance, int(rows.halvings[row]), int(rows.attempts[row]))
+        numbers = [float(rows.numbers[row, 0]), *measured[place].tolist()]
         numbers += [float(rows.attempts[row]), float(rows.halvings[row]), float(code)]
         rows.numbers[row] = torch.tensor(numbers, dtype=torch.float64)
         rows.going[row] = better is not None
@@ -231,32 +243,58 @@ def _attempt(
 
 
 def _measure(
-    ends: Ends, values: Tensor, mix: Tensor, step: Tensor, push: Tensor, settings: Settings, precision: Tensor
+    fine_tuned: FineTuned,
+    values: Tensor,
+    mix: Tensor,
+    step: Tensor,
+    push: Tensor,
+    settings: Settings,
+    precision: Tensor,
+    n_data: float,
 ) -> Tensor:
-    """For each row the numbers of a StepReport from ``control`` to ``steps``: [r, 11], float64."""
+    """For each row the numbers of a PushReport from ``control`` to ``steps``: [r, 12], float64."""
     count = len(step)
     plus, control = (values[:count] * mix).sum(1), (values[-1] * mix).sum(1)
-    taken = ends.steps[:count]
-    rise = ends.loss[:count] - ends.control_loss
+    taken = fine_tuned.steps[:count]
+    rise = fine_tuned.loss[:count] - fine_tuned.control_loss
     if settings.symmetric:
         minus = (values[count : 2 * count] * mix).sum(1)
         difference, bend = plus - minus, (plus + minus - 2 * control).abs()
-        rise = (rise + ends.loss[count:] - ends.control_loss) / 2
-        left = (ends.gradient[:count] - ends.gradient[count:]) / 2
-        move = (ends.theta[:count] - ends.theta[count:]) / 2
-        taken = torch.maximum(taken, ends.steps[count:])
+        rise = (rise + fine_tuned.loss[count:] - fine_tuned.control_loss) / 2
+        left = (fine_tuned.gradient[:count] - fine_tuned.gradient[count:]) / 2
+        move = (fine_tuned.theta[:count] - fine_tuned.theta[count:]) / 2
+        taken = torch.maximum(taken, fine_tuned.steps[count:])
         variance = difference / (2 * step)
         curvature = bend / difference.abs()
     else:
         minus, variance = torch.full_like(plus, float("nan")), (plus - control) / step
-        common = 0.0 if settings.on_all_data else ends.control_gradient
-        left, move = ends.gradient[:count] - common, ends.theta[:count] - ends.control
+        common = 0.0 if settings.on_all_data else fine_tuned.control_gradient
+        left, move = fine_tuned.gradient[:count] - common, fine_tuned.theta[:count] - fine_tuned.control
         curvature = torch.zeros_like(plus)  # one side alone does not show it
     deviation = step * variance.abs().sqrt()
     energy = rise / (0.5 * step.square() * variance)
     residual = left.norm(dim=1) / push
-    missing = (left * (left / precision - move)).sum(1) / (step.square() * variance.abs())
-    parts = [control, plus, minus, step, variance, deviation, curvature, energy, residual, missing, taken.to(step)]
+    scale = step.square() * variance.abs()
+    missing = (left * (left / precision - move)).sum(1) / scale
+    # Where L is quadratic the rise of one side is λ²v̂/2 + dᵀ(r + c)/2 with c the gradient at the control, converged or not.
+    unfinished = (fine_tuned.theta - fine_tuned.control) * (fine_tuned.gradient + fine_tuned.control_gradient)
+    excess = energy - 1 - unfinished.sum(1).reshape(-1, count).mean(0) / scale
+    rounding = _ROUNDING * torch.finfo(step.dtype).eps * (fine_tuned.control_loss.abs() + n_data) / (0.5 * scale)
+    bias = (2 if settings.symmetric else 3) * excess.sign() * (excess.abs() - rounding).clamp_min(0.0)
+    parts = [
+        control,
+        plus,
+        minus,
+        step,
+        variance,
+        deviation,
+        curvature,
+        energy,
+        bias,
+        residual,
+        missing,
+        taken.to(step),
+    ]
     return torch.stack([p.double() for p in parts], dim=1).cpu()
 
 
@@ -264,25 +302,43 @@ def _decide(
     numbers: Tensor, settings: Settings, tolerance: float, halvings: int, attempts: int
 ) -> tuple[int, float | None]:
     """The status of an attempt, and the λ of the next one; None: it is done."""
-    _, plus, _, step, variance, deviation, curvature, energy, residual, missing, _ = numbers.tolist()
+    _, plus, _, step, variance, deviation, curvature, energy, bias, residual, missing, _ = numbers.tolist()
+    wanted = settings.wanted_deviation
     finite = all(x == x and abs(x) != float("inf") for x in (plus, variance, energy))
     lost = not finite or variance <= 0 or energy < _FALL
+    # On batches the losses of both sides are noisy, and a smaller push would be lost in the noise: only flagged, if it is gross.
+    limit = settings.bias_limit if settings.on_all_data else max(settings.bias_limit, _MISSING)
+    biased = not abs(bias) <= limit
     bent = not curvature <= settings.curvature_limit
     automatic = settings.step is None
-    gentle = finite and deviation < _LEAST_MOVE * settings.deviation
-    if lost or bent:
+    gentle = finite and deviation < _LEAST_MOVE * wanted
+    if lost or bent or (biased and settings.on_all_data):
         code = _RUNAWAY if lost else _CURVED
         if automatic and gentle and attempts <= _RESCALES and not settings.on_all_data:
             return code, 10 * step  # lost in the noise of the batches: push harder
-        return code, step / 2 if halvings < settings.max_halvings else None
+        return code, _gentler(
+            step, 0.0 if lost or bent else bias, settings
+        ) if halvings < settings.max_halvings else None
     pilot = attempts == 1 and settings.on_all_data
-    if automatic and attempts <= _RESCALES and (pilot or gentle or deviation > settings.deviation / _LEAST_MOVE):
-        return _OK, settings.deviation / variance**0.5
+    # A push that was made smaller for the sake of the quadratic regime is not made larger again.
+    far = pilot or gentle or deviation > wanted / _LEAST_MOVE
+    if automatic and attempts <= _RESCALES and far and (halvings == 0 or not settings.on_all_data):
+        return _OK, wanted / variance**0.5
+    if biased:
+        return _CURVED, None
     loose = residual > 100 * tolerance if settings.on_all_data else residual > 0.5 or missing > _MISSING
     return (_LOOSE if loose else _OK), None
 
 
-def _judge(reports: tuple[StepReport, ...], settings: Settings) -> None:
+def _gentler(step: float, bias: float, settings: Settings) -> float:
+    """A smaller λ: half, or less where the bias, which falls with λ² (with one side: λ), tells how much is needed."""
+    if not settings.bias_limit < abs(bias) < float("inf"):
+        return step / 2
+    share = 0.5 * settings.bias_limit / abs(bias)
+    return step * min(0.5, max(_LEAST_SHARE, share**0.5 if settings.symmetric else share))
+
+
+def _judge(reports: tuple[PushReport, ...], settings: Settings) -> None:
     """Raises or warns about what did not work."""
     for place, report in enumerate(reports):
         if report.status == "runaway":
@@ -296,9 +352,18 @@ def _judge(reports: tuple[StepReport, ...], settings: Settings) -> None:
                 raise NumericalError(message)
             warnings.warn(message, NumericalWarning, stacklevel=3)
         elif report.status == "curved":
+            if abs(report.bias) <= settings.bias_limit:
+                problem = (
+                    f"functional {place} is curved even at λ = {report.step:.3g} (bend {report.curvature:.2g}, allowed "
+                    f"{settings.curvature_limit:.2g}): its variance {report.variance:.3g} is uncertain"
+                )
+            else:
+                problem = (
+                    f"the push of functional {place} leaves the region where the loss is quadratic, even at λ = {report.step:.3g}: its "
+                    f"variance {report.variance:.3g} is off by about {abs(report.bias):.2g} of it (allowed {settings.bias_limit:.2g})"
+                )
             warnings.warn(
-                f"functional {place} is curved even at λ = {report.step:.3g} (bend {report.curvature:.2g}, allowed "
-                f"{settings.curvature_limit:.2g}): its variance {report.variance:.3g} is uncertain",
+                f"{problem}. Pass a smaller deviation or step, or allow more max_halvings",
                 NumericalWarning,
                 stacklevel=3,
             )

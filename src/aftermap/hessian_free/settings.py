@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from aftermap import checks
 from aftermap.errors import InputError
 
 __all__ = ["METHODS", "Settings", "choose_method"]
@@ -14,6 +14,8 @@ __all__ = ["METHODS", "Settings", "choose_method"]
 METHODS = ("auto", "newton_cg", "lbfgs", "sgd", "adam")
 # Up to so many parameters the pairs of L-BFGS fit, and a full pass for every step is affordable.
 _LBFGS_PARAMETERS = 1_000_000
+# How far a functional is moved, in posterior standard deviations: the error of the variance falls with its square.
+_EXACT_DEVIATION, _NOISY_DEVIATION = 0.02, 0.1
 
 
 @dataclass(frozen=True)
@@ -21,32 +23,38 @@ class Settings:
     """Settings of a Hessian-free posterior.
 
     Attributes:
-        method: the inner optimiser: "newton_cg" and "lbfgs" minimise over all data, to a tolerance; "sgd" and "adam" take a
-            fixed number of steps on batches; "auto" chooses by size.
-        step: λ, how hard the functional is pushed; None: chosen so that it moves by ``deviation`` standard deviations.
-        deviation: ε of λ = ε/√v̂.
-        symmetric: push both ways; False: once, against the λ = 0 control. Half the work, an error of order λ instead of λ².
-        curvature_limit: |ψ₊ + ψ₋ − 2ψ₀| may be this share of |ψ₊ − ψ₋|; beyond it λ is halved.
-        max_halvings: of λ, before a result is flagged.
-        tolerance: of the full-data methods: gradient norm relative to the push, ‖∇φ‖ / (λ‖∇ψ‖).
-        max_steps: iterations of the full-data methods.
-        steps: steps of sgd and adam.
-        lr: of sgd and adam on the mean loss; None: from the largest curvature (sgd), or 1e-3 (adam).
-        momentum: of sgd.
-        average: share of the last steps of sgd and adam whose weights are averaged.
-        history: pairs that lbfgs keeps.
-        queries: how many functionals are pushed at once; None: by memory.
-        dtype: of the work; None: float64 for the full-data methods, the model's for sgd and adam.
-        max_decrement: the most that the trained weights may be away from the minimum of the objective, in posterior
-            standard deviations.
-        strict: raise where a functional runs away; False: its variance is NaN, with a warning.
+        method: The optimiser that fine-tunes. "newton_cg" and "lbfgs" minimise over all data, to a tolerance; "sgd" and "adam"
+            take a fixed number of steps on batches; "auto" chooses by the number of parameters.
+        step: λ, how hard the functional is pushed. None chooses it so that the functional moves by ``deviation``.
+        deviation: How far a functional is moved, in posterior standard deviations: ε of λ = ε/√v̂. None takes 0.02 where the work
+            is in float64 over all data, which costs nothing, and 0.1 where rounding or the noise of batches would drown a
+            smaller move.
+        symmetric: Whether the functional is pushed both ways. One push against the λ = 0 control is half the work and has an
+            error of order λ instead of λ².
+        curvature_limit: The largest share of |ψ₊ − ψ₋| that |ψ₊ + ψ₋ − 2ψ₀| may have. Beyond it λ is halved.
+        bias_limit: The largest relative error of a variance, as estimated from the rise of the loss. Beyond it λ is made smaller.
+        max_halvings: How often λ is made smaller, to half or less, before a result is flagged.
+        tolerance: Where the methods on all data stop: the gradient norm relative to the push, ‖∇φ‖ / (λ‖∇ψ‖). None takes what
+            the dtype can reach.
+        max_steps: The most iterations of the methods on all data.
+        steps: How many steps sgd and adam take.
+        lr: The learning rate of sgd and adam on the mean loss. None takes it from the largest curvature (sgd), or 1e-3 (adam).
+        momentum: The momentum of sgd.
+        average: The share of the last steps of sgd and adam whose weights are averaged.
+        history: How many pairs of steps and gradients lbfgs remembers.
+        queries: How many functionals are pushed at once. None chooses by memory.
+        dtype: The dtype of the work. None takes float64 for the methods on all data, and the model's for sgd and adam.
+        max_decrement: The farthest that the trained weights may be from the minimum of the objective, in posterior standard
+            deviations.
+        strict: Whether a functional that runs away raises an error. Otherwise its variance is NaN, with a warning.
     """
 
     method: str = "auto"
     step: float | None = None
-    deviation: float = 0.1
+    deviation: float | None = None
     symmetric: bool = True
     curvature_limit: float = 0.2
+    bias_limit: float = 0.01
     max_halvings: int = 6
     tolerance: float | None = None
     max_steps: int = 2000
@@ -61,31 +69,39 @@ class Settings:
     strict: bool = True
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise InputError(f"method={self.method!r} is not known; allowed are {', '.join(map(repr, METHODS))}")
-        if self.step is not None and not _positive(self.step):
-            raise InputError(
-                f"step={self.step!r} (λ) must be a positive and finite number, or None to choose it: with λ = 0 nothing is "
-                "pushed, and the sign is taken both ways anyway"
-            )
-        for name in ("deviation", "curvature_limit", "max_decrement"):
+        checks.choice("method", self.method, METHODS)
+        if self.step is not None:
+            advice = "Leave it at None to have λ chosen: with λ = 0 nothing is pushed, and the sign is taken both ways anyway"
+            checks.number("step", self.step, above=0, advice=advice)
+        for name in ("deviation", "lr", "tolerance"):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise InputError(f"{name}={value!r} must be a positive number")
-        for name in ("lr", "tolerance"):
-            value = getattr(self, name)
-            if value is not None and not _positive(value):
-                raise InputError(f"{name}={value!r} must be a positive and finite number, or None")
+            if value is not None:
+                checks.number(name, value, above=0, advice=f"Leave {name}=None to have it chosen")
+        for name in ("curvature_limit", "bias_limit", "max_decrement"):
+            checks.number(name, getattr(self, name), above=0, infinite=True)
         for name, least in (("max_halvings", 0), ("max_steps", 1), ("steps", 1), ("history", 1)):
-            _check_count(name, getattr(self, name), least)
+            checks.count(name, getattr(self, name), least)
         if self.queries is not None:
-            _check_count("queries", self.queries, 1)
-        if not 0 <= self.momentum < 1 or not 0 <= self.average <= 1:
-            raise InputError(
-                f"momentum={self.momentum!r} must be in [0, 1) and average={self.average!r} in [0, 1], as shares"
-            )
+            checks.count("queries", self.queries)
+        checks.fraction("momentum", self.momentum, zero=True)
+        checks.fraction("average", self.average, zero=True, one=True, advice="Write a quarter of the steps as 0.25")
         if self.dtype is not None and self.dtype not in (torch.float32, torch.float64):
             raise InputError(f"dtype={self.dtype!r} must be torch.float32, torch.float64 or None")
+
+    def resolved(self, n_params: int, dtype: torch.dtype) -> Settings:
+        """Returns the settings with everything chosen that was left open, for a model of this size and dtype."""
+        chosen = replace(self, method=choose_method(self.method, n_params))
+        work = self.dtype or (torch.float64 if chosen.on_all_data else dtype)
+        exact = chosen.on_all_data and work == torch.float64
+        return replace(
+            chosen, dtype=work, deviation=self.deviation or (_EXACT_DEVIATION if exact else _NOISY_DEVIATION)
+        )
+
+    @property
+    def wanted_deviation(self) -> float:
+        """How far a functional is moved, in posterior standard deviations, once it is resolved."""
+        assert self.deviation is not None
+        return self.deviation
 
     @property
     def on_all_data(self) -> bool:
@@ -113,12 +129,3 @@ def choose_method(method: str, n_params: int) -> str:
     if method != "auto":
         return method
     return "lbfgs" if n_params <= _LBFGS_PARAMETERS else "adam"
-
-
-def _positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")

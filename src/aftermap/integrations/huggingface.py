@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError
 from aftermap.laplace import Laplace, load_laplace
 from aftermap.lazy import optional
@@ -62,12 +63,8 @@ def likelihood(model: nn.Module) -> str:
     config = getattr(model, "config", None)
     problem, count = getattr(config, "problem_type", None), getattr(config, "num_labels", None)
     if problem is not None:
-        if problem not in _LIKELIHOODS:
-            allowed = ", ".join(map(repr, _LIKELIHOODS))
-            raise InputError(
-                f"config.problem_type={problem!r} is not known; allowed are {allowed}, or name the likelihood"
-            )
-        return _LIKELIHOODS[problem]
+        otherwise = "name the likelihood yourself"
+        return _LIKELIHOODS[checks.choice("config.problem_type", problem, _LIKELIHOODS, otherwise=otherwise)]
     if not isinstance(count, int):
         raise InputError(
             f"{type(model).__name__} has no config with problem_type or num_labels; name the likelihood yourself: "
@@ -133,8 +130,8 @@ class Batches:
             label = _LABELS if _LABELS in batch else "label"
             if label not in batch:
                 raise DataError(f"batch {number} has the keys {sorted(map(str, batch))}, but no {_LABELS!r}")
-            found = {k: batch[k] for k in batch if k in self.names and k != label and isinstance(batch[k], Tensor)}
-            yield {**found, _LABELS: torch.as_tensor(batch[label])}
+            inputs = {k: batch[k] for k in batch if k in self.names and k != label and isinstance(batch[k], Tensor)}
+            yield {**inputs, _LABELS: torch.as_tensor(batch[label])}
 
 
 def batches(loader: Iterable[Any], model: nn.Module) -> Batches:

@@ -75,9 +75,9 @@ class _SavingCallback(_Callback, ABC):  # type: ignore[misc]
                 stacklevel=2,
             )
             return
-        made = self.make(trainer, pl_module)
+        posterior = self.make(trainer, pl_module)
         if trainer.is_global_zero:
-            made.save(self.place(trainer), overwrite=self.overwrite)
+            posterior.save(self.place(trainer), overwrite=self.overwrite)
 
     @abstractmethod
     def make(self, trainer: Any, pl_module: Any) -> Any:
@@ -135,11 +135,11 @@ class LaplaceCallback(_SavingCallback):
         """The module that is made Bayesian."""
         if self.module is None:
             return pl_module
-        found = dict(pl_module.named_modules()).get(self.module)
-        if found is None:
+        network = dict(pl_module.named_modules()).get(self.module)
+        if network is None:
             known = ", ".join(n for n, _ in pl_module.named_children())
             raise InputError(f"the LightningModule has no module {self.module!r}; its children are {known}")
-        return found
+        return network
 
     def make(self, trainer: Any, pl_module: Any) -> Laplace:
         """Fits, in evaluation mode; the modes are as before afterwards."""
@@ -244,9 +244,9 @@ class AccumulateDraws(_Precision):  # type: ignore[misc]
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Looks at the optimisers of a new training."""
-        found = [o for o in optimizers if isinstance(o, VariationalOptimizer)]
-        self._module, self._optimizer = model, found[0] if found else None
-        for optimizer in found:
+        variational = [o for o in optimizers if isinstance(o, VariationalOptimizer)]
+        self._module, self._optimizer = model, variational[0] if variational else None
+        for optimizer in variational:
             optimizer.skip_without_loss = model.automatic_optimization
         return super().connect(model, optimizers, lr_schedulers)
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError
 
 __all__ = ["ACTIVATIONS", "Standardised", "Table", "mlp", "moments", "train"]
@@ -103,8 +104,7 @@ def mlp(
     >>> [tuple(p.shape) for p in net.parameters()]
     [(5, 3), (5,), (2, 5), (2,)]
     """
-    if activation not in ACTIVATIONS:
-        raise InputError(f"activation={activation!r} is not known; allowed are {', '.join(map(repr, ACTIVATIONS))}")
+    checks.choice("activation", activation, ACTIVATIONS)
     sizes = [inputs, *hidden, outputs]
     if any(isinstance(s, bool) or not isinstance(s, int) or s < 1 for s in sizes):
         raise InputError(f"hidden={tuple(hidden)!r} must hold whole numbers above 0: the widths of the hidden layers")
@@ -159,9 +159,9 @@ def train(
         for index in order:
             optimiser.param_groups[0]["lr"] = 0.5 * lr * (1 + math.cos(math.pi * done / steps))
             weight = data.weight[index]
-            each = loss(model(data.x[index]), data.y[index])
+            losses = loss(model(data.x[index]), data.y[index])
             penalty = sum((delta[n] * p.square()).sum() for n, p in named.items())
-            value = (weight * each).sum() / weight.sum() + 0.5 * penalty / whole
+            value = (weight * losses).sum() / weight.sum() + 0.5 * penalty / whole
             if not bool(torch.isfinite(value.detach())):
                 raise DataError(
                     f"the training loss is {float(value.detach())} after {done} steps. Lower lr={lr:g}, or look for extreme "

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.integrations.network import Standardised, Table, mlp, moments, train
 from aftermap.laplace import Laplace
@@ -144,33 +145,29 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
 
     def _check_settings(self) -> None:
         for name in ("rounds", "epochs", "batch_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise InputError(f"{name}={value!r} must be a whole number above 0")
+            checks.count(name, getattr(self, name))
         prior = self.prior_precision
-        number = isinstance(prior, int | float | np.number) and not isinstance(prior, bool)
-        if prior != "evidence" and not (number and 0 < float(prior) < float("inf")):
-            raise InputError(f"prior_precision={prior!r} must be 'evidence' or a positive and finite number")
-        if self.structure is not None and self.structure not in STRUCTURES:
-            allowed = ", ".join(map(repr, STRUCTURES))
-            raise InputError(f"structure={self.structure!r} is not known; allowed are None (by size), {allowed}")
+        if not isinstance(prior, str) or prior != "evidence":
+            checks.number("prior_precision", prior, above=0, advice="Or pass 'evidence' to have it chosen")
+        if self.structure is not None:
+            checks.choice("structure", self.structure, STRUCTURES, otherwise="None to choose by size")
 
     def _network(self, features: int, outputs: int, generator: torch.Generator) -> tuple[nn.Module, torch.dtype]:
         """The network at its start, and its dtype: float64 for the default one."""
         if self.module is None:
             return mlp(features, self.hidden, outputs, self.activation, generator, torch.float64), torch.float64
         if isinstance(self.module, nn.Module):
-            made = copy.deepcopy(self.module)
+            network = copy.deepcopy(self.module)
         elif callable(self.module):
-            made = self.module(features, outputs)
+            network = self.module(features, outputs)
         else:
-            made = self.module
-        if not isinstance(made, nn.Module):
+            network = self.module
+        if not isinstance(network, nn.Module):
             raise InputError(
                 f"module={self.module!r} must be None, a torch module, or a function of (features, outputs) that makes one; "
-                f"this gave a {type(made).__name__}"
+                f"this gave a {type(network).__name__}"
             )
-        return made, check_device(made)[1]
+        return network, check_device(network)[1]
 
     def _rounds(self, model: nn.Module, data: Table, generator: torch.Generator) -> Laplace:
         """Training and evidence in turn; the round with the highest evidence is kept."""
@@ -181,7 +178,7 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
         small = sum(p.numel() for p in model.parameters()) <= _SMALL
         structure = self.structure or ("full" if small else "kron")
         params = self._default_params if self.params is None else self.params
-        found: list[tuple[float, Laplace]] = []
+        candidates: list[tuple[float, Laplace]] = []
         for left in reversed(range(int(self.rounds))):
             train(
                 model,
@@ -204,10 +201,10 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
                 laplace.tune()
                 precision |= laplace.posterior.prior.precision
                 likelihood = laplace.likelihood
-            found.append((float(laplace.log_evidence()), laplace))
-            if len(found) > _PATIENCE and max(found, key=_value) not in found[-_PATIENCE:]:
+            candidates.append((float(laplace.log_evidence()), laplace))
+            if len(candidates) > _PATIENCE and max(candidates, key=_value) not in candidates[-_PATIENCE:]:
                 break
-        return max(found, key=_value)[1]
+        return max(candidates, key=_value)[1]
 
     # Prediction
 
@@ -259,10 +256,10 @@ def _forked(seed: int, needed: bool) -> Iterator[None]:
 
 def _check_outputs(model: nn.Module, data: Table, outputs: int) -> None:
     with torch.no_grad():
-        found = model.eval()(data.x[:2])
+        produced = model.eval()(data.x[:2])
     expected = (len(data.x[:2]), outputs)
-    if not isinstance(found, Tensor) or found.shape != expected:
-        got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+    if not isinstance(produced, Tensor) or produced.shape != expected:
+        got = f"shape {tuple(produced.shape)}" if isinstance(produced, Tensor) else f"a {type(produced).__name__}"
         raise ShapeError(f"the module gave {got} for {expected[0]} examples; these targets need {expected}")
 
 
@@ -421,21 +418,23 @@ class BayesianRegressor(_RegressorMixin, BayesianEstimator):  # type: ignore[mis
             )
         if return_cov:
             return self._joint(X)
-        found = self.predictive(X)
-        mean, std = (self._shaped(t) for t in (found.mean, found.total.sqrt()))
+        prediction = self.predictive(X)
+        mean, std = (self._shaped(t) for t in (prediction.mean, prediction.total.sqrt()))
         return (mean, std) if return_std else mean
 
     def _joint(self, X: Any) -> tuple[Array, Array]:
         model, laplace = self._fitted()
         mean, covariance = laplace.joint(self._inputs(X, model))
-        each = covariance.diagonal(dim1=1, dim2=3)  # [N, N, outputs]
-        noise = torch.as_tensor(self.noise_, dtype=each.dtype, device=each.device).square()
-        each = each + torch.eye(len(each), dtype=each.dtype, device=each.device)[..., None] * noise
-        return self._shaped(mean), self._shaped(each)
+        by_output = covariance.diagonal(dim1=1, dim2=3)  # [N, N, outputs]
+        noise = torch.as_tensor(self.noise_, dtype=by_output.dtype, device=by_output.device).square()
+        by_output = (
+            by_output + torch.eye(len(by_output), dtype=by_output.dtype, device=by_output.device)[..., None] * noise
+        )
+        return self._shaped(mean), self._shaped(by_output)
 
     def _shaped(self, values: Tensor) -> Array:
-        found = values.detach().to(torch.float64).cpu().numpy()
-        return found[..., 0] if self._flat else found
+        array = values.detach().to(torch.float64).cpu().numpy()
+        return array[..., 0] if self._flat else array
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

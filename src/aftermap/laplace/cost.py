@@ -25,7 +25,7 @@ from aftermap.curvature.passes.plan import find_last_layer, find_layers
 from aftermap.curvature.passes.record import record_calls
 from aftermap.curvature.passes.vectors import resolve_kind
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device, only_require_grad
+from aftermap.models import call_model, check_device, check_modes, only_require_grad
 from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs"]
@@ -95,6 +95,7 @@ def estimate_costs(
 
     Where the number of batches is unknown (no ``len``), time is for one batch.
     """
+    check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     device, dtype = check_device(model)
     batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
     batches = len(data) if isinstance(data, Sized) else 1

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError, ShapeError
-from aftermap.metrics.tensors import TensorLike, check_choice, check_count, check_fraction, to_tensor
+from aftermap.metrics.tensors import TensorLike, to_tensor
 
 __all__ = ["BootstrapInterval", "bootstrap_interval"]
 
@@ -109,9 +110,9 @@ def bootstrap_interval(
     >>> interval.estimate, interval.lower, interval.upper
     (1.0, 1.0, 1.0)
     """
-    n_resamples = check_count("n_resamples", n_resamples, least=2)
-    level = check_fraction("level", level)
-    check_choice("method", method, _METHODS)
+    n_resamples = checks.count("n_resamples", n_resamples, 2)
+    level = checks.fraction("level", level)
+    checks.choice("method", method, _METHODS)
     if not data:
         raise InputError("data is missing: pass the tensors that the metric takes, such as probs and labels.")
     tensors = [to_tensor(f"data[{i}]", value).detach() for i, value in enumerate(data)]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aftermap.metrics.tensors import TensorLike, check_choice, check_classification, check_count
+from aftermap import checks
+from aftermap.metrics.tensors import TensorLike, check_classification
 
 __all__ = [
     "ReliabilityBins",
@@ -119,8 +120,8 @@ def reliability_bins(
     >>> bins.count, bins.accuracy
     (tensor([0., 3.], dtype=torch.float64), tensor([   nan, 0.6667], dtype=torch.float64))
     """
-    n_bins = check_count("n_bins", n_bins)
-    check_choice("strategy", strategy, _STRATEGIES)
+    n_bins = checks.count("n_bins", n_bins)
+    checks.choice("strategy", strategy, _STRATEGIES)
     confidence, correct = _top_confidence(*check_classification(probs, labels))
     if strategy == "width":
         return _width_bins(*_bin_sums(confidence, correct, _width_index(confidence, n_bins), n_bins))
@@ -254,7 +255,7 @@ def classwise_ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) ->
     >>> round(classwise_ece([[0.9, 0.1], [0.8, 0.2], [0.4, 0.6]], [0, 0, 1]), 4)
     0.2333
     """
-    n_bins = check_count("n_bins", n_bins)
+    n_bins = checks.count("n_bins", n_bins)
     p, y = check_classification(probs, labels)
     n, n_classes = p.shape
     p = p.detach()

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import DataError
-from aftermap.metrics.tensors import TensorLike, check_flags, check_fraction, check_real, check_same_shape, check_scores
+from aftermap.metrics.tensors import TensorLike, check_flags, check_real, check_same_shape, check_scores
 
 __all__ = [
     "RiskCoverage",
@@ -197,7 +198,7 @@ def fpr_at_tpr(scores: TensorLike, positive: TensorLike, *, tpr: float = 0.95) -
     >>> fpr_at_tpr([0.1, 0.4, 0.35, 0.8], [False, False, True, True])
     0.5
     """
-    tpr = check_fraction("tpr", tpr, closed_at_one=True)
+    tpr = checks.fraction("tpr", tpr, one=True)
     curve = roc_curve(scores, positive)
     return curve.fpr[curve.tpr >= tpr][0].item()
 
@@ -296,7 +297,7 @@ def accuracy_at_coverage(scores: TensorLike, errors: TensorLike, *, coverage: fl
     >>> accuracy_at_coverage([0.1, 0.9, 0.2, 0.3], [False, True, False, True], coverage=0.5)
     1.0
     """
-    coverage = check_fraction("coverage", coverage, closed_at_one=True)
+    coverage = checks.fraction("coverage", coverage, one=True)
     curve = risk_coverage(scores, check_flags("errors", errors))
     answered = max(1, math.ceil(coverage * curve.risk.numel() - _ROUNDING))
     return 1.0 - curve.risk[answered - 1].item()

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import DataError, ShapeError
 from aftermap.metrics.tensors import (
     TensorLike,
-    check_fraction,
     check_gaussian,
     check_real,
     check_same_shape,
@@ -285,7 +285,7 @@ def gaussian_interval(mean: TensorLike, variance: TensorLike, *, level: float = 
     >>> round(upper.item(), 4)
     3.9199
     """
-    z = math.sqrt(2.0) * torch.erfinv(torch.tensor(check_fraction("level", level), dtype=torch.float64)).item()
+    z = math.sqrt(2.0) * torch.erfinv(torch.tensor(checks.fraction("level", level), dtype=torch.float64)).item()
     mu, var, _ = check_gaussian(mean, variance, mean)
     half = z * var.sqrt()
     return mu - half, mu + half
@@ -372,7 +372,7 @@ def interval_score(lower: TensorLike, upper: TensorLike, targets: TensorLike, *,
     >>> round(interval_score([0.0], [1.0], [2.0], level=0.9), 6)
     21.0
     """
-    alpha = 1.0 - check_fraction("level", level)
+    alpha = 1.0 - checks.fraction("level", level)
     low, high = _check_interval(lower, upper)
     y = check_real("targets", targets).to(low.device)
     check_same_shape(lower=low, targets=y)

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.distributed import all_reduce_
 from aftermap.errors import DataError, InputError, NotFittedError
 from aftermap.metrics import calibration, regression, scoring
 from aftermap.metrics.tensors import (
     TensorLike,
     check_classification,
-    check_count,
     check_flags,
     check_gaussian,
     check_real,
@@ -212,7 +212,7 @@ class StreamingECE(Streaming):
     """
 
     def __init__(self, n_bins: int = 15) -> None:
-        self.n_bins = check_count("n_bins", n_bins)
+        self.n_bins = checks.count("n_bins", n_bins)
         super().__init__()
 
     def _settings(self) -> tuple[float, ...]:
@@ -307,7 +307,7 @@ class StreamingAUROC(Streaming):
             raise InputError(f"low must be below high and both finite, got low={low}, high={high}.")
         self.low = float(low)
         self.high = float(high)
-        self.n_bins = check_count("n_bins", n_bins)
+        self.n_bins = checks.count("n_bins", n_bins)
         super().__init__()
 
     def _settings(self) -> tuple[float, ...]:

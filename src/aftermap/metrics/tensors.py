@@ -1,10 +1,8 @@
-"""What every metric asks of its input, said once: real, finite, of the right shape, distributions."""
+"""What every metric asks of its tensors, said once: they are real, finite, of the right shape, and distributions."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +15,8 @@ __all__ = [
     "PROBABILITY_FLOOR",
     "SUM_TOLERANCE",
     "TensorLike",
-    "check_choice",
     "check_classification",
-    "check_count",
     "check_flags",
-    "check_fraction",
     "check_gaussian",
     "check_probabilities",
     "check_real",
@@ -33,14 +28,10 @@ __all__ = [
 ]
 
 TensorLike = Tensor | npt.ArrayLike
+# Probabilities are raised to this inside a logarithm, and nowhere else.
 PROBABILITY_FLOOR = 1e-12
+# A row of probabilities may sum away from one by this much: room for float32, not for logits.
 SUM_TOLERANCE = 1e-4
-
-
-"""Probabilities are raised to this inside a logarithm, and nowhere else."""
-
-
-"""How far a row of probabilities may sum away from one: room for float32, not for logits."""
 
 
 def to_tensor(name: str, value: TensorLike) -> Tensor:
@@ -215,29 +206,3 @@ def check_scores(name: str, value: TensorLike, *, allow_empty: bool = False) -> 
             f"{name} must be a vector [N], one score per example, got shape {list(scores.shape)}. Flatten it first."
         )
     return scores
-
-
-def check_fraction(name: str, value: float, *, closed_at_one: bool = False) -> float:
-    """Return a number in (0, 1), or in (0, 1] where one makes sense."""
-    number = float(value)
-    top = number <= 1.0 if closed_at_one else number < 1.0
-    if not (number > 0.0 and top):
-        allowed = "(0, 1]" if closed_at_one else "(0, 1)"
-        raise InputError(f"{name} must lie in {allowed}, got {value}. Write 95 % as 0.95.")
-    return number
-
-
-def check_count(name: str, value: int, *, least: int = 1) -> int:
-    """Return a whole number that is at least ``least``."""
-    whole = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not whole or int(value) != value or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}.")
-    return int(value)
-
-
-def check_choice(name: str, value: str, allowed: Sequence[str]) -> str:
-    """Return ``value`` if it is one of ``allowed``."""
-    if value not in allowed:
-        listed = ", ".join(repr(choice) for choice in allowed)
-        raise InputError(f"{name} must be one of {listed}, got {value!r}.")
-    return value

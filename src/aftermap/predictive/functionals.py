@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, take, tensors_of
 from aftermap.curvature.structures.base import join_flat
 from aftermap.errors import InputError
@@ -194,7 +195,7 @@ def functional_gradients(
                 found = list(torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True))
             if not allow_zero and all(g is None or not bool(g.any()) for g in found):
                 raise InputError(
-                    f"functional {place} does not depend on the parameters {_few(list(leaves))}: its gradient is zero. "
+                    f"functional {place} does not depend on the parameters {checks.few(leaves, 4)}: its gradient is zero. "
                     "Compute it from what is passed in, f(x), not from the model itself, and without detach()"
                 )
             for (name, leaf), g in zip(leaves.items(), found, strict=True):
@@ -222,7 +223,3 @@ def functional_covariance(posterior: Any, gradients: Params) -> Tensor:
         moved = left @ drawn.T / len(drawn) ** 0.5
         return moved @ moved.T
     return symmetrise(left @ join_flat(posterior.covariance_mv(wide), posterior.names, 1).T)
-
-
-def _few(names: Sequence[str], limit: int = 4) -> str:
-    return ", ".join(names[:limit]) + (f", … ({len(names) - limit} more)" if len(names) > limit else "")

@@ -93,9 +93,9 @@ def _expect(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _expect_same(found: dict[str, Tensor], expected: dict[str, Tensor], message: str, tolerance: float = 0.0) -> None:
+def _expect_same(actual: dict[str, Tensor], expected: dict[str, Tensor], message: str, tolerance: float = 0.0) -> None:
     for name, value in expected.items():
-        error = float((found[name] - value).abs().max())
+        error = float((actual[name] - value).abs().max())
         _expect(error <= tolerance, f"{message}: {name} differs by {error:.2e}")
 
 
@@ -169,15 +169,17 @@ def _check_blocks(factory: Factory) -> None:
 
 def _check_own_backward(factory: Factory) -> None:
     runs = []
-    for own in (False, True):
+    for backward_inside in (False, True):
         net, x, y = _make()
         opt = factory(net, _N)
 
-        def closure(net: nn.Module = net, opt: Any = opt, x: Tensor = x, y: Tensor = y, own: bool = own) -> Tensor:
-            if own:
+        def closure(
+            net: nn.Module = net, opt: Any = opt, x: Tensor = x, y: Tensor = y, backward_inside: bool = backward_inside
+        ) -> Tensor:
+            if backward_inside:
                 opt.zero_grad()
             loss = F.cross_entropy(net(x), y)
-            if own:
+            if backward_inside:
                 loss.backward()
                 return loss.detach()
             return loss
@@ -217,13 +219,13 @@ def _in_block(opt: Any, action: Callable[[], Any]) -> None:
 def _check_leaves_alone(factory: Factory) -> None:
     net, x, y = _make()
     opt = factory(net, _N)
-    kept = torch.ones_like(net.first.weight)
-    net.first.weight.grad = kept
+    gradient = torch.ones_like(net.first.weight)
+    net.first.weight.grad = gradient
     state = torch.get_rng_state()
     with warnings.catch_warnings():  # that the gradient is not used is said once, or not at all
         warnings.simplefilter("ignore", StatisticalWarning)
         _train(opt, net, x, y, 3)
-    _expect(net.first.weight.grad is kept and bool((kept == 1).all()), "step(closure) changed .grad")
+    _expect(net.first.weight.grad is gradient and bool((gradient == 1).all()), "step(closure) changed .grad")
     _expect(bool(torch.equal(state, torch.get_rng_state())), "the global random state was touched")
     _expect(all(not m._forward_hooks for m in net.modules()), "hooks were left on the model")
 
@@ -262,8 +264,10 @@ def _check_extras(factory: Factory) -> None:
 
     loss, out = opt.step(closure)
     _expect(out.shape == (_N, 4) and loss.numel() == 1 and not loss.requires_grad, "extra outputs of a tuple were lost")
-    found = opt.step(lambda: {"loss": closure()[0], "accuracy": 0.5})
-    _expect(found["accuracy"] == 0.5 and math.isfinite(float(found["loss"])), "extra outputs of a mapping were lost")
+    returned = opt.step(lambda: {"loss": closure()[0], "accuracy": 0.5})
+    _expect(
+        returned["accuracy"] == 0.5 and math.isfinite(float(returned["loss"])), "extra outputs of a mapping were lost"
+    )
 
 
 def _check_not_finite(factory: Factory) -> None:

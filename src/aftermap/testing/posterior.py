@@ -131,18 +131,18 @@ def _close(what: str, got: Tensor, wanted: Tensor, tolerance: float) -> None:
 def _check_names(posterior: Posterior, generator: torch.Generator) -> None:
     names = list(posterior.names)
     one = {n: torch.zeros(s, dtype=torch.float64) for n, s in posterior.shapes.items()}
-    found = {
+    results = {
         "mean": posterior.mean,
         "precision_mv": posterior.precision_mv(one),
         "covariance_mv": posterior.covariance_mv(one),
         "marginal_variance": posterior.marginal_variance(),
         "sample": posterior.sample(2, generator),
     }
-    for what, values in found.items():
+    for what, values in results.items():
         if list(values) != names:
             raise AssertionError(f"{what} has the names {list(values)}, the posterior {names}")
     for name, shape in posterior.shapes.items():
-        drawn = found["sample"][name]
+        drawn = results["sample"][name]
         if tuple(drawn.shape) != (2, *shape) or drawn.dtype != posterior.mean[name].dtype:
             raise AssertionError(f"two samples of {name} {shape} are {drawn.dtype} {tuple(drawn.shape)}")
 
@@ -191,8 +191,8 @@ def _check_densities(posterior: Posterior, truth: Tensor, generator: torch.Gener
         # Steps of one standard deviation, or the energy drowns everything else.
         step = _normal((*lead, posterior.n_params), generator) @ torch.linalg.cholesky(torch.linalg.inv(truth)).T
         values = mean + step
-        found = posterior.log_prob(_split(values, posterior))
-        _close(f"log_prob for leading dimensions {list(lead)}", found, normal.log_prob(values), tolerance)
+        actual = posterior.log_prob(_split(values, posterior))
+        _close(f"log_prob for leading dimensions {list(lead)}", actual, normal.log_prob(values), tolerance)
     if isinstance(posterior, GaussianPosterior):
         prior = posterior.prior.vector(posterior.names).detach().cpu()
         _close(
@@ -220,19 +220,21 @@ def _check_samples(posterior: Posterior, truth: Tensor, generator: torch.Generat
 
 def _check_effective(posterior: GaussianPosterior, covariance: Tensor, tolerance: float) -> None:
     prior = posterior.prior.vector(posterior.names).detach().cpu()
-    each = _split(1 - prior * covariance.diagonal(), posterior)
-    found = posterior.effective_parameters()
-    if list(found) != list(posterior.layers):
+    expected = _split(1 - prior * covariance.diagonal(), posterior)
+    actual = posterior.effective_parameters()
+    if list(actual) != list(posterior.layers):
         raise AssertionError(
-            f"effective_parameters has the layers {list(found)}, the posterior {list(posterior.layers)}"
+            f"effective_parameters has the layers {list(actual)}, the posterior {list(posterior.layers)}"
         )
     for layer, names in posterior.layers.items():
-        wanted = sum(float(each[n].sum()) for n in names)
+        wanted = sum(float(expected[n].sum()) for n in names)
         size = sum(posterior.mean[n].numel() for n in names)
-        if not abs(found[layer] - wanted) <= tolerance * size:
-            raise AssertionError(f"effective_parameters of {layer}: {found[layer]:.6g}, but P − tr(P₀Σ) = {wanted:.6g}")
-        if not -tolerance * size <= found[layer] <= size * (1 + tolerance):
-            raise AssertionError(f"effective_parameters of {layer}: {found[layer]:.6g} is not within 0 and {size}")
+        if not abs(actual[layer] - wanted) <= tolerance * size:
+            raise AssertionError(
+                f"effective_parameters of {layer}: {actual[layer]:.6g}, but P − tr(P₀Σ) = {wanted:.6g}"
+            )
+        if not -tolerance * size <= actual[layer] <= size * (1 + tolerance):
+            raise AssertionError(f"effective_parameters of {layer}: {actual[layer]:.6g} is not within 0 and {size}")
 
 
 def _check_with_prior(posterior: GaussianPosterior, tolerance: float) -> None:

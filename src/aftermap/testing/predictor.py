@@ -41,11 +41,11 @@ class ModelSnapshot:
     @staticmethod
     def of(model: nn.Module) -> ModelSnapshot:
         """The state of a model now."""
-        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         parameters = dict(model.named_parameters())
         modules = dict(model.named_modules())
         return ModelSnapshot(
-            {n: (id(t), t.detach().clone()) for n, t in held.items()},
+            {n: (id(t), t.detach().clone()) for n, t in tensors.items()},
             {n: None if p.grad is None else (id(p.grad), p.grad.detach().clone()) for n, p in parameters.items()},
             {n: p.requires_grad for n, p in parameters.items()},
             {n: m.training for n, m in modules.items()},
@@ -106,7 +106,7 @@ def check_predictor(predictor: Any, x: Tensor, *, differentiable: bool = True) -
     the uncertainty are not negative and add up; a generator with the same seed gives the same answer and PyTorch's own
     generator is left alone; the model is left alone, bit by bit; no autograd graph unless asked for, and then the right
     gradient in x (against a central difference); one input alone gives what it gave among others, where no samples are drawn;
-    inputs that are not finite are refused.
+    inputs that are not finite are refused, and so is an option that ``predict`` does not have.
 
     Args:
         predictor: anything with ``predict(x, generator=...)`` and, unless ``differentiable`` is False, ``differentiable=True``.
@@ -124,15 +124,16 @@ def check_predictor(predictor: Any, x: Tensor, *, differentiable: bool = True) -
     _check_leaves_alone(predictor, x)
     _check_alone(predictor, x)
     _check_bad_input(predictor, x)
+    _check_unknown_option(predictor, x)
     if differentiable:
         _check_gradient(predictor, x)
 
 
 def _predict(predictor: Any, x: Tensor, seed: int = _SEED, **options: Any) -> Prediction:
-    found = predictor.predict(x, generator=torch.Generator().manual_seed(seed), **options)
-    if not isinstance(found, Prediction):
-        raise AssertionError(f"predict must return a Prediction, got {type(found).__name__}")
-    return found
+    prediction = predictor.predict(x, generator=torch.Generator().manual_seed(seed), **options)
+    if not isinstance(prediction, Prediction):
+        raise AssertionError(f"predict must return a Prediction, got {type(prediction).__name__}")
+    return prediction
 
 
 def _require(condition: bool, message: str) -> None:
@@ -141,22 +142,31 @@ def _require(condition: bool, message: str) -> None:
 
 
 def _check_form(predictor: Any, x: Tensor) -> None:
-    found = _predict(predictor, x)
-    _require(len(found) == len(x), f"{len(x)} inputs gave {len(found)} predictions")
-    parts = {"mean": found.mean, "epistemic": found.epistemic, "aleatoric": found.aleatoric, "total": found.total}
+    prediction = _predict(predictor, x)
+    _require(len(prediction) == len(x), f"{len(x)} inputs gave {len(prediction)} predictions")
+    parts = {
+        "mean": prediction.mean,
+        "epistemic": prediction.epistemic,
+        "aleatoric": prediction.aleatoric,
+        "total": prediction.total,
+    }
     for name, value in parts.items():
         _require(bool(value.isfinite().all()), f"{name} is not finite")
         _require(not value.requires_grad, f"{name} has an autograd graph that nobody asked for")
         if name != "mean":
             _require(float(value.min()) >= -1e-9, f"{name} is negative: {float(value.min()):g}")
-    torch.testing.assert_close(found.epistemic + found.aleatoric, found.total, msg="the parts do not add up to total")
-    if found.kind in ("classification", "binary"):
-        inside = bool((found.mean >= 0).all() and (found.mean <= 1 + 1e-9).all())
+    torch.testing.assert_close(
+        prediction.epistemic + prediction.aleatoric, prediction.total, msg="the parts do not add up to total"
+    )
+    if prediction.kind in ("classification", "binary"):
+        inside = bool((prediction.mean >= 0).all() and (prediction.mean <= 1 + 1e-9).all())
         _require(inside, "the mean is not made of probabilities")
-    if found.kind == "classification":
-        sums = found.mean.sum(-1)
+    if prediction.kind == "classification":
+        sums = prediction.mean.sum(-1)
         torch.testing.assert_close(sums, torch.ones_like(sums), msg="probabilities do not sum to one")
-        _require(float(found.total.max()) <= math.log(found.mean.shape[-1]) + 1e-9, "an entropy exceeds log C")
+        _require(
+            float(prediction.total.max()) <= math.log(prediction.mean.shape[-1]) + 1e-9, "an entropy exceeds log C"
+        )
 
 
 def _check_repeats(predictor: Any, x: Tensor) -> None:
@@ -196,13 +206,22 @@ def _check_bad_input(predictor: Any, x: Tensor) -> None:
     raise AssertionError("inputs that are NaN must raise an InputError (DataError)")
 
 
+def _check_unknown_option(predictor: Any, x: Tensor) -> None:
+    """A misspelt option must not be swallowed: the answer would be another one than the user asked for."""
+    try:
+        predictor.predict(x, no_such_option=1)
+    except (TypeError, InputError):
+        return
+    raise AssertionError("predict must refuse an option that it does not have; name its arguments instead of **options")
+
+
 def _check_gradient(predictor: Any, x: Tensor) -> None:
     """The derivative of the summed log of the mean along a random direction, for the same samples."""
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(_SEED), dtype=x.dtype)
 
     def value(inputs: Tensor, **options: Any) -> Tensor:
-        found = _predict(predictor, inputs, **options).mean
-        return (found.square() + found).sum()
+        mean = _predict(predictor, inputs, **options).mean
+        return (mean.square() + mean).sum()
 
     point = x.clone().requires_grad_()
     answer = value(point, differentiable=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aftermap.errors import InputError, ShapeError
+from aftermap import checks
+from aftermap.errors import ShapeError
 from aftermap.progress import progress as progress_bar
 
 __all__ = ["CalibrationRanks", "simulation_based_calibration"]
@@ -104,8 +105,7 @@ def simulation_based_calibration(
     >>> found.p_value().item() > 0.05
     True
     """
-    if runs < 10 or n_samples < 1:
-        raise InputError(f"calibration needs at least 10 runs and a sample, got runs={runs} and n_samples={n_samples}")
+    runs, n_samples = checks.count("runs", runs, 10), checks.count("n_samples", n_samples)
     source = generator
     if source is None:  # a private one, seeded from the default one
         source = torch.Generator().manual_seed(int(torch.randint(2**62, (1,))))

@@ -50,14 +50,14 @@ def reliability(curves: Mapping[str, Any], *, counts: bool = True, ax: Any = Non
     >>> ax.get_xlabel(), len(ax.child_axes)
     ('confidence', 1)
     """
-    found = named_curves(curves, ("confidence", "accuracy", "count"), finite=False)
+    columns = named_curves(curves, ("confidence", "accuracy", "count"), finite=False)
     ax = axes(ax, height=3.1 if ax is None else None)
     _diagonal(ax)
     ax.set_xlim(0, 1.02)  # room for the last bin's marker
     strip = ax.inset_axes([0.0, 1.03, 1.0, 0.17]) if counts else None
-    width = 0.8 / (len(next(iter(found.values()))["count"]) * len(found))
+    width = 0.8 / (len(next(iter(columns.values()))["count"]) * len(columns))
     top = 1.0
-    for i, (name, curve) in enumerate(found.items()):
+    for i, (name, curve) in enumerate(columns.items()):
         full = (curve["count"] > 0) & np.isfinite(curve["accuracy"])
         place, rate, count = (curve[c][full] for c in ("confidence", "accuracy", "count"))
         low, high = _wilson(rate, count)
@@ -76,10 +76,10 @@ def reliability(curves: Mapping[str, Any], *, counts: bool = True, ax: Any = Non
         )
         if strip is not None:
             bins = (np.arange(len(curve["count"])) + 0.5) / len(curve["count"])
-            offset = (i - (len(found) - 1) / 2) * width
+            offset = (i - (len(columns) - 1) / 2) * width
             strip.bar(bins + offset, np.nan_to_num(curve["count"]), width, color=color_of(i), linewidth=0)
             top = max(top, float(np.nanmax(curve["count"])))
-    finish(ax, title=title, x="confidence", y="share of right answers", legend=len(found) > 1)
+    finish(ax, title=title, x="confidence", y="share of right answers", legend=len(columns) > 1)
     if strip is not None:
         strip.set(xlim=(0, 1.02), ylim=(0, top), xticks=[], yticks=[top], yticklabels=[f"{top:,.0f}"])
         finish(strip, y="count")
@@ -105,11 +105,11 @@ def interval_calibration(curves: Mapping[str, Any], *, ax: Any = None, title: st
     >>> interval_calibration({"level": [0.0, 0.5, 1.0], "coverage": [0.0, 0.6, 1.0]}).get_xlabel()
     'promised share'
     """
-    found = named_curves(curves, ("level", "coverage"))
+    columns = named_curves(curves, ("level", "coverage"))
     ax = axes(ax, height=3.0 if ax is None else None)
     _diagonal(ax)
-    for i, (name, curve) in enumerate(found.items()):
+    for i, (name, curve) in enumerate(columns.items()):
         level, inside = curve["level"], curve["coverage"]
         ax.fill_between(level, level, inside, color=color_of(i), alpha=0.12, linewidth=0)
         ax.plot(level, inside, color=color_of(i), linestyle=dash_of(i), linewidth=1.4, label=legend_label(name) or "_")
-    return finish(ax, title=title, x="promised share", y="share of targets inside", legend=any(found))
+    return finish(ax, title=title, x="promised share", y="share of targets inside", legend=any(columns))

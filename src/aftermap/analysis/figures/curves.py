@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aftermap import checks
 from aftermap.analysis.figures.style import (
     INK,
     Array,
@@ -45,12 +46,12 @@ _ATTACK_MARKERS = ("o", "s", "^", "D")
 
 
 def _deviation(name: str, values: Any, like: Any) -> Any:
-    found = as_array(name, values)
-    if found.shape != like.shape:
-        raise ShapeError(f"{name} must have one number per point, got {len(found)} for {len(like)}")
-    if bool((found < 0).any()):
+    array = as_array(name, values)
+    if array.shape != like.shape:
+        raise ShapeError(f"{name} must have one number per point, got {len(array)} for {len(like)}")
+    if bool((array < 0).any()):
         raise DataError(f"{name} holds a negative number; pass standard deviations, the roots of variances")
-    return found
+    return array
 
 
 def regression_band(
@@ -94,8 +95,7 @@ def regression_band(
     >>> len(ax.collections)
     2
     """
-    if isinstance(deviations, bool) or not isinstance(deviations, int) or deviations < 1:
-        raise InputError(f"deviations must be a whole number of at least 1, got {deviations!r}")
+    deviations = checks.count("deviations", deviations)
     points = as_array("x", x)
     order = np.argsort(points, kind="stable")
     points = points[order]
@@ -366,8 +366,8 @@ def evidence_curve(
     ax = axes(ax)
     if log:
         ax.set_xscale("log")
-    for i, (name, given) in enumerate(curves.items()):
-        heights = as_array(f"evidence {name}".strip(), given, finite=False)
+    for i, (name, numbers) in enumerate(curves.items()):
+        heights = as_array(f"evidence {name}".strip(), numbers, finite=False)
         if heights.shape != places.shape:
             raise ShapeError(f"evidence {name!r} must have one number per value, got {len(heights)} for {len(places)}")
         heights = np.where(np.isfinite(heights), heights, np.nan)
@@ -428,8 +428,8 @@ def training_history(
     if not isinstance(history, Mapping) or not history:
         raise InputError("history must be a mapping: name -> one number per step")
     ax = axes(ax)
-    for i, (name, given) in enumerate(history.items()):
-        heights = as_array(name, given, finite=False)
+    for i, (name, numbers) in enumerate(history.items()):
+        heights = as_array(name, numbers, finite=False)
         places = np.arange(1, len(heights) + 1) if steps is None else as_array("steps", steps)
         if len(places) < len(heights):
             raise InputError(f"{name!r} has {len(heights)} numbers, but there are {len(places)} steps")
@@ -472,11 +472,10 @@ def attack_curves(
     >>> attack_curves({"steps": [0.0, 0.1], "accuracy": [0.9, 0.2]}).get_ylabel()
     'accuracy under attack'
     """
-    if quantity not in ATTACK_QUANTITIES:
-        raise InputError(f"quantity is {quantity!r}, but must be one of {', '.join(map(repr, ATTACK_QUANTITIES))}")
-    found = named_curves(curves, ("steps", quantity))
+    checks.choice("quantity", quantity, ATTACK_QUANTITIES)
+    columns = named_curves(curves, ("steps", quantity))
     ax = axes(ax)
-    for i, (name, curve) in enumerate(found.items()):
+    for i, (name, curve) in enumerate(columns.items()):
         ax.plot(
             curve["steps"],
             curve[quantity],
@@ -489,7 +488,7 @@ def attack_curves(
             label=legend_label(name) or "_",
         )
     ax.set_ylim(bottom=0, top=None if quantity == "entropy" else 1.02)
-    return finish(ax, title=title, x=strength, y=ATTACK_QUANTITIES[quantity], legend=any(found))
+    return finish(ax, title=title, x=strength, y=ATTACK_QUANTITIES[quantity], legend=any(columns))
 
 
 def risk_coverage(
@@ -521,12 +520,12 @@ def risk_coverage(
     >>> ax.get_ylabel()
     'error rate of the answers'
     """
-    if operating is not None and not 0 < operating <= 1:
-        raise InputError(f"operating must be a coverage in (0, 1], got {operating!r}. Write 80 % as 0.8")
-    found = named_curves(curves, ("coverage", "risk"))
+    if operating is not None:
+        operating = checks.fraction("operating", operating, one=True, advice="Write a coverage of 80 % as 0.8")
+    columns = named_curves(curves, ("coverage", "risk"))
     ax = axes(ax)
     top = 0.0
-    for i, (name, curve) in enumerate(found.items()):
+    for i, (name, curve) in enumerate(columns.items()):
         ax.plot(
             curve["coverage"],
             curve["risk"],
@@ -538,14 +537,14 @@ def risk_coverage(
         # The first few answers are too few for a mean: they must not set the scale.
         top = max(top, float(curve["risk"][curve["coverage"] >= 0.1].max(initial=0.0)))
     if operating is not None:
-        curve = next(iter(found.values()))
+        curve = next(iter(columns.values()))
         risk = float(np.interp(operating, curve["coverage"], curve["risk"]))
         ax.axvline(operating, color=INK, linewidth=0.6, linestyle=(0, (2, 2)))
         ax.plot([operating], [risk], "o", color=color_of(0), markersize=5, markeredgecolor="white", zorder=5)
     ax.set(xlim=(0, 1), ylim=(0, 1.12 * top if top > 0 else 1.0))
     for axis in (ax.xaxis, ax.yaxis) if percent else (ax.xaxis,):
         axis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
-    finish(ax, title=title, x="coverage: share of inputs answered", y=loss, legend=any(found))
-    if any(found) and percent:
+    finish(ax, title=title, x="coverage: share of inputs answered", y=loss, legend=any(columns))
+    if any(columns) and percent:
         ax.get_legend().set_loc("upper left")  # error rates are low where coverage is
     return ax

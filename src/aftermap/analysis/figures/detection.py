@@ -41,9 +41,9 @@ def inverse_ecdf(curves: Mapping[str, Any], *, score: str = "entropy (nats)", ax
     >>> inverse_ecdf({"threshold": [0.0, 1.0], "share_above": [0.5, 0.0]}).get_xlabel()
     'entropy (nats)'
     """
-    found = named_curves(curves, ("threshold", "share_above"))
+    columns = named_curves(curves, ("threshold", "share_above"))
     ax = axes(ax)
-    for i, (name, curve) in enumerate(found.items()):
+    for i, (name, curve) in enumerate(columns.items()):
         ax.plot(
             curve["threshold"],
             curve["share_above"],
@@ -54,8 +54,8 @@ def inverse_ecdf(curves: Mapping[str, Any], *, score: str = "entropy (nats)", ax
             label=legend_label(name) or "_",
         )
     ax.set(ylim=(0, 1.02))
-    ax.set_xlim(left=min(0.0, *(float(c["threshold"].min()) for c in found.values())))
-    return finish(ax, title=title, x=score, y="share of inputs above", legend=any(found))
+    ax.set_xlim(left=min(0.0, *(float(c["threshold"].min()) for c in columns.values())))
+    return finish(ax, title=title, x=score, y="share of inputs above", legend=any(columns))
 
 
 def _outside(outside: Mapping[str, Any]) -> dict[str, Array]:

@@ -150,16 +150,16 @@ def named_curves(
     if not isinstance(curves, Mapping) or not curves:
         raise InputError(f"a figure needs a mapping with the columns {', '.join(columns)}, or several of them by name")
     several = {"": curves} if all(c in curves for c in columns) else curves
-    found: dict[str, dict[str, Array]] = {}
+    arrays: dict[str, dict[str, Array]] = {}
     for name, curve in several.items():
         missing = [c for c in columns if not isinstance(curve, Mapping) or c not in curve]
         if missing:
             raise InputError(f"the curve {name!r} lacks {', '.join(missing)}; it needs {', '.join(columns)}")
-        found[name] = {c: as_array(f"{name} {c}".strip(), curve[c], finite=finite) for c in columns}
-        lengths = {c: len(v) for c, v in found[name].items()}
+        arrays[name] = {c: as_array(f"{name} {c}".strip(), curve[c], finite=finite) for c in columns}
+        lengths = {c: len(v) for c, v in arrays[name].items()}
         if len(set(lengths.values())) > 1:
             raise ShapeError(f"the columns of the curve {name!r} must have one length, got {lengths}")
-    return found
+    return arrays
 
 
 def color_of(index: int) -> str:

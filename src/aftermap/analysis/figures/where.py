@@ -81,8 +81,8 @@ def layer_shares(
             bar.set(hatch="////", edgecolor="white", linewidth=0.0)
         ax.axvline(0.0, color=INK, linewidth=0.6)
     if parameters is not None:
-        own = as_array("parameters", parameters)
-        ax.plot(own, place - shift, "o", mfc="white", mec=INK, ms=4, mew=0.9, label="share of weights")
+        sizes = as_array("parameters", parameters)
+        ax.plot(sizes, place - shift, "o", mfc="white", mec=INK, ms=4, mew=0.9, label="share of weights")
     top = float(max(values.max(), 0.0 if parameters is None else np.max(parameters)))
     for y, value in zip(place - shift, values, strict=True):
         ax.annotate(
@@ -217,55 +217,55 @@ def layer_calibration(
 # From a result of `where` to a Figure.
 
 
-def _layers(found: Any, **options: Any) -> Any:
-    total = sum(k.n_parameters for k in found.layers)
+def _layers(where: Any, **options: Any) -> Any:
+    total = sum(k.n_parameters for k in where.layers)
     return layer_shares(
-        found.layer_names,
-        [k.predictive_share for k in found.layers],
-        cross=[k.cross_share for k in found.layers] if found.crosses else None,
-        parameters=[k.n_parameters / total for k in found.layers],
+        where.layer_names,
+        [k.predictive_share for k in where.layers],
+        cross=[k.cross_share for k in where.layers] if where.crosses else None,
+        parameters=[k.n_parameters / total for k in where.layers],
         **options,
     ).figure
 
 
-def _filters(found: Any, layer: str | None = None, **options: Any) -> Any:
+def _filters(where: Any, layer: str | None = None, **options: Any) -> Any:
     """By default the first convolution; without one, the first dense layer."""
     if layer is None:
-        kinds = {k.name: k.layer.kind for k in found.layers}
-        layer = next((n for n, kind in kinds.items() if kind.startswith("Conv")), found.layer_names[0])
-    maps = [m for m in found.weights(layer) if m.value.dim() >= 2]
+        kinds = {k.name: k.layer.kind for k in where.layers}
+        layer = next((n for n, kind in kinds.items() if kind.startswith("Conv")), where.layer_names[0])
+    maps = [m for m in where.weights(layer) if m.value.dim() >= 2]
     if not maps:
         raise InputError(f"layer {layer!r} has no weight of two or more dimensions, so there is no filter to draw")
-    units = next((u for u in found[layer].weights.units if maps[0].name in u.parameters), None)
+    units = next((u for u in where[layer].weights.units if maps[0].name in u.parameters), None)
     contraction = None if units is None or maps[0].transposed else units.contraction
     options.setdefault("title", f"layer {layer}")
     return filter_maps(maps[0].value, maps[0].deviation, contraction=contraction, **options)
 
 
-def _weights(found: Any, **options: Any) -> Any:
-    contraction = {k.name: k.weights.contraction_counts for k in found.layers}
-    snr = {k.name: k.weights.snr_counts for k in found.layers}
+def _weights(where: Any, **options: Any) -> Any:
+    contraction = {k.name: k.weights.contraction_counts for k in where.layers}
+    snr = {k.name: k.weights.snr_counts for k in where.layers}
     return weight_histograms(contraction, snr, CONTRACTION_EDGES, SNR_EDGES, **options)
 
 
-def _classes(found: Any, **options: Any) -> Any:
-    if found.classes.covariance is None:
-        raise InputError(f"covariances of {len(found.classes.labels)} outputs were not taken: there are too many")
-    return class_matrix(found.classes.covariance, found.classes.labels, **options).figure
+def _classes(where: Any, **options: Any) -> Any:
+    if where.classes.covariance is None:
+        raise InputError(f"covariances of {len(where.classes.labels)} outputs were not taken: there are too many")
+    return class_matrix(where.classes.covariance, where.classes.labels, **options).figure
 
 
-def _pairs(found: Any, **options: Any) -> Any:
-    if found.classes.pairs is None:
+def _pairs(where: Any, **options: Any) -> Any:
+    if where.classes.pairs is None:
         raise InputError("there are no pairs of true and predicted classes: this needs labels, one per input")
     options = {"title": "epistemic uncertainty (nats)", "x": "predicted", "y": "true", "signed": False, **options}
-    names = found.classes.labels
-    names = names if len(names) == len(found.classes.pairs) else ("0", "1")
-    return class_matrix(found.classes.pairs, names, **options).figure
+    names = where.classes.labels
+    names = names if len(names) == len(where.classes.pairs) else ("0", "1")
+    return class_matrix(where.classes.pairs, names, **options).figure
 
 
-def _captions(found: Any) -> list[str]:
+def _captions(where: Any) -> list[str]:
     """True class → predicted class, or the answer ± its deviation."""
-    inputs, names = found.inputs, found.classes.labels
+    inputs, names = where.inputs, where.classes.labels
     predictions = inputs.predictions
     known = [t.reshape(-1)[0].item() if getattr(t, "numel", lambda: 0)() == 1 else None for t in inputs.targets]
     if predictions.kind == "classification" and predictions.mean.dim() == 2:
@@ -283,20 +283,20 @@ def _arrow(true: str, answer: str) -> str:
     return f"{short_name(true, 13)}{gap}→ {short_name(answer, 13)}"
 
 
-def _inputs(found: Any, **options: Any) -> Any:
-    options.setdefault("unit", "nats" if found.kind in ("classification", "binary") else "(variance)")
-    inputs = found.inputs
-    return uncertain_inputs(inputs.inputs, inputs.epistemic, inputs.aleatoric, _captions(found), **options)
+def _inputs(where: Any, **options: Any) -> Any:
+    options.setdefault("unit", "nats" if where.kind in ("classification", "binary") else "(variance)")
+    inputs = where.inputs
+    return uncertain_inputs(inputs.inputs, inputs.epistemic, inputs.aleatoric, _captions(where), **options)
 
 
-def _saliency(found: Any, **options: Any) -> Any:
-    if found.inputs.saliency is None:
+def _saliency(where: Any, **options: Any) -> Any:
+    if where.inputs.saliency is None:
         raise InputError("no saliency maps were made; ask for them: where(predictor, loader, saliency=True)")
-    return saliency_maps(found.inputs.inputs, found.inputs.saliency, _captions(found), **options)
+    return saliency_maps(where.inputs.inputs, where.inputs.saliency, _captions(where), **options)
 
 
-def _calibration(found: Any, **options: Any) -> Any:
-    columns = found.table("calibration")
+def _calibration(where: Any, **options: Any) -> Any:
+    columns = where.table("calibration")
     names = ("layer", "measured", "standard error", "linearised", "½γ")
     return layer_calibration(*(columns[n] for n in names), **options).figure
 
@@ -314,12 +314,12 @@ _DRAWN: dict[str, Callable[..., Any]] = {
 FIGURES = tuple(_DRAWN)
 
 
-def draw(name: str, found: Any, **options: Any) -> Any:
-    """One of `FIGURES` from a result of `where`: a Figure.
+def draw(name: str, where: Any, **options: Any) -> Any:
+    """Draws one of `FIGURES` from a result of `where` and returns the matplotlib Figure.
 
     Args:
-        name: which.
-        found: the result.
-        options: of the drawing function.
+        name: Which of `FIGURES` is drawn.
+        where: The result of `where`.
+        options: Further arguments of the function that draws this figure.
     """
-    return _DRAWN[name](found, **options)
+    return _DRAWN[name](where, **options)

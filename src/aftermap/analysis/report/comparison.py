@@ -252,11 +252,11 @@ def _problems(
     bayesian: Results, map: Results, accuracy_drop: float, underconfidence: float, nll_rise: float | None
 ) -> list[str]:
     ours, theirs = bayesian.metrics, map.metrics
-    found = []
+    problems = []
     if "accuracy" in ours and "accuracy" in theirs:
         fall = theirs["accuracy"].value - ours["accuracy"].value
         if fall > accuracy_drop and fall > _TWO_SIDED * (paired_error("correct", bayesian, map) or 0.0):
-            found.append(f"accuracy {_change(theirs['accuracy'].value, ours['accuracy'].value, 'percent')}")
+            problems.append(f"accuracy {_change(theirs['accuracy'].value, ours['accuracy'].value, 'percent')}")
     if "nll" in ours and "nll" in theirs:
         before, after = theirs["nll"].value, ours["nll"].value
         classes = bayesian.kind in ("classification", "binary")
@@ -264,13 +264,13 @@ def _problems(
         chance = _TWO_SIDED * (paired_error("nll", bayesian, map) or 0.0)
         # Not "after − before > …": a number that is not finite must be a problem, too.
         if not after - before <= max(allowed, chance):
-            found.append(f"negative log-likelihood {_change(before, after, 'nats')}")
+            problems.append(f"negative log-likelihood {_change(before, after, 'nats')}")
     name = "signed_calibration_error"
     if name in ours and name in theirs:
         before, after = theirs[name].value, ours[name].value
         if -after > underconfidence + max(0.0, -before):
-            found.append(f"confidence {-100 * after:.1f}\u00a0% below accuracy")
-    return found
+            problems.append(f"confidence {-100 * after:.1f}\u00a0% below accuracy")
+    return problems
 
 
 def _change(before: float, after: float, form: str) -> str:
@@ -316,8 +316,8 @@ def _headline(rows: dict[str, Row]) -> str:
         return f"{start}, within the tolerance."
     if not gains:
         return "As good as the network alone, and not better by more than chance."
-    kept = rows.get("accuracy")
-    return f"{_capital(_join(gains))}{', at the same accuracy' if kept is not None and kept.mark == 'same' else ''}."
+    accuracy = rows.get("accuracy")
+    return f"{_capital(_join(gains))}{', at the same accuracy' if accuracy is not None and accuracy.mark == 'same' else ''}."
 
 
 def _capital(text: str) -> str:
@@ -343,15 +343,15 @@ def _numbers(rows: dict[str, Row]) -> str:
 
 
 def _detections(rows: dict[str, Row], *, compared: bool) -> list[str]:
-    found = []
+    changes = []
     for name, row in rows.items():
         if not name.endswith("/auroc") or row.bayesian is None:
             continue
         data = name.rpartition("/")[0].rpartition("/")[0]
         after = row.text("bayesian")
         before = row.text("map") if compared else after
-        found.append(f"{data} {after if before == after else f'{before} → {after}'}")
-    return [f"AUROC of unusual data: {', '.join(found)}."] if found else []
+        changes.append(f"{data} {after if before == after else f'{before} → {after}'}")
+    return [f"AUROC of unusual data: {', '.join(changes)}."] if changes else []
 
 
 def _alone(results: Results, rows: dict[str, Row]) -> str:

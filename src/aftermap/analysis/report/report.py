@@ -106,9 +106,9 @@ def render_report(
     most_uncertain: int = 12,
 ) -> str:
     """The text of the report; the arguments are those of `write_report`."""
-    for name, given in (("bayesian", bayesian), ("map", map)):
-        if not isinstance(given, Results) and not (given is None and name == "map"):
-            raise InputError(f"{name} must be Results, as evaluate() returns them, got {type(given).__name__}")
+    for name, results in (("bayesian", bayesian), ("map", map)):
+        if not isinstance(results, Results) and not (results is None and name == "map"):
+            raise InputError(f"{name} must be Results, as evaluate() returns them, got {type(results).__name__}")
     # What may be refused comes first: drawing takes a second.
     check_where(where)
     rows = comparison(bayesian, map)

@@ -151,13 +151,13 @@ def calibration(bayesian: Results, map: Results | None) -> Section | None:
     named = _by_name(bayesian, map)
     if bayesian.kind in _CLASSES:
         return _class_calibration(bayesian, named)
-    found = _curves(named, "interval_calibration")
+    curves = _curves(named, "interval_calibration")
     pictures = []
-    if found:
-        areas = [f"{name} {r.metrics['miscalibration_area'].value:.3f}" for name, r in named.items() if name in found]
+    if curves:
+        areas = [f"{name} {r.metrics['miscalibration_area'].value:.3f}" for name, r in named.items() if name in curves]
         pictures.append(
             picture(
-                figures.interval_calibration(found, ax=figures.axes(height=_HEIGHT)),
+                figures.interval_calibration(curves, ax=figures.axes(height=_HEIGHT)),
                 "calibration",
                 "Share of targets inside the central interval, over the share that the interval promises. On the diagonal a 90\u00a0% "
                 "interval holds 90\u00a0% of the targets; under it intervals are too narrow, above it too wide.",
@@ -196,20 +196,20 @@ def calibration(bayesian: Results, map: Results | None) -> Section | None:
 
 
 def _class_calibration(bayesian: Results, named: Mapping[str, Results]) -> Section | None:
-    found = _curves(named, "reliability")
+    curves = _curves(named, "reliability")
     notes, pictures = [], []
     for name, r in named.items():
         off = r.metrics.get("signed_calibration_error")
         if off is not None and math.isfinite(off.value):
-            way = "above" if off.value > 0 else "below"
-            notes.append(f"{name}: mean confidence {abs(100 * off.value):.1f}\u00a0% {way} accuracy.")
-    if found:
+            direction = "above" if off.value > 0 else "below"
+            notes.append(f"{name}: mean confidence {abs(100 * off.value):.1f}\u00a0% {direction} accuracy.")
+    if curves:
         errors = [
             f"{name} {written(r.metrics['ece'].value, 'percent')}" for name, r in named.items() if "ece" in r.metrics
         ]
         pictures.append(
             picture(
-                figures.reliability(found, ax=figures.axes(height=_HEIGHT)),
+                figures.reliability(curves, ax=figures.axes(height=_HEIGHT)),
                 "calibration",
                 "Share of right answers over confidence; under the diagonal answers are overconfident. Bars: 95\u00a0% intervals. "
                 "Strip above: number of answers in each bin.",
@@ -289,10 +289,12 @@ def detection(bayesian: Results, map: Results | None, limit: float | None = None
     known = {name: {d: column(r, score, d) for d in ("test", *bayesian.ood)} for name, r in named.items()}
     known = {name: sets for name, sets in known.items() if all(v is not None for v in sets.values())}
     pictures = _histograms(known, score, limit, ours)
-    found = {d: bayesian.curves[f"entropy/{d}"] for d in ("test", *bayesian.ood) if f"entropy/{d}" in bayesian.curves}
-    if found:
+    entropies = {
+        d: bayesian.curves[f"entropy/{d}"] for d in ("test", *bayesian.ood) if f"entropy/{d}" in bayesian.curves
+    }
+    if entropies:
         caption = f"{ours}: share of each set whose entropy lies above a threshold."
-        drawn = figures.inverse_ecdf(found, ax=figures.axes(height=_HEIGHT))
+        drawn = figures.inverse_ecdf(entropies, ax=figures.axes(height=_HEIGHT))
         pictures.append(picture(drawn, "above", caption, caption))
     if ours in known:
         areas = ", ".join(f"{d} {bayesian.ood[d][score]['auroc'].value:.3f}" for d in bayesian.ood)
@@ -339,12 +341,12 @@ def _histograms(known: Mapping[str, Mapping[str, Any]], score: str, limit: float
             ax=figures.axes(height=_HEIGHT),
         )
     top = max(ax.get_ylim()[1] for ax in drawn.values())
-    found = []
+    pictures = []
     for number, (name, ax) in enumerate(drawn.items()):
         ax.set(xlim=(every.min() - margin, every.max() + margin), ylim=(0, top))
         caption = f"{name}: {score} of the test data and of the other sets, each as shares of its own set."
-        found.append(picture(ax, f"histogram{number}", caption, f"Histograms of the {score} for {name}."))
-    return found
+        pictures.append(picture(ax, f"histogram{number}", caption, f"Histograms of the {score} for {name}."))
+    return pictures
 
 
 def attacks(bayesian: Results, map: Results | None) -> Section | None:
@@ -390,10 +392,10 @@ class Card:
 
 def most_uncertain(results: Results, images: Any, classes: Sequence[str] | None, count: int) -> list[Card]:
     """The test inputs with the largest epistemic uncertainty; of a predictor that has none, the largest total."""
-    found = [column(results, c) for c in ("epistemic", "aleatoric")]
-    if found[0] is None or found[1] is None or count < 1:
+    columns = [column(results, c) for c in ("epistemic", "aleatoric")]
+    if columns[0] is None or columns[1] is None or count < 1:
         return []
-    epistemic, aleatoric = found[0], found[1]
+    epistemic, aleatoric = columns[0], columns[1]
     order = np.argsort(-(epistemic if epistemic.max() > 0 else aleatoric), kind="stable")[:count]
     shown = as_images(images, len(epistemic)) if images is not None else None
     answers, targets = column(results, "prediction"), column(results, "target")
@@ -431,12 +433,12 @@ def most_uncertain(results: Results, images: Any, classes: Sequence[str] | None,
 
 def used_definitions(names: Sequence[str]) -> list[tuple[str, str]]:
     """Label and meaning of every number, once each."""
-    found = {}
+    definitions = {}
     for name in names:
         meaning = definition(name)
         if meaning.meaning:
-            found[meaning.label] = meaning.meaning
-    return list(found.items())
+            definitions[meaning.label] = meaning.meaning
+    return list(definitions.items())
 
 
 def check_where(where: Any) -> None:
@@ -492,7 +494,7 @@ def _cell(value: Any, form: str) -> str:
 
 
 def _pictures(where: Where) -> list[Picture]:
-    found = [
+    pictures = [
         picture(
             where.figure("layers", title=""),
             "layers",
@@ -502,14 +504,14 @@ def _pictures(where: Where) -> list[Picture]:
     ]
     if where.kind == "classification" and where.classes.pairs is not None:
         caption = "Mean epistemic uncertainty of the test inputs by true and predicted class: off the diagonal, the confusions."
-        found.append(picture(where.figure("pairs", title=""), "pairs", caption, caption))
+        pictures.append(picture(where.figure("pairs", title=""), "pairs", caption, caption))
     if where.weights_of is not None and any(layer.layer.kind.startswith("Conv") for layer in where.layers):
         caption = "Filters of the first convolution: their weights, and the standard deviation that the posterior leaves them."
-        found.append(picture(where.figure("filters", title=""), "filters", caption, caption))
+        pictures.append(picture(where.figure("filters", title=""), "filters", caption, caption))
     if where.inputs.saliency is not None and _are_images(where):
         caption = "The most uncertain inputs, and the pixels on which their epistemic uncertainty hangs."
-        found.append(picture(where.figure("saliency", title=""), "saliency", caption, caption))
-    return found
+        pictures.append(picture(where.figure("saliency", title=""), "saliency", caption, caption))
+    return pictures
 
 
 def _are_images(where: Where) -> bool:

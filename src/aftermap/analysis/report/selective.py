@@ -30,8 +30,8 @@ def column(results: Results, name: str, data: str = "test") -> Array | None:
     values = [v for v, s in zip(table[name], table["set"], strict=True) if s == data]
     if not values or any(v is None or isinstance(v, str) for v in values):
         return None
-    found = np.asarray(values, dtype=np.float64)
-    return found if bool(np.isfinite(found).all()) else None
+    numbers = np.asarray(values, dtype=np.float64)
+    return numbers if bool(np.isfinite(numbers).all()) else None
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def _curve(results: Results) -> tuple[Array, Array, Array | None] | None:
     """Coverage, risk and thresholds: of every test input where the table has them, otherwise the thinned curve."""
     scores, losses = column(results, "entropy"), _losses(results)
     if scores is not None and losses is not None:
-        found = risk_coverage(scores, losses)
-        return found.coverage.numpy(), found.risk.numpy(), found.thresholds.numpy()
+        curve = risk_coverage(scores, losses)
+        return curve.coverage.numpy(), curve.risk.numpy(), curve.thresholds.numpy()
     thin = results.curves.get("risk_coverage")
     if thin is None or not len(thin["coverage"]):
         return None

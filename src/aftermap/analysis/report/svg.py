@@ -58,10 +58,10 @@ def inline_svg(ax: Any, key: str, description: str) -> str:
     return head + text[root.end() :].rstrip()
 
 
-def _page_font(found: re.Match[str]) -> str:
+def _page_font(match: re.Match[str]) -> str:
     """Size and weight without the family, which is the page's."""
-    size = "" if found[2] is None else f"font-size: {found[2]}px"
-    return f"font-weight: bold; {size}" if found[1] == "bold" else size
+    size = "" if match[2] is None else f"font-size: {match[2]}px"
+    return f"font-weight: bold; {size}" if match[1] == "bold" else size
 
 
 def plot_box(ax: Any) -> tuple[float, float, float, float]:

@@ -462,11 +462,13 @@ def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
 
     Raises:
         UnsupportedError: No layer with a weight matrix was called, or the outputs come from several such layers.
+        InputError: A layer is in training mode whose outputs would be random or depend on other examples.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> find_last_layer(net, Batch(torch.zeros(1, 2), None, None, 1))
     ['2.weight', '2.bias']
     """
+    check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
     plan = find_layers(model, names)
     with only_require_grad(model, names), record_calls(plan) as calls:
