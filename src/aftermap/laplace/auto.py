@@ -11,10 +11,10 @@ from torch import nn
 
 from aftermap.batches import Unpack, iterate
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
-from aftermap.laplace.check import CheckReport, check_predictive
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.laplace import Laplace
+from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.models import check_device
@@ -41,7 +41,7 @@ class FitReport:
 
     costs: list[Cost]
     chosen: Cost
-    checks: list[tuple[str, CheckReport]] = field(default_factory=list)
+    checks: list[tuple[str, SelfCheck]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -108,28 +108,28 @@ def fit(
     laplace.report = report
     if not _collapsed(laplace, train_loader, val_loader, report, f"{chosen.structure}, {chosen.params}", unpack):
         return laplace
-    if val_loader is None and _matched(laplace, report, train_loader, unpack):
-        _tell(report)
+    if val_loader is None and _match_dimension_if_collapsed(laplace, report, train_loader, unpack):
+        _warn_of_fallback(report)
         return laplace
     if val_loader is None and which == "all":
         report.notes.append("the predictive of all layers collapsed; fell back to the last layer")
         laplace = attempt("kron", "last_layer")
         laplace.report = report
         if not _collapsed(laplace, train_loader, val_loader, report, "kron, last_layer", unpack):
-            _tell(report)
+            _warn_of_fallback(report)
             return laplace
     for _ in range(4):
-        stronger = {n: p * _STRONGER for n, p in laplace.posterior.prior.precision.items()}
-        laplace.data_scale *= _STRONGER
-        laplace.with_prior(stronger)
+        laplace.narrow(_STRONGER)
         report.notes.append(f"made the posterior {_STRONGER:g} times narrower")
         if not _collapsed(laplace, train_loader, val_loader, report, f"data scale {laplace.data_scale:g}", unpack):
             break
-    _tell(report)
+    _warn_of_fallback(report)
     return laplace
 
 
-def _matched(laplace: Laplace, report: FitReport, train_loader: Iterable[Any], unpack: Unpack | None) -> bool:
+def _match_dimension_if_collapsed(
+    laplace: Laplace, report: FitReport, train_loader: Iterable[Any], unpack: Unpack | None
+) -> bool:
     """Whether the effective dimension of the full curvature, where it was not matched yet, makes a good predictive of a collapsed one."""
     posterior = laplace.posterior
     blocks = len(posterior.blocks) if isinstance(posterior, GaussianPosterior) else 0
@@ -148,7 +148,7 @@ def _matched(laplace: Laplace, report: FitReport, train_loader: Iterable[Any], u
     return not _collapsed(laplace, train_loader, None, report, "effective dimension", unpack)
 
 
-def _tell(report: FitReport) -> None:
+def _warn_of_fallback(report: FitReport) -> None:
     last = report.checks[-1][1]
     state = "still collapses" if last.collapsed else "passes"
     warnings.warn(

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
-from aftermap.laplace.evidence import EvidenceResult, maximise_evidence
+from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.stationarity import Stationarity, check_stationarity, warn_unless_stationary
+from aftermap.laplace.tune import tune_by_evidence
 from aftermap.likelihoods import Bernoulli, Categorical, Likelihood, parse_likelihood
 from aftermap.models import call_model, check_device
 from aftermap.params import Selection, named_parameters, select
-from aftermap.posteriors.base import Observation
+from aftermap.posteriors.base import split_noise, with_noise
 from aftermap.progress import progress as bar
 
 __all__ = [
@@ -299,7 +300,7 @@ def train_by_evidence(
     run = _Run(
         model,
         data,
-        Observation.split(parsed),
+        *split_noise(parsed),
         select(model, params),
         likelihood_power,
         unpack,
@@ -393,9 +394,10 @@ class _Run:
 
     model: nn.Module
     data: Iterable[Any]
-    observation: Observation
+    base_likelihood: Likelihood
+    noise: Tensor
     names: list[str]
-    power: float
+    likelihood_weight: float
     unpack: Unpack | None
     precision: dict[str, float]
     search: TemperatureSearch | None = None
@@ -422,10 +424,10 @@ class _Run:
     def epoch(self, stepper: torch.optim.Optimizer, number: int) -> float:
         """One pass over the data in train mode; the mean loss of a datum."""
         self.model.train()
-        likelihood, unit = self.observation.whole(), float(self.observation.level.detach()) ** 2
+        likelihood, unit = with_noise(self.base_likelihood, self.noise), float(self.noise) ** 2
         own = named_parameters(self.model)
         # The gradient of ½‖θ‖²_{P₀} is added by hand: no graph for it.
-        decay = [(own[n], self.precision[n] * unit / (self.power * self.n_data)) for n in self.names]
+        decay = [(own[n], self.precision[n] * unit / (self.likelihood_weight * self.n_data)) for n in self.names]
         total = count = 0.0
         for batch in self.batches():
             stepper.zero_grad()
@@ -464,7 +466,7 @@ class _Run:
         """The evidence at the present weights, and the hyperparameters that maximise it."""
         self.model.eval()
         options = {**options, **self._structure(options["structure"], options["rank"])}
-        laplace = self._fitted(self.observation.whole(), options, generator)
+        laplace = self._fitted(with_noise(self.base_likelihood, self.noise), options, generator)
         found = self._tuned(laplace, per_layer, noise, steps)
         if self.search is not None:
             # The same draws at every temperature, or their noise would decide.
@@ -476,29 +478,30 @@ class _Run:
             )
             if moved is not laplace:
                 laplace, found = moved, self._tuned(moved, per_layer, noise, steps)
-        self.observation = laplace.observation
+        self.base_likelihood, self.noise = laplace.base_likelihood, laplace.hyperparameters.noise
         gamma = sum(laplace.posterior.effective_parameters().values())
-        level = float(laplace.observation.level) if laplace.observation.tunable else None
+        level = float(self.noise) if laplace.has_noise else None
         value, t = float(laplace.log_evidence()), temperature_of(laplace.likelihood)
-        record = EvidenceRecord(epoch, loss, value, dict(found.precision), level, 1 / self.power, gamma, t)
+        record = EvidenceRecord(epoch, loss, value, dict(found.precision), level, 1 / self.likelihood_weight, gamma, t)
         return record, laplace
 
     def _fitted(self, likelihood: Likelihood, options: Mapping[str, Any], generator: torch.Generator | None) -> Laplace:
         """The posterior at the present weights and precisions."""
         precision = {n: self.precision[n] for n in self.names}
-        made = Laplace(self.model, likelihood, prior_precision=precision, temperature=1 / self.power, **options)
+        made = Laplace(
+            self.model, likelihood, prior_precision=precision, temperature=1 / self.likelihood_weight, **options
+        )
         return made.fit(self.data, unpack=self.unpack, generator=generator, progress=False)
 
     def _tuned(self, laplace: Laplace, per_layer: bool, noise: bool, steps: int) -> EvidenceResult:
         """Moves prior and noise to the maximum of the evidence."""
-        posterior, factors, observation = laplace.posterior, laplace.factors, laplace.observation
-        found = maximise_evidence(
-            posterior, factors, observation, laplace.power, per_layer=per_layer, noise=noise, iterations=steps
+        tuned = tune_by_evidence(
+            laplace.fitted, laplace.base_likelihood, per_layer=per_layer, noise=noise, iterations=steps, warn=False
         )
-        laplace.move(found.precision, level=found.level)
-        laplace.tuning = found
+        laplace.adopt(tuned)
         self.precision.update({n: float(v) for n, v in laplace.posterior.prior.precision.items()})
-        return found
+        assert isinstance(tuned.result, EvidenceResult)  # by the evidence
+        return tuned.result
 
 
 def _count(batch: Batch) -> float:

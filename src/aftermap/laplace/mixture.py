@@ -122,17 +122,55 @@ class Mixture:
         """Components that count: one of weight zero is not run."""
         return [(part, float(w)) for part, w in zip(self.components, self.weights, strict=True) if w > 0]
 
-    def predict(self, x: Any, **options: Any) -> Prediction:
+    def predict(
+        self,
+        x: Any,
+        *,
+        kind: str = "linearised",
+        link: str = "auto",
+        samples: int = 100,
+        diagonal: bool = False,
+        outputs: Sequence[int] | None = None,
+        weights: None = None,
+        local: bool = False,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
         """Predicts with uncertainty; see `mix` for how the components' predictions become one.
 
         Args:
-            x: inputs as the models take them.
-            options: of `Laplace.predict`, for every component; a generator is used by one after the other.
+            x: The inputs as the models take them.
+            kind: The predictive of every component, "linearised" or "sampling"; see `Laplace.predict`, also for the others.
+            link: How a linearised predictive turns the Gaussian over logits into probabilities.
+            samples: The number of draws of every component.
+            diagonal: Whether to compute only the variances of the outputs, without their covariances.
+            outputs: Which of the outputs of a regression to predict.
+            weights: Not possible here: samples are of one network's weights, and a mixture has several networks.
+            local: Whether kind="sampling" draws the outputs of linear layers instead of weights.
+            differentiable: Whether to keep the gradient in x.
+            generator: The source of the random draws, used by one component after the other.
+
+        Raises:
+            InputError: Weights were given.
         """
-        if options.get("weights") is not None:
+        if weights is not None:
             raise InputError("weights= are samples of one network's weights; a mixture has several networks")
         used = self._used()
-        return mix([part.predict(x, **options) for part, _ in used], [w for _, w in used])
+        predictions = [
+            part.predict(
+                x,
+                kind=kind,
+                link=link,
+                samples=samples,
+                diagonal=diagonal,
+                outputs=outputs,
+                local=local,
+                differentiable=differentiable,
+                generator=generator,
+            )
+            for part, _ in used
+        ]
+        return mix(predictions, [w for _, w in used])
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together: law of total covariance."""
@@ -359,7 +397,7 @@ def _check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
 def _log_evidences(components: list[Laplace]) -> Tensor:
     for what, values in (
         ("numbers of data", sorted({part.n_data for part in components})),
-        ("data scales / temperatures", sorted({part.power for part in components})),
+        ("data scales / temperatures", sorted({_evidence_weight(part) for part in components})),
     ):
         if len(values) > 1:
             shown = ", ".join(f"{v:g}" for v in values)
@@ -373,6 +411,11 @@ def _log_evidences(components: list[Laplace]) -> Tensor:
             f"a log evidence is not finite: {found.tolist()}; look at the components' priors, or use weights='uniform'"
         )
     return found
+
+
+def _evidence_weight(laplace: Laplace) -> float:
+    """What the log-likelihood is multiplied by in the evidence: without the factor that the covariance was divided by."""
+    return float(f"{laplace.likelihood_weight / laplace.fitted.narrowing:.12g}")
 
 
 def _check_shapes(values: list[Tensor], what: str) -> None:

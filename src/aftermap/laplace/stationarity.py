@@ -142,7 +142,7 @@ def _loss(laplace: Laplace, outputs: Tensor, batch: Batch) -> Tensor:
     values = laplace.likelihood.nll(outputs, batch.targets).to(torch.float64)
     if batch.weight is not None:
         values = values * batch.weight.to(values)
-    return laplace.power * values.sum()
+    return laplace.likelihood_weight * values.sum()
 
 
 def _prior_gradient(posterior: GaussianPosterior, at: Params) -> Params:
@@ -323,7 +323,7 @@ def _evidence_at(
     found = fit_curvature(
         _Shifted(laplace.model),
         trimmed,
-        laplace.observation.base,
+        laplace.base_likelihood,
         structure=laplace.factors.structure,
         params=[prefix + n for n in start],
         curvature=laplace.curvature,
@@ -340,4 +340,4 @@ def _evidence_at(
         scale=posterior.scale.detach(),
         damping=posterior.damping,
     )
-    return float(log_evidence(made, found, laplace.observation, laplace.power)), made
+    return float(log_evidence(made, found, laplace.base_likelihood, laplace.hyperparameters)), made
