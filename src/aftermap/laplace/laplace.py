@@ -31,7 +31,7 @@ from aftermap.laplace.subnetwork import (
 )
 from aftermap.laplace.tune import choose_method, tune_by_dimension, tune_by_evidence, tune_by_validation
 from aftermap.likelihoods import Likelihood, parse_likelihood
-from aftermap.models import check_device, model_errors_explained
+from aftermap.models import check_device, check_not_causal, model_errors_explained
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, split_noise, with_noise
@@ -124,6 +124,7 @@ class Laplace:
         if isinstance(params, Subnetwork):
             structure = subnetwork_structure(structure, damping)
         _check_structure(structure, curvature, damping)
+        check_not_causal(model)
         self.model = model
         self.base_likelihood, noise = split_noise(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
