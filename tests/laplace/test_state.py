@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.errors import DataError, InputError, NotFittedError, StatisticalWarning
-from aftermap.laplace import DimensionResult, Laplace, Mixture
+from aftermap.laplace import DimensionResult, Laplace, Mixture, check_stationarity, refined_evidence
 from aftermap.laplace.fitted import data_if_repeatable
 from aftermap.likelihoods import Gaussian
 from tests.laplace.problems import classes, gaussian_nll, mlp, normal, regression, seeded, trained
@@ -118,11 +118,17 @@ def test_a_warning_that_is_an_error_leaves_every_number(monkeypatch: pytest.Monk
 @by_heart
 def test_the_evidence_of_a_matched_posterior_is_that_before_matching(tmp_path: Path) -> None:
     la = Laplace(normalised(), "classification").fit(classes(), progress=False).tune(method="evidence")
-    evidence = la.log_evidence()
+    evidence, refined, gain = la.log_evidence(), refined_evidence(la), check_stationarity(la).gain
     la.tune(method="dimension")
     assert isinstance(la.tuning, DimensionResult)
     assert la.data_scale == pytest.approx(la.tuning.factor)
     torch.testing.assert_close(la.log_evidence(), evidence, rtol=1e-6, atol=1e-4)
+    # So are the gain of moving to a mode, and the evidence of the linear model there.
+    after = refined_evidence(la)
+    torch.testing.assert_close(
+        (after.log_evidence, after.gain), (refined.log_evidence, refined.gain), rtol=1e-5, atol=1e-4
+    )
+    assert check_stationarity(la).gain == pytest.approx(gain, rel=1e-5)
     again = am.load(la.save(tmp_path / "matched"), la.model)
     torch.testing.assert_close(again.log_evidence(), la.log_evidence())
     # Matching again starts from the data as they are.

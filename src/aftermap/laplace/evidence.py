@@ -324,7 +324,7 @@ def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
         steps += [(slopes.step, 0.5**k) for k in range(0 if previous is not None else 1, _HALVINGS)]
         for step, length in steps:
             moved = objective.inside(logs + length * step)
-            found, evidence = objective.evaluate(moved)
+            moved_posterior, evidence = objective.evaluate(moved)
             rise = 1e-4 * float((slopes.gradient * (moved - logs)).sum())
             if float(evidence.detach()) >= value + rise - _ROUNDING * (1 + abs(value)):
                 break
@@ -333,7 +333,7 @@ def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
             tolerance = _ESTIMATED if estimated else tolerance
             break
         previous = (logs, slopes.step)
-        logs, posterior, value = moved, found, float(evidence.detach())
+        logs, posterior, value = moved, moved_posterior, float(evidence.detach())
         history.append(value)
         slopes = objective.slopes(posterior, logs)
     if iterations > _FIXED_POINT and not estimated and not slopes.are_flat(tolerance):
@@ -383,10 +383,10 @@ def _by_gradients(
     tolerance = 10 * objective.tolerance
     for _ in range(3):
         _lbfgs(evaluate, best[1].clone(), iterations)
-        found = slopes()
-        if found.are_flat(tolerance):
+        at_best = slopes()
+        if at_best.are_flat(tolerance):
             break
-    return objective.result(best[1], history, found, tolerance)
+    return objective.result(best[1], history, at_best, tolerance)
 
 
 def _lbfgs(evaluate: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> None:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.curvature import Factors, fit_curvature
-from aftermap.curvature.fit import STRUCTURES
+from aftermap.curvature import STRUCTURES, Factors, fit_curvature
 from aftermap.curvature.passes.plan import find_last_layer
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
@@ -42,34 +41,28 @@ __all__ = ["MATRIX_FREE", "Laplace"]
 
 MATRIX_FREE = "matrix_free"
 
-_EXACT_ONLY = ("auto", "exact")
-# Structures that offer other dampings than "exact": those with Kronecker factors alone.
-_DAMPINGS = {"kron": DAMPINGS, "kfra": DAMPINGS}
-# Structures that cannot take every kind of curvature. A matrix-free posterior multiplies with the Gauss-Newton matrix itself.
-_CURVATURES = {
-    "hessian": _EXACT_ONLY,
-    "low_rank": _EXACT_ONLY,
-    MATRIX_FREE: ("auto", *(kind for kind in VECTOR_KINDS if kind != "empirical")),
-}
 
-
-def _check_structure(structure: str, curvature: str, damping: str) -> None:
+def _check_structure(name: str, curvature: str, damping: str) -> None:
     """Raises where a structure, a curvature or a damping is not known, or where they do not go together."""
-    for name, value, allowed in (
-        ("structure", structure, (*STRUCTURES, MATRIX_FREE)),
+    for option, value, allowed in (
+        ("structure", name, (*sorted(STRUCTURES), MATRIX_FREE)),
         ("curvature", curvature, ("auto", *VECTOR_KINDS)),
         ("damping", damping, DAMPINGS),
     ):
         if value not in allowed:
-            raise InputError(f"{name}={value!r} is not known; allowed are {', '.join(map(repr, allowed))}")
-    if damping not in _DAMPINGS.get(structure, ("exact",)):
+            raise InputError(f"{option}={value!r} is not known; allowed are {', '.join(map(repr, allowed))}")
+    # A matrix-free posterior multiplies with the Gauss-Newton matrix itself, which has no empirical form.
+    free = name == MATRIX_FREE
+    dampings = ("exact",) if free else STRUCTURES[name].dampings
+    curvatures = tuple(k for k in VECTOR_KINDS if k != "empirical") if free else STRUCTURES[name].curvatures
+    if damping not in dampings:
         raise InputError(
-            f"damping={damping!r} is for Kronecker factors, and structure={structure!r} has none: use damping='exact', "
+            f"damping={damping!r} is for Kronecker factors, and structure={name!r} has none: use damping='exact', "
             "or structure='kron'"
         )
-    if curvature not in _CURVATURES.get(structure, (curvature,)):
+    if curvature not in ("auto", *curvatures):
         raise InputError(
-            f"structure={structure!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no meaning; "
+            f"structure={name!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no meaning; "
             "leave it at 'auto', or use 'exact'"
         )
 
@@ -81,21 +74,26 @@ class Laplace:
     over the data, P₀ the prior's precision and s = data_scale / temperature (times 1/σ² for a regression).
 
     Args:
-        model: a trained network with outputs [N, ..., C], in eval mode. It is never changed.
+        model: A trained network with outputs [N, ..., C], in eval mode. It is never changed.
         likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
-        structure: of H: kron, ekfac, kfra, diagonal, full, low_rank, hessian, or matrix_free (the full GGN by products
-            with the data, preconditioned by Kronecker factors).
-        params: which weights are uncertain: "all", "last_layer", names, a regular expression, a function, or a
+        structure: The structure of H: "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "hessian", or "matrix_free" (the full
+            GGN by products with the data, preconditioned by Kronecker factors).
+        params: Which weights are uncertain: "all", "last_layer", names, a regular expression, a function, or a
             `Subnetwork` (single weights, with their full covariance).
-        curvature: exact, rademacher, sampled, empirical, or auto.
-        prior_precision: one number, one per layer, or a mapping; see `posteriors.Prior`. `tune` finds it.
-        prior_mean: a number or tensors by name.
-        data_scale: multiplies the number of data (pseudo-observations).
-        temperature: divides the log-likelihood.
-        damping: "exact" (the prior is added in the eigenbasis), "factored" (Ritter et al. 2018, eq. 9) or "pi".
-        approach: Kronecker factors of shared weights: expand or reduce.
-        rank: of structure="low_rank".
-        strict: refuse parameters without a layer rule.
+        curvature: How H is computed from the outputs: "exact", "rademacher", "sampled", "empirical", or "auto".
+        prior_precision: The prior's precision: one number, one per layer, or a mapping; see `posteriors.Prior`. `tune` finds it.
+        prior_mean: The prior's mean: a number, or tensors by parameter.
+        data_scale: How many data each datum stands for.
+        temperature: What the log-likelihood is divided by.
+        damping: How the prior is added to Kronecker factors: "exact" (in the eigenbasis), "factored" (Ritter et al. 2018, eq. 9)
+            or "pi".
+        approach: How Kronecker factors of shared weights are formed: "expand" or "reduce".
+        rank: The rank of structure="low_rank".
+        strict: Whether to refuse parameters without a layer rule.
+
+    Raises:
+        InputError: An option is not known, is no number where one is needed, or does not go with the structure.
+        UnsupportedError: The model is a causal language model of transformers.
 
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> x = torch.linspace(-1, 1, 20)[:, None]
@@ -269,14 +267,17 @@ class Laplace:
     ) -> Laplace:
         """Sums the curvature over the data and forms the posterior.
 
+        A fit starts from the values of the constructor, whatever was tuned before; an update keeps what was tuned. After an
+        error the old fit stays.
+
         Args:
-            data: batches: a DataLoader, or a list of (x, y), (x, y, weight) or mappings.
-            update: add to what was fitted before (more data of the same kind) instead of starting anew.
-            passes: how often to go through a loader that augments its data.
-            samples: vectors per datum for curvature="rademacher" or "sampled".
-            unpack: turns a batch of another form into (inputs, targets).
-            generator: for random vectors.
-            progress: show a bar; None: on a terminal.
+            data: The batches: a DataLoader, or a list of (x, y), (x, y, weight) or mappings.
+            update: Whether to add to what was fitted before (more data of the same kind) instead of starting anew.
+            passes: How often to go through a loader that augments its data.
+            samples: The number of vectors per datum for curvature="rademacher" or "sampled".
+            unpack: What turns a batch of another form into (inputs, targets).
+            generator: The source of random vectors.
+            progress: Whether to show a bar; None shows it on a terminal.
 
         Returns:
             self.
@@ -403,8 +404,8 @@ class Laplace:
         """Finds the prior precision (and noise, and data scale) that fit best.
 
         Args:
-            val_loader: held-out data, for method="validation"; for method="dimension" the training data, if not those of the fit.
-            method: "evidence" (MacKay's fixed point on the training data), "lbfgs" (the same by gradients; for factored damping),
+            val_loader: Held-out data for method="validation"; for method="dimension" the training data, if not those of the fit.
+            method: "evidence" (its maximum on the training data by MacKay's fixed point), "lbfgs" (the same by gradients; for factored damping),
                 "dimension" (the evidence, then the width of the whole posterior by the effective dimension of the full
                 Gauss-Newton matrix; no labels, some passes over some data), or "validation" (a grid over data scale and precision on
                 the predictive log-likelihood). None: validation with ``val_loader``; without, dimension for networks with

@@ -1,6 +1,6 @@
 """Training by evidence: weights by their log joint, priors, noise and temperature by the Laplace evidence, in turn.
 
-Every few epochs the curvature at the present weights gives the evidence (MATH 5.4); MacKay's fixed point moves the prior
+Every few epochs the curvature at the present weights gives the evidence; MacKay's fixed point moves the prior
 precision of each layer and the noise there, and training goes on under them. No validation data are used. What comes back is
 the point of the best evidence, not the last one.
 
@@ -110,8 +110,8 @@ class TemperatureSearch:
         def value(at: float) -> float:
             at = min(max(at, math.log(TEMPERATURES[0])), math.log(TEMPERATURES[1]))
             if at not in tried:
-                made = fitted(math.exp(at))
-                tried[at] = float(made.log_evidence()), made
+                laplace = fitted(math.exp(at))
+                tried[at] = float(laplace.log_evidence()), laplace
             return tried[at][0]
 
         h = self.spread
@@ -200,13 +200,13 @@ class EvidenceTraining:
         (classification) and a "precision: layer" each.
         """
         names = ("epoch", "train_loss", "log_evidence", "effective_parameters", "temperature")
-        found = {name: [float(getattr(r, name)) for r in self.history] for name in names}
+        columns = {name: [float(getattr(r, name)) for r in self.history] for name in names}
         for name in ("noise", "output_temperature"):
             if getattr(self.best, name) is not None:
-                found[name] = [float(getattr(r, name)) for r in self.history]
+                columns[name] = [float(getattr(r, name)) for r in self.history]
         for layer in self.best.precision:
-            found[f"precision: {layer}"] = [r.precision[layer] for r in self.history]
-        return found
+            columns[f"precision: {layer}"] = [r.precision[layer] for r in self.history]
+        return columns
 
 
 @torch.inference_mode(False)
@@ -352,8 +352,8 @@ def _optimiser(
     """The user's own, or Adam with a falling rate: an evidence holds at a mode, and a constant rate does not settle there."""
     if factory is not None:
         return factory(model.parameters()), None
-    made = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr)
-    return made, torch.optim.lr_scheduler.CosineAnnealingLR(made, epochs, eta_min=lr / 100)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=lr / 100)
 
 
 def _check(
@@ -467,7 +467,7 @@ class _Run:
         self.model.eval()
         options = {**options, **self._structure(options["structure"], options["rank"])}
         laplace = self._fitted(with_noise(self.base_likelihood, self.noise), options, generator)
-        found = self._tuned(laplace, per_layer, noise, steps)
+        result = self._tuned(laplace, per_layer, noise, steps)
         if self.search is not None:
             # The same draws at every temperature, or their noise would decide.
             seed = torch.initial_seed() if generator is None else generator.initial_seed()
@@ -477,21 +477,21 @@ class _Run:
                 lambda t: self._fitted(at_temperature(base, t), options, torch.Generator().manual_seed(seed)),
             )
             if moved is not laplace:
-                laplace, found = moved, self._tuned(moved, per_layer, noise, steps)
+                laplace, result = moved, self._tuned(moved, per_layer, noise, steps)
         self.base_likelihood, self.noise = laplace.base_likelihood, laplace.hyperparameters.noise
         gamma = sum(laplace.posterior.effective_parameters().values())
         level = float(self.noise) if laplace.has_noise else None
         value, t = float(laplace.log_evidence()), temperature_of(laplace.likelihood)
-        record = EvidenceRecord(epoch, loss, value, dict(found.precision), level, 1 / self.likelihood_weight, gamma, t)
+        record = EvidenceRecord(epoch, loss, value, dict(result.precision), level, 1 / self.likelihood_weight, gamma, t)
         return record, laplace
 
     def _fitted(self, likelihood: Likelihood, options: Mapping[str, Any], generator: torch.Generator | None) -> Laplace:
         """The posterior at the present weights and precisions."""
         precision = {n: self.precision[n] for n in self.names}
-        made = Laplace(
+        laplace = Laplace(
             self.model, likelihood, prior_precision=precision, temperature=1 / self.likelihood_weight, **options
         )
-        return made.fit(self.data, unpack=self.unpack, generator=generator, progress=False)
+        return laplace.fit(self.data, unpack=self.unpack, generator=generator, progress=False)
 
     def _tuned(self, laplace: Laplace, per_layer: bool, noise: bool, steps: int) -> EvidenceResult:
         """Moves prior and noise to the maximum of the evidence."""

@@ -111,8 +111,8 @@ def load(
         raise DataError(f"{folder} does not say which method made its posterior; aftermap writes this as 'method'")
     _check_model(model, loaded, folder)
     if method != "laplace":
-        told = config.get("likelihood")
-        likelihood = None if told is None else likelihood_from_config(told)
+        description = config.get("likelihood")
+        likelihood = None if description is None else likelihood_from_config(description)
         damping = config.get("damping", {})
         return TrainedPosterior(model, loaded.posterior, loaded.factors, likelihood, method, damping)
     noise = torch.tensor(config["noise_level"], dtype=torch.float64)
@@ -174,9 +174,9 @@ def load_laplace(folder: str | Path, model: nn.Module, *, device: torch.device |
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Everything that shapes the outputs: parameters and buffers."""
-    found: dict[str, Any] = dict(named_parameters(model))
-    found.update(dict(model.named_buffers()))
-    return found
+    tensors: dict[str, Any] = dict(named_parameters(model))
+    tensors.update(dict(model.named_buffers()))
+    return tensors
 
 
 def _check_model(model: nn.Module, loaded: LoadedPosterior, folder: str | Path) -> None:

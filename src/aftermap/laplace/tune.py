@@ -2,7 +2,7 @@
 
 Tuning on validation data: the prior's precision τ and the data's scale c, on the predictive that will be used.
 
-(c, τ) and (1, τ/c) differ only by a factor 1/c of the whole covariance (MATH 1.5). So one pass through the network gives the
+(c, τ) and (1, τ/c) differ only by a factor 1/c of the whole covariance. So one pass through the network gives the
 covariances for a row of ratios τ/c, and every c costs only the link. The random numbers of the link are the same at every
 grid point.
 """
@@ -65,18 +65,18 @@ def search_grid(
     """Grid search over (c, τ) on the mean negative log predictive probability.
 
     Args:
-        predictor: model, posterior (its prior is replaced by one precision for all) and likelihood with its noise.
-        batches: validation data.
-        base_scale: what multiplies the curvature at c = 1 (1/temperature, 1/σ²).
-        kind: linearised or sampling.
-        link: of the linearised predictive.
-        samples: of the link, or weight samples.
-        precisions: ratios τ/c to try; None: two stages, coarse on ``first_stage`` examples, then fine on all.
-        scales: values of c to try.
-        first_stage: examples of the coarse stage.
+        predictor: The model, its posterior (whose prior is replaced by one precision for all) and the likelihood with its noise.
+        batches: The validation data.
+        base_scale: What multiplies the curvature at c = 1 (1/temperature, 1/σ²).
+        kind: The predictive to score: "linearised" or "sampling".
+        link: How the linearised predictive turns the Gaussian over logits into probabilities.
+        samples: The number of draws that the predictive averages over.
+        precisions: The ratios τ/c to try; None searches in two stages, coarse on ``first_stage`` examples, then fine on all.
+        scales: The values of c to try.
+        first_stage: The number of examples of the coarse stage.
     """
-    held = [b for b in batches if b.targets is not None]
-    if not held:
+    validation = [b for b in batches if b.targets is not None]
+    if not validation:
         raise DataError("the validation data are empty or have no targets")
     if kind not in KINDS:
         raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
@@ -84,16 +84,16 @@ def search_grid(
     cs = list(scales) if scales is not None else [10 ** (k / 2) for k in range(-4, 9)]
     if precisions is not None:
         ratios = list(precisions)
-        result = _stage(predictor, held, base_scale, ratios, cs, kind, link, samples)
+        result = _stage(predictor, validation, base_scale, ratios, cs, kind, link, samples)
         _warn_at_edge(result, cs, (min(ratios), max(ratios)) if len(ratios) > 2 else (0.0, math.inf))
         return result
     coarse = [10.0**k for k in range(-6, 6)]
-    some = _limited(held, first_stage)
+    some = _limited(validation, first_stage)
     first = _stage(predictor, some, base_scale, coarse, cs, kind, link, samples)
     centre = math.log10(first.precision / first.data_scale)
     fine = [10 ** (centre + d) for d in (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)]
     near = cs if scales is not None else [first.data_scale * 10 ** (k / 4) for k in range(-4, 5)]
-    result = _stage(predictor, held, base_scale, fine, near, kind, link, samples)
+    result = _stage(predictor, validation, base_scale, fine, near, kind, link, samples)
     # The fine stage may look a little beyond the coarse one.
     _warn_at_edge(result, cs, (coarse[0] * 10**0.25, coarse[-1] / 10**0.25))
     return result
@@ -121,9 +121,9 @@ def _warn_at_edge(result: ValidationResult, cs: Sequence[float], ratios: tuple[f
         )
 
 
-def _limited(held: Sequence[Batch], limit: int) -> list[Batch]:
+def _limited(validation: Sequence[Batch], limit: int) -> list[Batch]:
     some, count = [], 0
-    for batch in held:
+    for batch in validation:
         some.append(batch)
         count += batch.size
         if count >= limit:
@@ -133,7 +133,7 @@ def _limited(held: Sequence[Batch], limit: int) -> list[Batch]:
 
 def _stage(
     predictor: PosteriorPredictor,
-    held: Sequence[Batch],
+    validation: Sequence[Batch],
     base_scale: float,
     ratios: Sequence[float],
     cs: Sequence[float],
@@ -147,7 +147,7 @@ def _stage(
     variants = [posterior.with_prior(r, scale=base_scale) for r in ratios]
     sums = torch.zeros(len(ratios), len(cs), dtype=torch.float64)
     count = 0
-    for batch in held:
+    for batch in validation:
         count += batch.size
         if kind == "linearised":
             sums += _linearised(predictor, posterior, variants, batch, cs, link, samples)
@@ -174,9 +174,9 @@ def _linearised(
     link: str,
     samples: int,
 ) -> Tensor:
-    found = latent_gaussians(predictor.plan(batch), posterior, batch, variants=variants)
+    latents = latent_gaussians(predictor.plan(batch), posterior, batch, variants=variants)
     values = torch.empty(len(variants), len(cs), dtype=torch.float64)
-    for i, latent in enumerate(found):
+    for i, latent in enumerate(latents):
         for j, c in enumerate(cs):
             prediction = gaussian_prediction(
                 predictor.likelihood,
