@@ -127,10 +127,10 @@ def _tuning_and_samples(repeats: int) -> tuple[Entry, Entry]:
     """Evidence to convergence against 100 of their steps, and one weight sample, on the MLP."""
     model, data = make("mlp", size=256)
     laplace, peer = _fitted(model, data), _peer(model, data)
-    untouched = laplace.posterior
+    untouched = laplace.fitted
 
     def tune() -> Any:
-        laplace._posterior = untouched
+        laplace._fitted = untouched
         return laplace.tune()
 
     functions: dict[str, Callable[[], Any]] = {

@@ -203,3 +203,14 @@ def test_a_likelihood_of_your_own_says_what_it_lacks() -> None:
         Own().variance(torch.zeros(2, 3))
     with pytest.raises(TypeError, match="abstract"):
         Likelihood()  # type: ignore[abstract]
+
+
+def test_classes_in_two_possible_dimensions_are_refused() -> None:
+    """[N, C, H, W] and [N, H, W, C] cannot be told apart where C = H = W, and cross_entropy reads the first."""
+    outputs, targets = torch.zeros(2, 4, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long)
+    with pytest.raises(ShapeError, match=r"outputs of shape \[2, 4, 4, 4\] are ambiguous.*outputs.flatten\(1, -2\)"):
+        Categorical().check(outputs, targets)
+    # What the message advises is accepted, and so are shapes that tell the classes from the positions.
+    Categorical().check(outputs.flatten(1, -2), targets.flatten(1))
+    Categorical().check(torch.zeros(2, 4, 4, 3), targets)
+    Categorical().check(torch.zeros(4, 4, 4), torch.zeros(4, 4, dtype=torch.long))

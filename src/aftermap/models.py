@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from aftermap.batches import Unpack, describe, iterate, tensors_of
-from aftermap.errors import AftermapError, InputError, ShapeError
+from aftermap.errors import AftermapError, InputError, ShapeError, UnsupportedError
 from aftermap.linalg import all_finite
 from aftermap.params import Params
 
@@ -29,6 +29,7 @@ __all__ = [
     "call_model",
     "check_device",
     "check_modes",
+    "check_not_causal",
     "check_outputs",
     "chosen_parameters",
     "evaluating",
@@ -116,6 +117,24 @@ def model_errors_explained(model: nn.Module, inputs: Callable[[], Any]) -> Itera
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(given))
             raise InputError(f"the model does not accept inputs of shape {shapes}: {own}") from error
         raise
+
+
+def check_not_causal(model: nn.Module) -> None:
+    """Raises for a causal language model of transformers, whose labels are not yet those of its outputs.
+
+    Such a model predicts token t + 1 at position t and shifts the labels inside its own loss. The likelihoods here compare
+    outputs and labels position by position, so the fit would be one of copying the present token.
+
+    Raises:
+        UnsupportedError: The model is one, itself or behind an adapter.
+    """
+    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    name = type(inner).__name__
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        raise UnsupportedError(
+            f"{name} is a causal language model: its outputs at position t are of token t + 1, while labels are compared position by "
+            "position. Wrap it in a module of your own whose forward returns logits[:, :-1], and pass labels[:, 1:] as targets"
+        )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,7 +143,8 @@ def test_a_large_matrix_free_posterior_is_cut_by_solves_and_by_samples() -> None
     few = [(x[:5], y[:5])]
     exact = la.where(few, saliency=False)
     for kind, tolerance in (("cg", 1e-6), ("samples", 0.5)):
-        la._posterior = la.posterior.with_settings(dense_limit=5, kind=kind, samples=150)
+        settled = la.posterior.with_settings(dense_limit=5, kind=kind, samples=150)
+        la._fitted = replace(la.fitted, posterior=settled)
         found = la.where(few, saliency=False)
         for layer, truth in zip(found.layers, exact.layers, strict=True):
             assert layer.predictive_share == pytest.approx(truth.predictive_share, rel=tolerance)

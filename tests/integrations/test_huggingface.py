@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap import Laplace
-from aftermap.errors import DataError, InputError, NotFittedError
+from aftermap.errors import DataError, InputError, NotFittedError, UnsupportedError
 from aftermap.integrations import huggingface as hf
 from aftermap.likelihoods import Categorical
 from aftermap.testing.predictor import ModelSnapshot, check_unchanged
@@ -241,3 +241,18 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
     odd.config.problem_type = "ranking"
     with pytest.raises(InputError, match="config.problem_type='ranking' is not known"):
         hf.likelihood(odd)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_causal_language_models_are_refused(lora: bool) -> None:
+    """Their outputs are of the next token; labels position by position would be those of the present one."""
+    options = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12}
+    config = transformers.LlamaConfig(num_key_value_heads=1, bos_token_id=2, eos_token_id=3, **options, **SIZES)
+    model: nn.Module = transformers.LlamaForCausalLM(config).eval()
+    if lora:
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"]))
+    message = r"LlamaForCausalLM is a causal language model.*logits\[:, :-1\].*labels\[:, 1:\]"
+    with pytest.raises(UnsupportedError, match=message):
+        Laplace(model, "classification")
+    with pytest.raises(UnsupportedError, match=message):
+        hf.likelihood(model)

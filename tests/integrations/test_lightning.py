@@ -326,7 +326,7 @@ def test_laplace_is_fitted_and_saved_after_training(tmp_path: Path) -> None:
     module.eval()
     assert callback.laplace is not None
     assert callback.laplace.n_data == N
-    assert isinstance(callback.laplace.tuning, am.laplace.GridResult)
+    assert isinstance(callback.laplace.tuning, am.laplace.ValidationResult)
     loaded = am.load(tmp_path / "la", module.net)
     torch.testing.assert_close(
         loaded.predict(X, link="pairwise").mean, callback.laplace.predict(X, link="pairwise").mean

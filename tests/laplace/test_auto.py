@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import aftermap as am
 from aftermap.batches import iterate
 from aftermap.errors import DataError, InputError, StatisticalWarning
-from aftermap.laplace import Laplace, auto, check, check_predictive, estimate_costs
+from aftermap.laplace import Laplace, auto, check_predictive, estimate_costs, self_check
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.predictive import Prediction
 from aftermap.testing import ModelSnapshot, check_unchanged
@@ -39,7 +39,7 @@ def test_larger_networks_get_kronecker_factors_and_validation_tunes_the_predicti
     model = classifier(300)
     laplace = am.fit(model, classes(), classes(seed=12), verbose=False)
     assert laplace.structure == "kron"
-    assert isinstance(laplace.tuning, am.laplace.GridResult)
+    assert isinstance(laplace.tuning, am.laplace.ValidationResult)
 
 
 def test_memory_and_time_limits_decide() -> None:
@@ -93,7 +93,7 @@ def test_regression() -> None:
     data = regression(noise=0.3)
     model = trained(mlp(1, 6, 1), data, gaussian_nll(0.3))
     laplace = am.fit(model, data, likelihood="regression", verbose=False)
-    assert float(laplace.observation.level) == pytest.approx(0.3, rel=0.3)
+    assert float(laplace.hyperparameters.noise) == pytest.approx(0.3, rel=0.3)
     assert laplace.report.checks[-1][1].map_accuracy is None
 
 
@@ -166,8 +166,8 @@ def test_a_changed_answer_or_two_are_chance() -> None:
         zero = torch.zeros(50, dtype=torch.float64)
         return Prediction("classification", p, zero, zero, zero)
 
-    assert not check._compare(flipped(0), flipped(3), targets).collapsed
-    assert check._compare(flipped(0), flipped(8), targets).collapsed
+    assert not self_check._compare(flipped(0), flipped(3), targets).collapsed
+    assert self_check._compare(flipped(0), flipped(8), targets).collapsed
 
 
 def test_the_check_of_binary_and_regression() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
+import aftermap as am
 from aftermap.errors import AftermapError, DataError, InputError, NotFittedError, UnsupportedError
 from aftermap.laplace import Laplace
 from aftermap.testing import ModelSnapshot, check_unchanged
@@ -55,15 +58,34 @@ def test_scales(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"structure": "dense"}, "structure='dense' is not known; allowed are 'diagonal', .*'kron'"),
-        ({"curvature": "fisher"}, "curvature='fisher' is not known"),
+        ({"structure": "dense"}, "structure='dense' is not known; allowed are 'diagonal', .*'kron', .*'matrix_free'"),
+        ({"structure": "kronn", "params": am.laplace.Subnetwork(3)}, "structure='kronn' .* is not possible"),
+        ({"curvature": "fisher"}, "curvature='fisher' is not known; allowed are 'auto'"),
+        ({"structure": "low_rank", "curvature": "sampled"}, "curvature='sampled' has no meaning"),
+        ({"structure": "matrix_free", "curvature": "empirical"}, "curvature='empirical' has no meaning"),
         ({"damping": "none"}, "damping='none' is not known; allowed are 'exact'"),
+        ({"structure": "full", "damping": "pi"}, "structure='full' has none: use damping='exact'"),
+        ({"structure": "ekfac", "damping": "factored"}, "structure='ekfac' has none: use damping='exact'"),
+        ({"structure": "matrix_free", "damping": "factored"}, "structure='matrix_free' has none"),
+        ({"prior_precision": -1.0}, "the prior precision of all layers must be positive and finite, got -1"),
+        ({"prior_precision": {"0": 1.0, "2": 0.0}}, "the prior precision of 2 must be positive and finite, got 0"),
+        ({"prior_precision": "strong"}, "the prior precision of all layers must be a number or numbers, got 'strong'"),
+        ({"prior_mean": float("nan")}, "the prior mean of all parameters must be finite"),
+        ({"prior_mean": {"0.weight": torch.tensor([math.inf])}}, "the prior mean of 0.weight must be finite"),
+    ],
+)
+def test_options_are_refused_before_there_are_data(options: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        made(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"approach": "mean"}, "approach='mean' is not known"),
         ({"params": "decoder"}, "params='decoder' selects no parameter"),
         ({"params": ["3"]}, "no parameter or module is called 3"),
         ({"structure": "low_rank", "rank": 0}, "rank=0 must be a whole number"),
-        ({"structure": "ekfac", "damping": "factored"}, "needs Kronecker factors; EKFAC has none"),
-        ({"prior_mean": float("nan")}, "prior mean of 0.weight must be finite"),
         ({"prior_mean": {"7.weight": torch.zeros(1)}}, "prior mean names .*7.weight"),
     ],
 )

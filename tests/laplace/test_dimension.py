@@ -218,9 +218,9 @@ def test_a_regression_keeps_its_noise() -> None:
     la = Laplace(trained(mlp(1, 6, 1), regression(), nn.MSELoss(reduction="sum")), "regression").fit(
         regression(), progress=False
     )
-    level = float(la.tune(method="evidence").observation.level)
+    level = float(la.tune(method="evidence").hyperparameters.noise)
     la.tune(method="dimension")
-    assert float(la.observation.level) == pytest.approx(level, rel=1e-3)
+    assert float(la.hyperparameters.noise) == pytest.approx(level, rel=1e-3)
     assert float(la.posterior.scale) == pytest.approx(la.data_scale / level**2, rel=1e-3)
 
 
@@ -277,7 +277,7 @@ def test_a_network_that_knows_its_data_by_heart_is_told_of_that() -> None:
 def test_bad_input() -> None:
     model, operator, _, prior = problem()
     fitted = Laplace(model, "classification").fit(classes(), progress=False)
-    fitted.data = None
+    fitted._fitted = replace(fitted.fitted, data=None)
     with pytest.raises(InputError, match="method='dimension' passes over the training data again"):
         fitted.tune(method="dimension")
     before = fitted.posterior

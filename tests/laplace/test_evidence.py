@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +14,6 @@ from aftermap.errors import InputError
 from aftermap.laplace import Laplace
 from aftermap.laplace.evidence import log_evidence, maximise_evidence
 from aftermap.likelihoods import Gaussian
-from aftermap.posteriors.base import Observation
 from tests.laplace.problems import classes, gaussian_nll, generator, mlp, normal, regression, trained
 
 STRUCTURES = ["kron", "ekfac", "kfra", "diagonal", "full", "low_rank"]
@@ -80,11 +80,14 @@ def test_gradients_in_prior_and_noise(structure: str, damping: str) -> None:
     def value(logs: Tensor) -> Tensor:
         layers = laplace.posterior.layers.values()
         precision = {n: logs[i].exp() for i, names in enumerate(layers) for n in names}
-        observation = Observation(laplace.observation.base, logs[-1].exp(), True)
-        posterior = laplace.posterior.with_prior(
-            prior=laplace.posterior.prior.with_precision(precision), scale=1.7 * observation.curvature_scale()
+        at = replace(
+            laplace.hyperparameters,
+            prior=laplace.posterior.prior.with_precision(precision),
+            noise=logs[-1].exp(),
+            data_scale=1.7,
         )
-        return log_evidence(posterior, laplace.factors, observation, 1.7)
+        posterior = at.applied_to(laplace.posterior, laplace.factors.curvature)
+        return log_evidence(posterior, laplace.factors, laplace.base_likelihood, at)
 
     logs = torch.tensor([0.3, -0.4, -0.9], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(value, (logs,), eps=1e-5, atol=1e-4, rtol=1e-5)
@@ -117,7 +120,7 @@ def test_the_fixed_point_of_the_noise(structure: str, power: float) -> None:
     gamma = sum(laplace.posterior.effective_parameters().values())
     x, y = (torch.cat(t) for t in zip(*regression(), strict=True))
     squares = float((y - laplace.model(x).detach()).square().sum())
-    noise = float(laplace.observation.level)
+    noise = float(laplace.hyperparameters.noise)
     assert noise**2 == pytest.approx(squares / (len(y) - gamma / power), rel=1e-3)
 
 
@@ -129,21 +132,21 @@ def test_lbfgs_agrees_with_mackay(structure: str, power: float) -> None:
     assert float(one.log_evidence()) == pytest.approx(float(other.log_evidence()), abs=1e-3)
     for layer, value in one.prior_precision.items():
         assert float(value) == pytest.approx(float(other.prior_precision[layer]), rel=0.02)
-    assert float(one.observation.level) == pytest.approx(float(other.observation.level), rel=0.01)
+    assert float(one.hyperparameters.noise) == pytest.approx(float(other.hyperparameters.noise), rel=0.01)
 
 
 def test_noise_is_recovered_from_simulated_data() -> None:
     data = regression(count=400, noise=0.25)
     model = trained(mlp(1, 8, 1), data, gaussian_nll(0.25), decay=0.3)
     laplace = Laplace(model, "regression", structure="full").fit(data, progress=False).tune()
-    assert float(laplace.observation.level) == pytest.approx(0.25, rel=0.1)
+    assert float(laplace.hyperparameters.noise) == pytest.approx(0.25, rel=0.1)
     found = laplace.predict(data[0][0])
-    torch.testing.assert_close(found.aleatoric, torch.full_like(found.mean, float(laplace.observation.level) ** 2))
+    torch.testing.assert_close(found.aleatoric, torch.full_like(found.mean, float(laplace.hyperparameters.noise) ** 2))
 
 
 def test_noise_can_be_left_alone_and_one_precision_for_all() -> None:
     laplace = regressor("kron").tune(noise=False, per_layer=False)
-    assert float(laplace.observation.level) == 0.5
+    assert float(laplace.hyperparameters.noise) == 0.5
     assert len({float(v) for v in laplace.prior_precision.values()}) == 1
     gamma = sum(laplace.posterior.effective_parameters().values())
     squares = float(flat(laplace.model).square().sum())
@@ -156,7 +159,9 @@ def test_weights_are_copies_of_a_datum() -> None:
     weighted = Laplace(model, "regression").fit([(x, y, torch.full((20,), 3.0))], progress=False)
     copied = Laplace(model, "regression").fit([(x, y)] * 3, progress=False)
     torch.testing.assert_close(weighted.log_evidence(), copied.log_evidence())
-    assert float(weighted.tune().observation.level) == pytest.approx(float(copied.tune().observation.level), rel=1e-6)
+    assert float(weighted.tune().hyperparameters.noise) == pytest.approx(
+        float(copied.tune().hyperparameters.noise), rel=1e-6
+    )
 
 
 def test_a_barely_determined_layer_converges_quickly() -> None:
@@ -177,7 +182,9 @@ def test_factored_damping_is_tuned_by_gradients() -> None:
     laplace.tune()
     assert float(laplace.log_evidence()) > before
     with pytest.raises(InputError, match="fixed point holds for damping='exact'"):
-        maximise_evidence(laplace.posterior, laplace.factors, laplace.observation, method="mackay")
+        maximise_evidence(
+            laplace.posterior, laplace.factors, laplace.base_likelihood, laplace.hyperparameters, method="mackay"
+        )
 
 
 def test_a_frozen_layer_says_nothing_about_its_prior() -> None:
@@ -209,7 +216,9 @@ def test_methods_are_named() -> None:
     ):
         laplace.tune(method="adam")
     with pytest.raises(InputError, match="method='adam' is not known; allowed are 'mackay' and 'lbfgs'"):
-        maximise_evidence(laplace.posterior, laplace.factors, laplace.observation, method="adam")
+        maximise_evidence(
+            laplace.posterior, laplace.factors, laplace.base_likelihood, laplace.hyperparameters, method="adam"
+        )
 
 
 def test_pixel_regression_counts_every_output() -> None:
@@ -227,7 +236,7 @@ def test_pixel_regression_counts_every_output() -> None:
     # 162 numbers, 27 parameters: the unbiased estimate, up to the prior's small share.
     squares = float((y - class_last(x).detach()).square().sum())
     gamma = sum(laplace.posterior.effective_parameters().values())
-    assert float(laplace.observation.level) ** 2 == pytest.approx(squares / (162 - gamma), rel=1e-3)
+    assert float(laplace.hyperparameters.noise) ** 2 == pytest.approx(squares / (162 - gamma), rel=1e-3)
     assert gamma == pytest.approx(27, abs=2)
 
 

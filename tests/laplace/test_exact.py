@@ -75,7 +75,7 @@ def test_tuning_finds_the_maximum_of_the_true_evidence(structure: str, method: s
     laplace.tune(method=method, per_layer=False)
     (found,) = {float(p) for p in laplace.prior_precision.values()}
     assert found == pytest.approx(tau, rel=3e-4)
-    assert float(laplace.observation.level) == pytest.approx(noise, rel=3e-4)
+    assert float(laplace.hyperparameters.noise) == pytest.approx(noise, rel=3e-4)
     # The Laplace evidence is exact here, so it is the marginal likelihood and nothing beats it.
     torch.testing.assert_close(laplace.log_evidence(), marginal(features, y, noise, tau), rtol=1e-7, atol=1e-6)
     for t, n in ((1.1, 1.0), (0.9, 1.0), (1.0, 1.1), (1.0, 0.9)):

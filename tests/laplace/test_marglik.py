@@ -144,7 +144,7 @@ def test_a_power_of_two_is_every_datum_twice() -> None:
     two = train_by_evidence(mlp(), classes(), "classification", likelihood_power=2.0, **options)
     assert one.log_evidence == pytest.approx(two.log_evidence, rel=1e-9)
     torch.testing.assert_close(one.model[0].weight, two.model[0].weight)
-    assert two.laplace.power == 2.0
+    assert two.laplace.likelihood_weight == 2.0
     assert two.best.temperature == 0.5
 
 

@@ -47,7 +47,7 @@ def test_noise_and_likelihood_are_inside(tmp_path: Path) -> None:
     model = mlp(1, 6, 1)
     laplace = Laplace(model, Gaussian(0.9), prior_mean=0.1).fit(data, progress=False).tune()
     again = am.load(laplace.save(tmp_path / "one"), model)
-    assert float(again.observation.level) == float(laplace.observation.level) != 0.9
+    assert float(again.hyperparameters.noise) == float(laplace.hyperparameters.noise) != 0.9
     assert torch.equal(again.predict(data[0][0]).total, laplace.predict(data[0][0]).total)
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
     weighted = Laplace(mlp(), Categorical(weight=weight, ignore_index=2)).fit(classes(), progress=False)

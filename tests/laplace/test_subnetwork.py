@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from aftermap.errors import InputError
 from aftermap.laplace import Laplace, Subnetwork
 from aftermap.laplace.evidence import log_evidence
 from aftermap.likelihoods import Categorical, Gaussian
-from aftermap.posteriors.base import Observation
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, generator, mlp, normal, regression
 
@@ -145,9 +145,9 @@ def test_gradients_of_the_evidence() -> None:
     def value(logs: Tensor) -> Tensor:
         shared = logs[0].exp()
         prior = laplace.posterior.prior.with_precision(dict.fromkeys(laplace.posterior.names, shared))
-        observation = Observation(laplace.observation.base, logs[1].exp(), True)
-        posterior = laplace.posterior.with_prior(prior=prior, scale=observation.curvature_scale())
-        return log_evidence(posterior, laplace.factors, observation)
+        at = replace(laplace.hyperparameters, prior=prior, noise=logs[1].exp())
+        posterior = at.applied_to(laplace.posterior, laplace.factors.curvature)
+        return log_evidence(posterior, laplace.factors, laplace.base_likelihood, at)
 
     logs = torch.tensor([0.3, -0.9], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(value, (logs,), eps=1e-5, atol=1e-4, rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,8 @@ from torch import Tensor, nn
 
 from aftermap.errors import AftermapError
 from aftermap.laplace import Laplace
-from aftermap.laplace.evidence import log_evidence
+from aftermap.laplace.evidence import log_evidence, squared_error
 from aftermap.likelihoods import Gaussian
-from aftermap.posteriors.base import Observation
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded
 
@@ -36,12 +36,12 @@ def test_the_evidence_has_a_gradient_in_the_noise() -> None:
     level = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
 
     def value(at: Tensor) -> Tensor:
-        observation = Observation(laplace.observation.base, at, True)
-        posterior = laplace.posterior.with_prior(scale=observation.curvature_scale())
-        return log_evidence(posterior, laplace.factors, observation)
+        moved = replace(laplace.hyperparameters, noise=at)
+        posterior = moved.applied_to(laplace.posterior, laplace.factors.curvature)
+        return log_evidence(posterior, laplace.factors, laplace.base_likelihood, moved)
 
     (slope,) = torch.autograd.grad(value(level), level)
-    squares, gamma = laplace.observation.squared_error(laplace.factors), laplace.posterior.effective_parameters()
+    squares, gamma = squared_error(laplace.base_likelihood, laplace.factors), laplace.posterior.effective_parameters()
     # ∂/∂log σ = SSE/σ² − (N·K − γ)
     torch.testing.assert_close(float(slope) * 0.5, squares / 0.25 - (60 - sum(gamma.values())))
 
@@ -98,7 +98,7 @@ def test_several_outputs_do_not_divide_the_noise() -> None:
     model = seeded(lambda: nn.Linear(2, 3))
     y = model(x).detach() + 0.4 * normal(500, 3, seed=2)
     laplace = Laplace(model, "regression").fit([(x, y)], progress=False).tune()
-    assert float(laplace.observation.level) == pytest.approx(0.4, rel=0.05)
+    assert float(laplace.hyperparameters.noise) == pytest.approx(0.4, rel=0.05)
 
 
 def test_the_noise_is_in_the_predictive_variance() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
-from aftermap.laplace import GridResult, Laplace
+from aftermap.laplace import Laplace, ValidationResult
 from aftermap.laplace import tune as module
 from aftermap.likelihoods import Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
@@ -44,7 +44,7 @@ def test_every_number_of_the_table_is_that_of_a_posterior_set_by_hand(structure:
     data = held_out()
     laplace.tune(data, kind=kind, samples=20, precisions=PRECISIONS, scales=SCALES)
     result = laplace.tuning
-    assert isinstance(result, GridResult)
+    assert isinstance(result, ValidationResult)
     assert result.n_data == 45
     assert len(result.table) == 16
     for scale, precision, value in result.table[::5]:
@@ -121,10 +121,10 @@ def test_noise_of_a_regression_is_fitted_too() -> None:
     model = trained(mlp(1, 6, 1), data, lambda f, y: 0.5 * ((y - f) / 0.3).square().sum())
     laplace = Laplace(model, "regression").fit(data, progress=False)
     laplace.tune(regression(noise=0.3, seed=14), precisions=[0.1, 1, 10])
-    assert float(laplace.observation.level) == pytest.approx(0.3, rel=0.25)
+    assert float(laplace.hyperparameters.noise) == pytest.approx(0.3, rel=0.25)
     kept = Laplace(model, Gaussian(0.9)).fit(data, progress=False)
     kept.tune(regression(noise=0.3, seed=14), precisions=[0.1, 1, 10], noise=False)
-    assert float(kept.observation.level) == 0.9
+    assert float(kept.hyperparameters.noise) == 0.9
 
 
 @edges
@@ -133,7 +133,7 @@ def test_factored_damping_is_tuned_with_its_noise() -> None:
     model = trained(mlp(1, 6, 1), data, lambda f, y: 0.5 * ((y - f) / 0.3).square().sum())
     laplace = Laplace(model, "regression", damping="factored").fit(data, progress=False)
     laplace.tune(regression(noise=0.3, seed=14), precisions=[0.1, 1, 10])
-    assert float(laplace.observation.level) == pytest.approx(0.3, rel=0.25)
+    assert float(laplace.hyperparameters.noise) == pytest.approx(0.3, rel=0.25)
 
 
 def test_a_failed_tuning_of_a_regression_keeps_its_noise() -> None:
@@ -141,7 +141,7 @@ def test_a_failed_tuning_of_a_regression_keeps_its_noise() -> None:
     before = laplace.predict(regression()[0][0]).total
     with pytest.raises(DataError, match="data are empty"):
         laplace.tune([])
-    assert float(laplace.observation.level) == 0.9
+    assert float(laplace.hyperparameters.noise) == 0.9
     torch.testing.assert_close(laplace.predict(regression()[0][0]).total, before, rtol=0, atol=0)
 
 

@@ -169,7 +169,7 @@ def _batches(inner: PosteriorPredictor, data: Iterable[Any], unpack: Unpack | No
 
 def _power(predictor: Any, inner: PosteriorPredictor) -> float:
     """What multiplies the log-likelihood in the posterior: data scale over temperature."""
-    power = getattr(predictor, "power", None)
+    power = getattr(predictor, "likelihood_weight", None)
     if power is not None:
         return float(power)
     scale = float(torch.as_tensor(getattr(inner.posterior, "scale", 1.0)).detach())

@@ -238,8 +238,8 @@ def prior_in_words(laplace: Laplace) -> str:
     text = f"prior precision {low:.3g}" if high <= low * 1.001 else f"prior precision {low:.3g} to {high:.3g} by layer"
     if laplace.data_scale != 1.0:
         text += f", data scale {laplace.data_scale:.3g}"
-    if laplace.observation.tunable:
-        text += f", noise {float(laplace.observation.level):.3g}"
+    if laplace.has_noise:
+        text += f", noise {float(laplace.hyperparameters.noise):.3g}"
     return text
 
 
@@ -292,7 +292,7 @@ def fit(
             "structure": laplace.structure,
             "n_params": laplace.posterior.n_params,
             "n_data": laplace.n_data,
-            "noise": float(laplace.observation.level) if laplace.observation.tunable else None,
+            "noise": float(laplace.hyperparameters.noise) if laplace.has_noise else None,
             "task": task,
         }
     )

@@ -21,7 +21,7 @@ from aftermap.errors import DataError, InputError
 from aftermap.evaluation import Threshold, choose_threshold
 from aftermap.evaluation.ood import available_scores
 from aftermap.evaluation.predictor import predict_all
-from aftermap.laplace import CheckReport, Laplace, check_predictive, load
+from aftermap.laplace import Laplace, SelfCheck, check_predictive, load
 from aftermap.models import check_device as device_of_model
 from aftermap.optim import TrainedPosterior
 from aftermap.posteriors.io import load_posterior, read_model_state, read_saved_config
@@ -90,7 +90,7 @@ def calibrate(
     return thresholds, {s: torch.quantile(v.double(), levels) for s, v in scores.items()}
 
 
-def self_check(predictor: Any, source: Source, options: Mapping[str, Any]) -> CheckReport:
+def self_check(predictor: Any, source: Source, options: Mapping[str, Any]) -> SelfCheck:
     """MAP against Bayesian on at most 1,000 examples."""
     device, dtype = device_of_model(predictor.model)
     batches = iterate(source.batches.named("self-check"), device=device, dtype=dtype)

@@ -23,6 +23,7 @@ from aftermap import checks
 from aftermap.errors import DataError, InputError
 from aftermap.laplace import Laplace, load_laplace
 from aftermap.lazy import optional
+from aftermap.models import check_not_causal
 from aftermap.params import named_parameters
 
 optional("transformers", "hf", "the Hugging Face helpers")
@@ -53,6 +54,7 @@ def likelihood(model: nn.Module) -> str:
 
     Raises:
         InputError: the model has no such configuration.
+        UnsupportedError: the model is a causal language model.
 
     >>> from transformers import BertConfig
     >>> net = nn.Linear(3, 2)
@@ -60,6 +62,7 @@ def likelihood(model: nn.Module) -> str:
     >>> likelihood(net)
     'classification'
     """
+    check_not_causal(model)
     config = getattr(model, "config", None)
     problem, count = getattr(config, "problem_type", None), getattr(config, "num_labels", None)
     if problem is not None:

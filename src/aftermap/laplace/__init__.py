@@ -1,35 +1,37 @@
 """Laplace approximations: fit, tune, predict, check, save."""
 
+import warnings
+
 from aftermap.laplace.auto import FitReport, fit
-from aftermap.laplace.check import CheckReport, check_predictive
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.dimension import DimensionResult, effective_dimension, match_dimension
 from aftermap.laplace.evidence import EvidenceResult
+from aftermap.laplace.fitted import ValidationResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.marglik import EvidenceRecord, EvidenceTraining, train_by_evidence
 from aftermap.laplace.mixture import Mixture, load_mixture
 from aftermap.laplace.saving import load, load_laplace, read_extras
 from aftermap.laplace.selection import Candidate, Ranking, select
+from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.stationarity import RefinedEvidence, Stationarity, check_stationarity, refined_evidence
 from aftermap.laplace.subnetwork import Subnetwork
-from aftermap.laplace.tune import GridResult
 
 __all__ = [
     "Candidate",
-    "CheckReport",
     "Cost",
     "DimensionResult",
     "EvidenceRecord",
     "EvidenceResult",
     "EvidenceTraining",
     "FitReport",
-    "GridResult",
     "Laplace",
     "Mixture",
     "Ranking",
     "RefinedEvidence",
+    "SelfCheck",
     "Stationarity",
     "Subnetwork",
+    "ValidationResult",
     "check_predictive",
     "check_stationarity",
     "describe_costs",
@@ -45,3 +47,13 @@ __all__ = [
     "select",
     "train_by_evidence",
 ]
+
+_RENAMED = {"CheckReport": SelfCheck, "GridResult": ValidationResult}
+
+
+def __getattr__(name: str) -> type:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new = _RENAMED[name]
+    warnings.warn(f"aftermap.laplace.{name} is now called {new.__name__}", DeprecationWarning, stacklevel=2)
+    return new

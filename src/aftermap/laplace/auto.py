@@ -11,10 +11,10 @@ from torch import nn
 
 from aftermap.batches import Unpack, iterate
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
-from aftermap.laplace.check import CheckReport, check_predictive
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.laplace import Laplace
+from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.models import check_device
@@ -33,15 +33,15 @@ class FitReport:
     """How `fit` came to its result.
 
     Attributes:
-        costs: what was considered.
-        chosen: what was taken.
-        checks: every self-check, in order, with what was checked.
-        notes: decisions in words.
+        costs: The structures that were considered, with their costs.
+        chosen: The one that was taken.
+        checks: Every self-check, in order, with the name of what was checked.
+        notes: The decisions in words.
     """
 
     costs: list[Cost]
     chosen: Cost
-    checks: list[tuple[str, CheckReport]] = field(default_factory=list)
+    checks: list[tuple[str, SelfCheck]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -67,19 +67,19 @@ def fit(
     normalisation does that), it falls back to the last layer, then to a stronger prior, and says so.
 
     Args:
-        model: trained, in eval mode.
-        train_loader: the training data.
-        val_loader: held-out data.
-        likelihood: as for `Laplace`.
+        model: The trained network, in eval mode.
+        train_loader: The training data.
+        val_loader: Held-out data, if there are any.
+        likelihood: The likelihood, as for `Laplace`.
         structure: None chooses by the cost estimate: full for small networks, kron otherwise, the last layer where memory or
             time forbid more.
-        params: which weights; "all" by default.
-        memory_limit: bytes that the posterior may take.
-        time_limit: seconds that the fit may take; None: any.
-        unpack: for batches of an unusual form.
-        verbose: say what is done; None: on a terminal.
-        on_cost: is handed the line with the costs before the work starts; None: it is shown like a progress bar.
-        options: for `Laplace`.
+        params: Which weights are uncertain; "all" by default.
+        memory_limit: The most bytes that the posterior may take.
+        time_limit: The most seconds that the fit may take; None allows any time.
+        unpack: What turns a batch of an unusual form into (inputs, targets).
+        verbose: Whether to say what is done; None says it on a terminal.
+        on_cost: A function that is handed the line with the costs before the work starts; None shows it like a progress bar.
+        options: Further arguments of `Laplace`.
 
     Returns:
         A fitted and tuned `Laplace`; ``.report`` tells how it was chosen and checked.
@@ -99,56 +99,56 @@ def fit(
     which: Selection = params if chosen.params == "all" else "last_layer"
 
     def attempt(structure: str, which: Selection) -> Laplace:
-        made = Laplace(model, parsed, structure=structure, params=which, **options).fit(
+        laplace = Laplace(model, parsed, structure=structure, params=which, **options).fit(
             train_loader, unpack=unpack, progress=verbose
         )
-        return made.tune(val_loader)
+        return laplace.tune(val_loader)
 
     laplace = attempt(chosen.structure, which)
     laplace.report = report
     if not _collapsed(laplace, train_loader, val_loader, report, f"{chosen.structure}, {chosen.params}", unpack):
         return laplace
-    if val_loader is None and _matched(laplace, report, train_loader, unpack):
-        _tell(report)
+    if val_loader is None and _match_dimension_if_collapsed(laplace, report, train_loader, unpack):
+        _warn_of_fallback(report)
         return laplace
     if val_loader is None and which == "all":
         report.notes.append("the predictive of all layers collapsed; fell back to the last layer")
         laplace = attempt("kron", "last_layer")
         laplace.report = report
         if not _collapsed(laplace, train_loader, val_loader, report, "kron, last_layer", unpack):
-            _tell(report)
+            _warn_of_fallback(report)
             return laplace
     for _ in range(4):
-        stronger = {n: p * _STRONGER for n, p in laplace.posterior.prior.precision.items()}
-        laplace.data_scale *= _STRONGER
-        laplace.with_prior(stronger)
+        laplace.narrow(_STRONGER)
         report.notes.append(f"made the posterior {_STRONGER:g} times narrower")
         if not _collapsed(laplace, train_loader, val_loader, report, f"data scale {laplace.data_scale:g}", unpack):
             break
-    _tell(report)
+    _warn_of_fallback(report)
     return laplace
 
 
-def _matched(laplace: Laplace, report: FitReport, train_loader: Iterable[Any], unpack: Unpack | None) -> bool:
+def _match_dimension_if_collapsed(
+    laplace: Laplace, report: FitReport, train_loader: Iterable[Any], unpack: Unpack | None
+) -> bool:
     """Whether the effective dimension of the full curvature, where it was not matched yet, makes a good predictive of a collapsed one."""
     posterior = laplace.posterior
     blocks = len(posterior.blocks) if isinstance(posterior, GaussianPosterior) else 0
     if blocks < 2 or laplace.data is None or isinstance(laplace.tuning, DimensionResult):
         return False
     try:
-        found = laplace.tune(method="dimension").tuning
+        result = laplace.tune(method="dimension").tuning
     except (DataError, NumericalError) as error:
         report.notes.append(f"the effective dimension could not be matched: {error}")
         return False
-    if not isinstance(found, DimensionResult):
+    if not isinstance(result, DimensionResult):
         return False
     report.notes.append(
-        f"made the posterior {found.factor:.3g} times narrower, to the effective dimension of all layers"
+        f"made the posterior {result.factor:.3g} times narrower, to the effective dimension of all layers"
     )
     return not _collapsed(laplace, train_loader, None, report, "effective dimension", unpack)
 
 
-def _tell(report: FitReport) -> None:
+def _warn_of_fallback(report: FitReport) -> None:
     last = report.checks[-1][1]
     state = "still collapses" if last.collapsed else "passes"
     warnings.warn(

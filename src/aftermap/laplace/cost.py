@@ -1,7 +1,7 @@
 """What a fit will cost before it is started: time from one measured pass, memory from the shapes.
 
 One unit u is a forward and backward pass with parameter gradients on the first batch, measured. The curvatures cost multiples
-of it that follow from the layers' shapes (MATH 7): with F the forward flops of the layers with weight matrices,
+of it that follow from the layers' shapes: with F the forward flops of the layers with weight matrices,
 
     Kronecker:  (1 + V + r_A/2 + V r_B/2)/3 u,   r_A = Σ N T D²/F,  r_B = Σ N T O²/F,  V back-propagated vectors,
     diagonal:   (1 + 2V)/3 u,        full: V/3 u plus P² per vector and datum,

@@ -1,7 +1,7 @@
 r"""The effective dimension of the full Gauss-Newton posterior, and block-diagonal posteriors brought to it.
 
 For the exact Gaussian posterior N(θ*, (sG + P₀)⁻¹) the variance of the outputs on the training data, weighted by the
-curvature of the loss, is the number of parameters that the data determine (MATH 5.5b):
+curvature of the loss, is the number of parameters that the data determine:
 
 .. math::
     \sum_n \mathrm{tr}(s\Lambda_n V_n) = \mathrm{tr}(s G \Sigma) = \gamma
@@ -51,14 +51,14 @@ class DimensionResult:
     """What matching the effective dimension gave.
 
     Attributes:
-        gamma: γ of the full Gauss-Newton posterior, with its standard error over draws.
-        bounds: lower and upper bound of the quadrature for these draws.
-        before: Σ tr(sΛ_n V_n) of the block-diagonal posterior, with its standard error.
-        factor: before / γ, what the covariance is divided by.
-        data_scale: afterwards.
-        precision: layer -> prior precision afterwards.
-        n_examples: how many data the estimates use.
-        steps: passes over these data for γ.
+        gamma: The effective dimension γ of the full Gauss-Newton posterior, with its standard error over draws.
+        bounds: The lower and the upper bound of the quadrature for these draws.
+        before: Σ tr(sΛ_n V_n) of the block-diagonal posterior before matching, with its standard error.
+        factor: before / γ, which the covariance is divided by.
+        data_scale: The data scale afterwards.
+        precision: The prior precision of each layer afterwards.
+        n_examples: How many data the estimates use.
+        steps: The number of passes over these data for γ.
     """
 
     gamma: TraceEstimate
@@ -109,7 +109,7 @@ def informative_examples(
     References:
         Duffield, Lund and Thorup 2007, Priority sampling for estimation of arbitrary subset sums.
     """
-    kept: list[tuple[Tensor, Tensor, Batch]] = []  # priorities, traces, examples
+    parts: list[tuple[Tensor, Tensor, Batch]] = []  # priorities, traces, examples
     left_out = 0.0
     with evaluating(model), torch.no_grad():
         for batch in batches:
@@ -120,34 +120,34 @@ def informative_examples(
             if batch.weight is not None:
                 trace = trace * batch.weight.to(trace)
             # In (0, 1]: a priority is finite.
-            kept.append((trace / (1 - uniform_like(trace, generator)), trace, batch))
-            kept, left_out = _largest(kept, limit, left_out)
-    kept = [part for part in kept if bool((part[1] > 0).any())]
-    if not kept:
+            parts.append((trace / (1 - uniform_like(trace, generator)), trace, batch))
+            parts, left_out = _largest(parts, limit, left_out)
+    parts = [part for part in parts if bool((part[1] > 0).any())]
+    if not parts:
         raise DataError(
             "the curvature of the loss is zero at every example (the network is certain of all its answers), so the data "
             "determine nothing. Use validation data: tune(val_loader)"
         )
-    return [_weighted(trace, batch, left_out) for _, trace, batch in _joined(kept)]
+    return [_weighted(trace, batch, left_out) for _, trace, batch in _joined(parts)]
 
 
 _Part = tuple[Tensor, Tensor, Batch]
 
 
-def _largest(kept: list[_Part], limit: int, left_out: float) -> tuple[list[_Part], float]:
+def _largest(parts: list[_Part], limit: int, left_out: float) -> tuple[list[_Part], float]:
     """The examples with the largest priorities, and the largest priority that was ever left out."""
-    every = torch.cat([p for p, _, _ in kept])
+    every = torch.cat([p for p, _, _ in parts])
     if len(every) <= limit:
-        return kept, left_out
+        return parts, left_out
     threshold = float(every.topk(limit + 1).values[-1])
-    found = []
-    for priority, trace, batch in kept:
+    largest = []
+    for priority, trace, batch in parts:
         index = torch.nonzero(priority > threshold)[:, 0]
         if len(index) == len(priority):
-            found.append((priority, trace, batch))
+            largest.append((priority, trace, batch))
         elif len(index):
-            found.append((priority[index], trace[index], _taken(batch, index)))
-    return found, max(left_out, threshold)
+            largest.append((priority[index], trace[index], _taken(batch, index)))
+    return largest, max(left_out, threshold)
 
 
 def _taken(batch: Batch, index: Tensor) -> Batch:
@@ -157,15 +157,15 @@ def _taken(batch: Batch, index: Tensor) -> Batch:
 
 def _joined(parts: Sequence[_Part], size: int = 50) -> list[_Part]:
     """Few examples of many batches in larger ones, where their shapes agree."""
-    found: list[_Part] = []
+    joined: list[_Part] = []
     group: list[_Part] = []
     for part in (*parts, None):
         if part is not None and sum(b.size for _, _, b in group) < size:
             group.append(part)
             continue
-        found += _merged(group)
+        joined += _merged(group)
         group = [] if part is None else [part]
-    return found
+    return joined
 
 
 def _merged(group: list[_Part]) -> list[_Part]:
@@ -325,7 +325,7 @@ def match_dimension(
 ) -> DimensionResult:
     """How much narrower a posterior with blocks must be for Σ tr(sΛ_n V_n) to be the full posterior's γ under the same prior.
 
-    Dividing the covariance by a factor multiplies data scale and prior precision by it (MATH 1.5). γ is that of the data of the
+    Dividing the covariance by a factor multiplies data scale and prior precision by it. γ is that of the data of the
     posterior, times their scale: with a posterior from a part of the training data and a scale of 1 the result is as wide as
     if the network had seen no more than this part. In a process group each process takes its share of ``examples`` from its data.
 
@@ -359,7 +359,7 @@ def match_dimension(
     operator = GGNOperator(model, data, likelihood, list(posterior.names))
     scale = float(posterior.scale.detach())
     prior = posterior.prior.vector(posterior.names)
-    gamma, bounds, made = effective_dimension(operator, prior, scale, draws=draws, steps=steps, generator=own)
+    gamma, bounds, passes = effective_dimension(operator, prior, scale, draws=draws, steps=steps, generator=own)
     before = block_dimension(operator, posterior, generator=torch.Generator().manual_seed(seed))
     if not gamma.value > 0 or not math.isfinite(before.value):
         raise DataError(
@@ -371,4 +371,4 @@ def match_dimension(
         k: factor * float(posterior.prior.vector(names).detach().log().mean().exp())
         for k, names in posterior.layers.items()
     }
-    return DimensionResult(gamma, bounds, before, factor, factor * data_scale, precision, operator.n_data, made)
+    return DimensionResult(gamma, bounds, before, factor, factor * data_scale, precision, operator.n_data, passes)

@@ -1,54 +1,97 @@
 """The Laplace evidence (log marginal likelihood) and its maximisation in the prior and the noise.
 
-    log q(D) = s₀ Σ log p(y_n | f_n) − ½ ‖θ* − μ₀‖²_{P₀} − ½ log |P| / |P₀|          (MATH 5.4)
+    log q(D) = w Σ log p(y_n | f_n) − ½ ‖θ* − μ₀‖²_{P₀} − ½ log |P| / |P₀|
 
-with s₀ = data scale / temperature. With weights and curvature fixed, the gradients are ½(γ_ℓ − τ_ℓ ‖θ_ℓ − μ₀‖²) in
-log τ_ℓ, and MacKay's fixed point τ_ℓ = γ_ℓ / ‖θ_ℓ − μ₀‖², σ² = SSE / (N·D − γ/s₀) needs no step size.
+with w = data scale / temperature. With weights and curvature fixed, the derivatives are ½(γ_ℓ − τ_ℓ ‖θ_ℓ − μ₀‖²) in log τ_ℓ and
+w (SSE/σ² − N·D) + ½ k γ in log σ, where the curvature grows with σ^−k (k = 2; 4 for the empirical Fisher matrix). MacKay's fixed
+point τ_ℓ = γ_ℓ / ‖θ_ℓ − μ₀‖², σ² = SSE / (N·D − ½ k γ/w) sets them to zero. It is a step uphill for every number, and a search along
+it makes the evidence rise at every iteration.
+
+The exact γ is at most N·D. Blocks that know nothing of each other may count more, and then their evidence rises with the noise far
+beyond the residuals. So with several blocks σ² is at most SSE / (0.1·N·D).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from aftermap.curvature.structures.base import Factors
 from aftermap.errors import InputError
+from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.base import Observation
+from aftermap.posteriors.base import Hyperparameters, has_noise, noise_exponent
 
-__all__ = ["EvidenceResult", "log_evidence", "maximise_evidence"]
+__all__ = ["EvidenceResult", "log_evidence", "log_likelihood", "maximise_evidence", "squared_error"]
 
-_PRECISION_RANGE = (1e-8, 1e12)
-_LOG_RANGE = (math.log(_PRECISION_RANGE[0]), math.log(_PRECISION_RANGE[1]))
-_LONGEST = math.log(100.0)  # of a step in a logarithm
+_RANGE = (math.log(1e-8), math.log(1e12))  # of the logarithms of precisions and noise
+_LONGEST = math.log(100.0)  # of an extrapolated step in a logarithm
 _LEAST_FREEDOM = 0.1  # share of the data that counts as left for the noise, at least
-_NOISE = "the noise"
+_HALVINGS = 40
+_FIXED_POINT = 50  # iterations after which gradients take over; the fixed point crawls where precisions and noise depend on one another
+_ROUNDING = 1e-10  # relative error of a log evidence
+# A matrix-free posterior estimates γ and log |P| from different draws, so that they disagree by their standard errors.
+_ESTIMATED = 0.05
+
+
+def squared_error(likelihood: Likelihood, factors: Factors) -> float:
+    """Σ (y − f)²/v² over the data of the factors, with v the noise of the likelihood that they are of.
+
+    Args:
+        likelihood: A `Gaussian`.
+        factors: Its curvature, with the loss.
+    """
+    return max(0.0, 2 * (factors.loss - _log_normaliser(likelihood, factors)))
+
+
+def _log_normaliser(likelihood: Likelihood, factors: Factors) -> float:
+    """Σ ½ log(2π v²)."""
+    assert isinstance(likelihood, Gaussian)  # has_noise
+    noise = torch.as_tensor(likelihood.noise, dtype=torch.float64)
+    per_datum = 0.5 * (math.log(2 * math.pi) + 2 * noise.log().mean()) * factors.n_outputs
+    return float(factors.n_data * per_datum)
+
+
+def log_likelihood(likelihood: Likelihood, factors: Factors, noise: Tensor) -> Tensor:
+    """Σ log p(y_n | f_n) at noise σ, differentiable in it; no pass over the data.
+
+    Args:
+        likelihood: The one that the curvature is of (`split_noise`).
+        factors: Its curvature, with the loss.
+        noise: σ; without effect for likelihoods without noise.
+    """
+    if not has_noise(likelihood):
+        return torch.tensor(-factors.loss, dtype=torch.float64)
+    squares, count = squared_error(likelihood, factors), factors.n_data * factors.n_outputs
+    return -0.5 * squares / noise**2 - count * noise.log() - _log_normaliser(likelihood, factors)
 
 
 def log_evidence(
-    posterior: GaussianPosterior, factors: Factors, observation: Observation, power: float | Tensor = 1.0
+    posterior: GaussianPosterior, factors: Factors, likelihood: Likelihood, hyperparameters: Hyperparameters
 ) -> Tensor:
-    """log q(D) of a posterior that was formed with the observation's noise; differentiable in prior and noise.
+    """log q(D) of a posterior that was formed with these hyperparameters; differentiable in prior and noise.
 
     Args:
-        posterior: with scale power/σ².
-        factors: its curvature, with the loss.
-        observation: the likelihood with its noise.
-        power: s₀, what the log-likelihood is multiplied by.
+        posterior: The posterior, with the hyperparameters' prior and scale.
+        factors: Its curvature, with the loss.
+        likelihood: The likelihood that the curvature is of.
+        hyperparameters: The noise and the weight of the likelihood.
 
     Raises:
-        InputError: the factors hold no value of the likelihood.
+        InputError: The factors hold no value of the likelihood.
     """
-    if not math.isfinite(factors.loss) or (observation.tunable and not factors.n_outputs):
+    if not math.isfinite(factors.loss) or (has_noise(likelihood) and not factors.n_outputs):
         raise InputError(
             f"the evidence needs the log-likelihood of the training data, and this curvature holds none (loss {factors.loss}, "
             f"{factors.n_outputs} outputs): fit it on data with targets, Laplace(model, likelihood).fit(train_loader)"
         )
-    fit = power * observation.log_likelihood(factors)
+    fit = hyperparameters.likelihood_weight * log_likelihood(likelihood, factors, hyperparameters.noise)
     return fit - posterior.prior.energy(posterior.mean) - 0.5 * posterior.log_det_ratio()
 
 
@@ -57,23 +100,47 @@ class EvidenceResult:
     """What maximising the evidence gave.
 
     Attributes:
-        precision: layer -> prior precision.
-        level: noise σ.
-        history: the log evidence after each iteration, the start first.
-        converged: whether the changes fell below the tolerance.
+        precision: The prior precision of each layer.
+        noise: The noise σ of a regression; 1 for other likelihoods.
+        history: The log evidence after each iteration, the start first.
+        converged: Whether the evidence is stationary at these values.
+        gradient: The largest absolute derivative of the log evidence in the logarithm of a precision or of the noise, in nats;
+            numbers at the end of their range from which the evidence would push them out do not count.
+        noise_bounded: Whether the noise is at its upper bound: the blocks of the posterior count (nearly) as many determined
+            parameters as there are data, and the evidence would rise with the noise.
     """
 
     precision: Mapping[str, float]
-    level: float
+    noise: float
     history: list[float] = field(default_factory=list)
     converged: bool = False
+    gradient: float = math.nan
+    noise_bounded: bool = False
+
+    @property
+    def level(self) -> float:
+        """The old name of `noise`."""
+        warnings.warn("EvidenceResult.level is now called EvidenceResult.noise", DeprecationWarning, stacklevel=2)
+        return self.noise
+
+    def applied_to(self, hyperparameters: Hyperparameters, layers: Mapping[str, object]) -> Hyperparameters:
+        """Hyperparameters with these precisions and this noise.
+
+        Args:
+            hyperparameters: Those to change.
+            layers: Layer name -> its parameters, as the posterior has them.
+        """
+        values = {k: torch.tensor(v, dtype=torch.float64) for k, v in self.precision.items()}
+        precision = {n: values[k] for k, names in layers.items() for n in names}  # type: ignore[attr-defined]
+        noise = torch.tensor(self.noise, dtype=torch.float64)
+        return replace(hyperparameters, prior=hyperparameters.prior.with_precision(precision), noise=noise)
 
 
 def maximise_evidence(
     posterior: GaussianPosterior,
     factors: Factors,
-    observation: Observation,
-    power: float = 1.0,
+    likelihood: Likelihood,
+    hyperparameters: Hyperparameters,
     *,
     method: str = "mackay",
     per_layer: bool = True,
@@ -84,180 +151,252 @@ def maximise_evidence(
     """Finds prior precisions (one, or one per layer) and the noise that maximise the evidence.
 
     Args:
-        posterior: the starting point.
-        factors: its curvature.
-        observation: the likelihood; its noise is tuned where there is one and ``noise`` is True.
-        power: data scale / temperature.
-        method: "mackay" (fixed point) or "lbfgs" (gradients in log precision and log noise; any damping).
-        per_layer: one precision per layer, or one for all.
-        iterations: at most this many.
-        tolerance: relative change at which it has converged.
-        noise: whether to tune the noise.
+        posterior: The starting point.
+        factors: Its curvature.
+        likelihood: The likelihood that the curvature is of; its noise is tuned where it has one and ``noise`` is True.
+        hyperparameters: Those of the starting point.
+        method: "mackay" (fixed point with a line search) or "lbfgs" (gradients in log precision and log noise; any damping).
+        per_layer: Whether each layer has a precision of its own, or all have the same.
+        noise: Whether to tune the noise.
+        iterations: The largest number of iterations.
+        tolerance: How large a derivative may be, as a share of the terms that balance in it, where the evidence counts as
+            stationary.
 
     Returns:
-        The best values seen, never worse than the start.
+        The best values within their ranges: 1e-8 to 1e12, and for the noise of several blocks √(SSE / (0.1·N·D)) at most.
     """
-    groups = {k: list(v) for k, v in posterior.layers.items()}
-    if not per_layer:
-        groups = {"all": list(posterior.names)}
-    tune_noise = noise and observation.tunable
-    if method == "mackay":
-        if isinstance(posterior, GaussianPosterior) and posterior.damping != "exact":
-            raise InputError("MacKay's fixed point holds for damping='exact'; use method='lbfgs' with factored damping")
-        result = _mackay(posterior, factors, observation, power, groups, tune_noise, iterations, tolerance)
-    elif method == "lbfgs":
-        result = _lbfgs(posterior, factors, observation, power, groups, tune_noise, iterations)
-    else:
+    if method not in ("mackay", "lbfgs"):
         raise InputError(f"method={method!r} is not known; allowed are 'mackay' and 'lbfgs'")
-    by_layer = {
-        k: result.precision[next(g for g, n in groups.items() if names[0] in n)]
-        for k, names in posterior.layers.items()
-    }
-    return EvidenceResult(by_layer, result.level, result.history, result.converged)
+    exact = not isinstance(posterior, GaussianPosterior) or posterior.damping == "exact"
+    if method == "mackay" and not exact:
+        raise InputError("MacKay's fixed point holds for damping='exact'; use method='lbfgs' with factored damping")
+    groups = {k: list(v) for k, v in posterior.layers.items()} if per_layer else {"all": list(posterior.names)}
+    objective = _Objective(
+        posterior, factors, likelihood, hyperparameters, groups, noise and has_noise(likelihood), tolerance
+    )
+    maximise = _by_fixed_point if method == "mackay" else _by_gradients
+    return maximise(objective, iterations)
 
 
-def _apply(
-    posterior: GaussianPosterior,
-    observation: Observation,
-    power: float,
-    groups: Mapping[str, list[str]],
-    values: Mapping[str, Tensor],
-    level: Tensor,
-) -> tuple[GaussianPosterior, Observation]:
-    precision = {n: values[k] for k, names in groups.items() for n in names}
-    prior = posterior.prior.with_precision(precision)
-    moved = Observation(observation.base, level, observation.tunable)
-    return posterior.with_prior(prior=prior, scale=power * moved.curvature_scale()), moved
+@dataclass(frozen=True)
+class _Objective:
+    """The log evidence as a function of the logarithms of the precisions of some groups of parameters and of the noise.
+
+    Attributes:
+        start: The hyperparameters of `posterior`.
+        groups: Group name -> the parameters that share a precision.
+        tune_noise: Whether the noise is among the numbers; it is the last.
+        tolerance: See `maximise_evidence`.
+    """
+
+    posterior: GaussianPosterior
+    factors: Factors
+    likelihood: Likelihood
+    start: Hyperparameters
+    groups: Mapping[str, list[str]]
+    tune_noise: bool
+    tolerance: float
+
+    def start_logs(self) -> Tensor:
+        """The logarithms at the start; of a group with several precisions their mean."""
+        logs = [
+            torch.stack([self.start.prior.precision[n].detach().log().mean() for n in names]).mean().cpu()
+            for names in self.groups.values()
+        ]
+        if self.tune_noise:
+            logs.append(self.start.noise.detach().log())
+        return self.inside(torch.stack(logs).to(torch.float64))
+
+    @cached_property
+    def upper(self) -> Tensor:
+        """The upper ends of the ranges."""
+        upper = torch.full((len(self.groups) + self.tune_noise,), _RANGE[1], dtype=torch.float64)
+        posterior = self.posterior
+        if self.tune_noise and isinstance(posterior, GaussianPosterior) and len(posterior.blocks) > 1:
+            squares = squared_error(self.likelihood, self.factors)
+            if squares > 0:
+                count = self.factors.n_data * self.factors.n_outputs
+                upper[-1] = min(max(0.5 * math.log(squares / (_LEAST_FREEDOM * count)), _RANGE[0]), _RANGE[1])
+        return upper
+
+    def inside(self, logs: Tensor) -> Tensor:
+        """The nearest logarithms within their ranges."""
+        return torch.minimum(logs.clamp_min(_RANGE[0]), self.upper)
+
+    def evaluate(self, logs: Tensor) -> tuple[GaussianPosterior, Tensor]:
+        """The posterior at these logarithms and its log evidence, differentiable in them."""
+        values = logs.exp()
+        precision = {n: values[i] for i, names in enumerate(self.groups.values()) for n in names}
+        noise = values[-1] if self.tune_noise else self.start.noise.detach()
+        hyperparameters = replace(self.start, prior=self.start.prior.with_precision(precision), noise=noise)
+        posterior = hyperparameters.applied_to(self.posterior, self.factors.curvature)
+        return posterior, log_evidence(posterior, self.factors, self.likelihood, hyperparameters)
+
+    def squared_distances(self) -> Tensor:
+        """‖θ − μ₀‖² of each group."""
+        prior, mean = self.start.prior, self.posterior.mean
+        return torch.tensor([prior.squared_distance(mean, n) for n in self.groups.values()], dtype=torch.float64)
+
+    def slopes(self, posterior: GaussianPosterior, logs: Tensor) -> _Slopes:
+        """The derivatives at these logarithms from the effective numbers of parameters, and MacKay's step."""
+        by_layer = posterior.effective_parameters()
+        gammas = torch.tensor(
+            [
+                sum(g for layer, g in by_layer.items() if posterior.layers[layer][0] in names)
+                for names in self.groups.values()
+            ],
+            dtype=torch.float64,
+        )
+        distances = self.squared_distances()
+        pulls = logs[: len(gammas)].exp() * distances
+        # A group without signal (γ = 0) or without weights says nothing about its prior, which stays where it is.
+        says = (gammas > 1e-12) & (distances > 0)
+        gradient = torch.where(says, 0.5 * (gammas - pulls), 0.0)
+        step = torch.where(says, gammas.clamp_min(1e-300).log() - pulls.clamp_min(1e-300).log(), 0.0)
+        size = 0.5 * torch.maximum(gammas, pulls)
+        squares = squared_error(self.likelihood, self.factors) if self.tune_noise else 0.0
+        if self.tune_noise:
+            weight, count = self.start.likelihood_weight, self.factors.n_data * self.factors.n_outputs
+            residuals = squares / math.exp(2 * float(logs[-1]))
+            determined = 0.5 * noise_exponent(self.factors.curvature) * float(gammas.sum()) / weight
+            slope = weight * (residuals - (count - determined)) if squares > 0 else 0.0
+            # An approximation may count more determined parameters than there are data. Then the evidence rises with the noise.
+            freedom = max(count - determined, _LEAST_FREEDOM * count)
+            length = 0.5 * abs(math.log(residuals / freedom)) if squares > 0 else 0.0
+            length = max(length, 0.5 * abs(slope) / (weight * count))
+            gradient = torch.cat([gradient, gradient.new_tensor([slope])])
+            step = torch.cat([step, step.new_tensor([math.copysign(length, slope)])])
+            size = torch.cat([size, size.new_tensor([weight * freedom])])
+        return _Slopes(gradient, step, size).within(logs, self.upper)
+
+    def result(self, logs: Tensor, history: list[float], slopes: _Slopes, tolerance: float) -> EvidenceResult:
+        """The values at these logarithms, with each layer's precision under its own name."""
+        values = logs.detach().exp().tolist()
+        of_group = dict(zip(self.groups, values, strict=False))
+        precision = {
+            layer: of_group[next(g for g, members in self.groups.items() if names[0] in members)]
+            for layer, names in self.posterior.layers.items()
+        }
+        noise = values[-1] if self.tune_noise else float(self.start.noise)
+        largest = float(slopes.gradient.abs().max())
+        bounded = self.tune_noise and bool(self.upper[-1] < _RANGE[1]) and bool(logs[-1] >= self.upper[-1])
+        return EvidenceResult(precision, noise, history, slopes.are_flat(tolerance), largest, bounded)
 
 
-def _mackay(
-    posterior: GaussianPosterior,
-    factors: Factors,
-    observation: Observation,
-    power: float,
-    groups: Mapping[str, list[str]],
-    tune_noise: bool,
-    iterations: int,
-    tolerance: float,
-) -> EvidenceResult:
-    keys = list(groups)
-    at = {k: math.log(_mean_precision(posterior, groups[k])) for k in keys}
-    at[_NOISE] = math.log(float(observation.level))
-    distances = {k: posterior.prior.squared_distance(posterior.mean, groups[k]) for k in keys}
-    squares = observation.squared_error(factors) if tune_noise else 0.0
-    count = factors.n_data * factors.n_outputs
+@dataclass(frozen=True)
+class _Slopes:
+    """Derivatives of the log evidence [n].
 
-    def applied(logs: Mapping[str, float]) -> tuple[GaussianPosterior, float]:
-        values = {k: torch.tensor(math.exp(logs[k]), dtype=torch.float64) for k in keys}
-        level = torch.tensor(math.exp(logs[_NOISE]), dtype=torch.float64) if tune_noise else observation.level.detach()
-        made, moved = _apply(posterior, observation, power, groups, values, level)
-        return made, float(log_evidence(made, factors, moved, power))
+    Attributes:
+        gradient: In the logarithms of the precisions and the noise.
+        step: A step uphill, of the same signs.
+        size: The size of the terms that balance in each derivative where it is zero.
+    """
 
-    def mapped(current: GaussianPosterior, logs: Mapping[str, float]) -> dict[str, float]:
-        """One step of the fixed point; what says nothing stays where it is."""
-        gammas, found = _gammas(current, groups), dict(logs)
-        for key in keys:
-            # A layer without signal (γ = 0) or without weights says nothing about its prior.
-            if gammas[key] > 1e-12 and distances[key] > 0:
-                found[key] = min(max(math.log(gammas[key] / distances[key]), _LOG_RANGE[0]), _LOG_RANGE[1])
-        total = sum(gammas.values()) / power
-        if tune_noise and squares > 0:
-            # A noise far below the residuals lets an approximation count more determined parameters than there are data:
-            # then the evidence rises with the noise, and the step must not wait for γ < N.
-            found[_NOISE] = 0.5 * math.log(squares / max(count - total, _LEAST_FREEDOM * count))
-        return found
+    gradient: Tensor
+    step: Tensor
+    size: Tensor
 
-    current, value = applied(at)
-    result = EvidenceResult({k: math.exp(at[k]) for k in keys}, float(observation.level), [value])
-    best, previous = value, None
-    for _ in range(iterations):
-        image = mapped(current, at)
-        if max(abs(image[k] - at[k]) for k in at) < tolerance:
-            result.converged = True
+    def within(self, logs: Tensor, upper: Tensor) -> _Slopes:
+        """The same without what points out of the ranges of the logarithms."""
+        out = ((logs <= _RANGE[0]) & (self.gradient < 0)) | ((logs >= upper) & (self.gradient > 0))
+        return _Slopes(self.gradient.where(~out, 0.0), self.step.where(~out, 0.0), self.size)
+
+    def are_flat(self, tolerance: float) -> bool:
+        """Whether every derivative is small beside its terms."""
+        return bool((self.gradient.abs() <= tolerance * self.size).all())
+
+
+def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
+    """MacKay's fixed point with secant steps; every step is shortened until the evidence rises."""
+    estimated = not isinstance(objective.posterior, GaussianPosterior)
+    tolerance = objective.tolerance
+    logs = objective.start_logs()
+    posterior, start = objective.evaluate(logs)
+    value = float(start.detach())
+    history = [value]
+    slopes = objective.slopes(posterior, logs)
+    previous: tuple[Tensor, Tensor] | None = None
+    for _ in range(iterations if estimated else min(iterations, _FIXED_POINT)):
+        if slopes.are_flat(tolerance):
             break
-        target = image if previous is None else _accelerated(at, image, *previous)
-        moved, value = applied(target)
-        if previous is not None and value < best:  # the extrapolation went too far: the plain step instead
-            target, previous = image, None
-            moved, value = applied(target)
+        steps = [(slopes.step, 1.0)] if previous is None else [(_secant(logs, slopes.step, *previous), 1.0)]
+        steps += [(slopes.step, 0.5**k) for k in range(0 if previous is not None else 1, _HALVINGS)]
+        for step, length in steps:
+            moved = objective.inside(logs + length * step)
+            moved_posterior, evidence = objective.evaluate(moved)
+            rise = 1e-4 * float((slopes.gradient * (moved - logs)).sum())
+            if float(evidence.detach()) >= value + rise - _ROUNDING * (1 + abs(value)):
+                break
         else:
-            previous = (at, image)
-        at, current = target, moved
-        result.history.append(value)
-        if value > best:
-            best = value
-            result.precision = {k: math.exp(at[k]) for k in keys}
-            result.level = math.exp(at[_NOISE]) if tune_noise else result.level
-    return result
+            # Uphill by the derivatives, but not by the values: they are estimates, or the rest is rounding.
+            tolerance = _ESTIMATED if estimated else tolerance
+            break
+        previous = (logs, slopes.step)
+        logs, posterior, value = moved, moved_posterior, float(evidence.detach())
+        history.append(value)
+        slopes = objective.slopes(posterior, logs)
+    if iterations > _FIXED_POINT and not estimated and not slopes.are_flat(tolerance):
+        return _by_gradients(objective, iterations - _FIXED_POINT, logs, history)
+    return objective.result(logs, history, slopes, tolerance)
 
 
-def _accelerated(
-    at: Mapping[str, float], image: Mapping[str, float], before: Mapping[str, float], image_before: Mapping[str, float]
-) -> dict[str, float]:
-    """A secant step towards x = G(x), for each number on its own: they hardly depend on one another.
+def _secant(logs: Tensor, step: Tensor, logs_before: Tensor, step_before: Tensor) -> Tensor:
+    """A secant step towards a step of zero, for each number on its own: they hardly depend on one another.
 
     The plain iteration contracts with a slope near 1 where a layer is barely determined by the data, and crawls there.
     """
-    found = {}
-    for key, value in image.items():
-        moved = at[key] - before[key]
-        slope = (value - image_before[key]) / moved if abs(moved) > 1e-12 else 0.0
-        step = (value - at[key]) / (1 - slope) if slope < 0.99 else _LONGEST
-        step = math.copysign(min(abs(step), _LONGEST), value - at[key])
-        found[key] = min(max(at[key] + step, _LOG_RANGE[0]), _LOG_RANGE[1])
-    return found
+    moved = logs - logs_before
+    slope = torch.where(moved.abs() > 1e-12, (step_before - step) / moved, 1.0)
+    length = torch.where(slope > 0.01, step.abs() / slope.clamp_min(0.01), _LONGEST).clamp_max(_LONGEST)
+    return torch.copysign(length, step).where(step != 0, 0.0)
 
 
-def _gammas(posterior: GaussianPosterior, groups: Mapping[str, list[str]]) -> dict[str, float]:
-    by_layer = posterior.effective_parameters()
-    if set(groups) == set(by_layer):
-        return by_layer
-    return {
-        k: sum(g for layer, g in by_layer.items() if posterior.layers[layer][0] in names) for k, names in groups.items()
-    }
-
-
-def _mean_precision(posterior: GaussianPosterior, names: list[str]) -> float:
-    values = torch.stack([posterior.prior.precision[n].detach().log().mean() for n in names])
-    return float(values.mean().exp())
-
-
-def _lbfgs(
-    posterior: GaussianPosterior,
-    factors: Factors,
-    observation: Observation,
-    power: float,
-    groups: Mapping[str, list[str]],
-    tune_noise: bool,
-    iterations: int,
+def _by_gradients(
+    objective: _Objective, iterations: int, start: Tensor | None = None, history: list[float] | None = None
 ) -> EvidenceResult:
-    start = [math.log(_mean_precision(posterior, names)) for names in groups.values()]
-    logs = torch.tensor([*start, math.log(float(observation.level))], dtype=torch.float64, requires_grad=True)
-    result = EvidenceResult({}, float(observation.level))
-    best = -math.inf
+    """L-BFGS on the logarithms; derivatives by autograd."""
+    history = [] if history is None else history
+    best: tuple[float, Tensor] = (-math.inf, objective.start_logs() if start is None else start)
+    weight = objective.start.likelihood_weight
+    distances = objective.squared_distances()
 
-    def evaluate() -> Tensor:
-        clamped = logs.clamp(math.log(_PRECISION_RANGE[0]), math.log(_PRECISION_RANGE[1]))
-        values = {k: clamped[i].exp() for i, k in enumerate(groups)}
-        level = clamped[-1].exp() if tune_noise else observation.level
-        current, moved = _apply(posterior, observation, power, groups, values, level)
-        return log_evidence(current, factors, moved, power)
+    def evaluate(logs: Tensor) -> Tensor:
+        nonlocal best
+        inside = objective.inside(logs)
+        value = objective.evaluate(inside)[1]
+        history.append(float(value.detach()))
+        if history[-1] > best[0]:
+            best = (history[-1], inside.detach().clone())
+        return value
 
+    def slopes() -> _Slopes:
+        """At the best point."""
+        logs = best[1].clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(objective.evaluate(logs)[1], logs)
+        size = (0.5 * best[1][: len(distances)].exp() * distances).clamp_min(1.0)
+        if objective.tune_noise:
+            count = weight * objective.factors.n_data * objective.factors.n_outputs
+            size = torch.cat([size, size.new_tensor([count])])
+        return _Slopes(gradient, gradient, size).within(best[1], objective.upper)
+
+    tolerance = 10 * objective.tolerance
+    for _ in range(3):
+        _lbfgs(evaluate, best[1].clone(), iterations)
+        at_best = slopes()
+        if at_best.are_flat(tolerance):
+            break
+    return objective.result(best[1], history, at_best, tolerance)
+
+
+def _lbfgs(evaluate: Callable[[Tensor], Tensor], start: Tensor, iterations: int) -> None:
+    logs = start.requires_grad_()
     optimiser = torch.optim.LBFGS([logs], max_iter=iterations, line_search_fn="strong_wolfe", tolerance_grad=1e-9)
 
     def closure() -> Tensor:
-        nonlocal best
         optimiser.zero_grad()
-        value = evaluate()
+        value = evaluate(logs)
         (-value).backward()
-        result.history.append(float(value.detach()))
-        if float(value.detach()) > best:
-            best = float(value.detach())
-            result.precision = {k: float(logs[i].detach().exp()) for i, k in enumerate(groups)}
-            result.level = float(logs[-1].detach().exp()) if tune_noise else float(observation.level)
         return -value
 
     optimiser.step(closure)
-    gradient = logs.grad
-    result.converged = gradient is not None and float(gradient.abs().max()) < 1e-3 * max(1.0, abs(best))
-    return result

@@ -2,70 +2,69 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.curvature import Factors, fit_curvature
+from aftermap.curvature import STRUCTURES, Factors, fit_curvature
 from aftermap.curvature.passes.plan import find_last_layer
 from aftermap.curvature.passes.products import GGNOperator
+from aftermap.curvature.passes.vectors import VECTOR_KINDS
+from aftermap.curvature.structures.eigenbasis import DAMPINGS
 from aftermap.errors import InputError, NotFittedError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult, log_evidence
+from aftermap.laplace.fitted import Fitted, Initial, Tuned, ValidationResult, check_numbers, data_if_repeatable
 from aftermap.laplace.subnetwork import (
     Subnetwork,
     fit_subnetwork,
     is_subnetwork,
     subnetwork_structure,
-    with_fixed_means,
 )
-from aftermap.laplace.tune import GridResult, reusable, tune_laplace
+from aftermap.laplace.tune import choose_method, tune_by_dimension, tune_by_evidence, tune_by_validation
 from aftermap.likelihoods import Likelihood, parse_likelihood
-from aftermap.models import check_device, model_errors_explained
+from aftermap.models import check_device, check_not_causal, model_errors_explained
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior
-from aftermap.posteriors.base import Observation
+from aftermap.posteriors.base import Hyperparameters, has_noise, split_noise, with_noise
 from aftermap.predictive import PosteriorPredictor, Prediction, WeightsWatch, draw_weights
 from aftermap.prior import PriorSpec
 
-__all__ = ["MATRIX_FREE", "Laplace", "curvature_structure", "form_posterior"]
+__all__ = ["MATRIX_FREE", "Laplace"]
 
 MATRIX_FREE = "matrix_free"
 
 
-def curvature_structure(structure: str, update: bool) -> str:
-    """The structure of the sums over data: a matrix-free posterior sums Kronecker factors, as its preconditioner."""
-    if structure == MATRIX_FREE and update:
+def _check_structure(name: str, curvature: str, damping: str) -> None:
+    """Raises where a structure, a curvature or a damping is not known, or where they do not go together."""
+    for option, value, allowed in (
+        ("structure", name, (*sorted(STRUCTURES), MATRIX_FREE)),
+        ("curvature", curvature, ("auto", *VECTOR_KINDS)),
+        ("damping", damping, DAMPINGS),
+    ):
+        if value not in allowed:
+            raise InputError(f"{option}={value!r} is not known; allowed are {', '.join(map(repr, allowed))}")
+    # A matrix-free posterior multiplies with the Gauss-Newton matrix itself, which has no empirical form.
+    free = name == MATRIX_FREE
+    dampings = ("exact",) if free else STRUCTURES[name].dampings
+    curvatures = tuple(k for k in VECTOR_KINDS if k != "empirical") if free else STRUCTURES[name].curvatures
+    if damping not in dampings:
         raise InputError(
-            "a matrix-free posterior cannot be updated: it passes over its data again and again. Fit on all data at once"
+            f"damping={damping!r} is for Kronecker factors, and structure={name!r} has none: use damping='exact', "
+            "or structure='kron'"
         )
-    return "kron" if structure == MATRIX_FREE else structure
-
-
-def form_posterior(
-    structure: str,
-    factors: Factors,
-    mean: Params,
-    prior: PriorSpec,
-    *,
-    prior_mean: float | Params,
-    scale: Tensor,
-    damping: str,
-    model: nn.Module,
-    data: Iterable[Any],
-    likelihood: Likelihood,
-    unpack: Unpack | None,
-) -> GaussianPosterior | MatrixFreePosterior:
-    """The posterior of a structure; a matrix-free one keeps the data and is preconditioned by Kronecker factors."""
-    blocks = GaussianPosterior.from_factors(factors, mean, prior, prior_mean=prior_mean, scale=scale, damping=damping)
-    if structure != MATRIX_FREE:
-        return blocks
-    operator = GGNOperator(model, data, likelihood, list(factors.names), unpack)
-    return MatrixFreePosterior.from_operator(operator, preconditioner=blocks)
+    if curvature not in ("auto", *curvatures):
+        raise InputError(
+            f"structure={name!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no meaning; "
+            "leave it at 'auto', or use 'exact'"
+        )
 
 
 class Laplace:
@@ -75,21 +74,26 @@ class Laplace:
     over the data, P₀ the prior's precision and s = data_scale / temperature (times 1/σ² for a regression).
 
     Args:
-        model: a trained network with outputs [N, ..., C], in eval mode. It is never changed.
+        model: A trained network with outputs [N, ..., C], in eval mode. It is never changed.
         likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
-        structure: of H: kron, ekfac, kfra, diagonal, full, low_rank, hessian, or matrix_free (the full GGN by products
-            with the data, preconditioned by Kronecker factors).
-        params: which weights are uncertain: "all", "last_layer", names, a regular expression, a function, or a
+        structure: The structure of H: "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "hessian", or "matrix_free" (the full
+            GGN by products with the data, preconditioned by Kronecker factors).
+        params: Which weights are uncertain: "all", "last_layer", names, a regular expression, a function, or a
             `Subnetwork` (single weights, with their full covariance).
-        curvature: exact, rademacher, sampled, empirical, or auto.
-        prior_precision: one number, one per layer, or a mapping; see `posteriors.Prior`. `tune` finds it.
-        prior_mean: a number or tensors by name.
-        data_scale: multiplies the number of data (pseudo-observations).
-        temperature: divides the log-likelihood.
-        damping: "exact" (the prior is added in the eigenbasis), "factored" (Ritter et al. 2018, eq. 9) or "pi".
-        approach: Kronecker factors of shared weights: expand or reduce.
-        rank: of structure="low_rank".
-        strict: refuse parameters without a layer rule.
+        curvature: How H is computed from the outputs: "exact", "rademacher", "sampled", "empirical", or "auto".
+        prior_precision: The prior's precision: one number, one per layer, or a mapping; see `posteriors.Prior`. `tune` finds it.
+        prior_mean: The prior's mean: a number, or tensors by parameter.
+        data_scale: How many data each datum stands for.
+        temperature: What the log-likelihood is divided by.
+        damping: How the prior is added to Kronecker factors: "exact" (in the eigenbasis), "factored" (Ritter et al. 2018, eq. 9)
+            or "pi".
+        approach: How Kronecker factors of shared weights are formed: "expand" or "reduce".
+        rank: The rank of structure="low_rank".
+        strict: Whether to refuse parameters without a layer rule.
+
+    Raises:
+        InputError: An option is not known, is no number where one is needed, or does not go with the structure.
+        UnsupportedError: The model is a causal language model of transformers.
 
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> x = torch.linspace(-1, 1, 20)[:, None]
@@ -115,58 +119,111 @@ class Laplace:
         rank: int = 50,
         strict: bool = False,
     ):
-        for name, value in (("data_scale", data_scale), ("temperature", temperature)):
-            if not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise InputError(f"{name}={value!r} must be a positive and finite number")
         if isinstance(params, Subnetwork):
             structure = subnetwork_structure(structure, damping)
+        _check_structure(structure, curvature, damping)
+        check_not_causal(model)
         self.model = model
-        self.observation = Observation.split(parse_likelihood(likelihood))
+        self.base_likelihood, noise = split_noise(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
-        self.prior_mean, self.damping, self.approach = prior_mean, damping, approach
-        self.rank, self.strict = rank, strict
-        self.data_scale, self.temperature = float(data_scale), float(temperature)
-        self.tuning: EvidenceResult | GridResult | DimensionResult | None = None
-        self.report: Any = None
-        self._prior_precision = prior_precision
-        self._factors: Factors | None = None
-        self._posterior: Any = None
-        self._predictor: PosteriorPredictor | None = None
-        self.data: Iterable[Any] | None = None  # of the fit, where it can be passed over again
-        self._watch: WeightsWatch | None = None
-        self.unpack: Unpack | None = None
+        self.damping, self.approach, self.rank, self.strict = damping, approach, rank, strict
+        self._initial = Initial(prior_precision, prior_mean, noise, data_scale, temperature)
+        self._fitted: Fitted | None = None
+        self._predictor: tuple[WeightsWatch, PosteriorPredictor] | None = (
+            None  # of a fit, and what it knows of the model
+        )
 
     # What was fitted
 
     @property
-    def likelihood(self) -> Likelihood:
-        """The likelihood with its present noise."""
-        return self.observation.whole()
+    def fitted(self) -> Fitted:
+        """The fit: curvature, posterior, hyperparameters and tuning.
+
+        Raises:
+            NotFittedError: There is none yet.
+        """
+        if self._fitted is None:
+            raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
+        return self._fitted
 
     @property
     def posterior(self) -> Any:
         """The posterior over the weights: a `GaussianPosterior`, or a `MatrixFreePosterior`."""
-        if self._posterior is None:
-            raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
-        return self._posterior
+        return self.fitted.posterior
 
     @property
     def factors(self) -> Factors:
         """The curvature of the data."""
-        if self._factors is None:
-            raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
-        return self._factors
+        return self.fitted.factors
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The prior, the noise, the data scale and the temperature of the fit."""
+        return self.fitted.hyperparameters
+
+    @property
+    def _present(self) -> Hyperparameters | Initial:
+        return self._initial if self._fitted is None else self._fitted.hyperparameters
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood with its present noise."""
+        return with_noise(self.base_likelihood, self._present.noise)
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether the likelihood has a noise that `tune` can find."""
+        return has_noise(self.base_likelihood)
+
+    @property
+    def data_scale(self) -> float:
+        """How many data each datum stands for; given to the constructor, or found by `tune`."""
+        return float(self._present.data_scale)
+
+    @property
+    def temperature(self) -> float:
+        """What the log-likelihood is divided by; given to the constructor."""
+        return float(self._present.temperature)
+
+    @property
+    def prior_mean(self) -> float | Params:
+        """The prior's mean, as it was given to the constructor."""
+        return self._initial.prior_mean
 
     @property
     def prior_precision(self) -> dict[str, Tensor]:
         """Prior precision by layer (a number), or by parameter where a layer holds several."""
-        prior, found = self.posterior.prior, {}
+        prior, by_layer = self.posterior.prior, {}
         for layer, names in self.posterior.layers.items():
             if prior.is_scalar(list(names)):
-                found[layer] = prior.precision[names[0]]
+                by_layer[layer] = prior.precision[names[0]]
             else:
-                found.update({n: prior.precision[n] for n in names})
-        return found
+                by_layer.update({n: prior.precision[n] for n in names})
+        return by_layer
+
+    @property
+    def tuning(self) -> EvidenceResult | ValidationResult | DimensionResult | None:
+        """What the last `tune` gave; None before it and after a new `fit`."""
+        return None if self._fitted is None else self._fitted.tuning
+
+    @property
+    def data(self) -> Iterable[Any] | None:
+        """The data of the fit where they can be passed over again; None for a generator or a loaded posterior."""
+        return None if self._fitted is None else self._fitted.data
+
+    @property
+    def unpack(self) -> Unpack | None:
+        """What turned the batches of the fit into inputs and targets, if it was given."""
+        return None if self._fitted is None else self._fitted.unpack
+
+    @property
+    def report(self) -> Any:
+        """How `aftermap.fit` chose and checked this fit; None where `Laplace.fit` made it."""
+        return None if self._fitted is None else self._fitted.report
+
+    @report.setter
+    def report(self, report: Any) -> None:
+        self._fitted = replace(self.fitted, report=report)
 
     @property
     def n_data(self) -> float:
@@ -174,12 +231,25 @@ class Laplace:
         return self.factors.n_data
 
     @property
-    def power(self) -> float:
+    def likelihood_weight(self) -> float:
         """What the log-likelihood is multiplied by: data_scale / temperature."""
         return self.data_scale / self.temperature
 
-    def _scale(self) -> Tensor:
-        return self.power * self.observation.curvature_scale()
+    @property
+    def power(self) -> float:
+        """The old name of `likelihood_weight`."""
+        warnings.warn("Laplace.power is now called Laplace.likelihood_weight", DeprecationWarning, stacklevel=2)
+        return self.likelihood_weight
+
+    @property
+    def observation(self) -> Any:
+        """The old place of `base_likelihood` (base), `hyperparameters.noise` (level) and `has_noise` (tunable)."""
+        warnings.warn(
+            "Laplace.observation is gone: use Laplace.base_likelihood, Laplace.hyperparameters.noise and Laplace.has_noise",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return SimpleNamespace(base=self.base_likelihood, level=self._present.noise, tunable=self.has_noise)
 
     # Fitting
 
@@ -197,68 +267,69 @@ class Laplace:
     ) -> Laplace:
         """Sums the curvature over the data and forms the posterior.
 
+        A fit starts from the values of the constructor, whatever was tuned before; an update keeps what was tuned. After an
+        error the old fit stays.
+
         Args:
-            data: batches: a DataLoader, or a list of (x, y), (x, y, weight) or mappings.
-            update: add to what was fitted before (more data of the same kind) instead of starting anew.
-            passes: how often to go through a loader that augments its data.
-            samples: vectors per datum for curvature="rademacher" or "sampled".
-            unpack: turns a batch of another form into (inputs, targets).
-            generator: for random vectors.
-            progress: show a bar; None: on a terminal.
+            data: The batches: a DataLoader, or a list of (x, y), (x, y, weight) or mappings.
+            update: Whether to add to what was fitted before (more data of the same kind) instead of starting anew.
+            passes: How often to go through a loader that augments its data.
+            samples: The number of vectors per datum for curvature="rademacher" or "sampled".
+            unpack: What turns a batch of another form into (inputs, targets).
+            generator: The source of random vectors.
+            progress: Whether to show a bar; None shows it on a terminal.
 
         Returns:
             self.
         """
-        if update:
-            self.check_weights()
-        with model_errors_explained(self.model, lambda: self._first(data, unpack).inputs):
-            factors = self._curvature(
-                data, update, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
+        before = self.fitted if update else None
+        if before is not None:
+            before.weights.check(self.model)
+        with model_errors_explained(self.model, lambda: self._first_batch(data, unpack).inputs):
+            factors = self._fit_curvature(
+                data, before, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
             )
-        prior: PriorSpec = self._prior_precision
-        if update and self._factors is not None:
-            factors = self._factors + factors
-            prior = dict(self.posterior.prior.precision)
-        mean: Params = {n: named_parameters(self.model)[n].detach() for n in factors.names}
-        posterior = form_posterior(
-            self.structure,
-            factors,
-            mean,
-            prior,
-            prior_mean=with_fixed_means(factors, mean, self.prior_mean),
-            scale=self._scale(),
-            damping=self.damping,
-            model=self.model,
-            data=data,
-            likelihood=self.observation.base,
-            unpack=unpack,
-        )
+        factors = factors if before is None else before.factors + factors
+        weights: Params = {n: named_parameters(self.model)[n].detach() for n in factors.names}
+        hyperparameters = self._initial.resolve(factors, weights) if before is None else before.hyperparameters
         # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
-        self.data = reusable(data, self.data, update=update)
-        self._factors, self._posterior, self.unpack, self._predictor = factors, posterior, unpack, None
-        self._watch = WeightsWatch.of(self.model)
+        self._fitted = Fitted(
+            factors,
+            self._form_posterior(factors, weights, hyperparameters, data, unpack),
+            hyperparameters,
+            WeightsWatch.of(self.model),
+            data_if_repeatable(data, before),
+            unpack,
+            narrowing=1.0 if before is None else before.narrowing,
+        )
         return self
 
-    def _first(self, data: Iterable[Any], unpack: Unpack | None) -> Batch:
+    def _first_batch(self, data: Iterable[Any], unpack: Unpack | None) -> Batch:
         device, dtype = check_device(self.model)
         return next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
 
-    def _curvature(self, data: Iterable[Any], update: bool, **options: Any) -> Factors:
-        """The curvature of these data alone."""
-        kept = self._factors if update else None
+    def _fit_curvature(self, data: Iterable[Any], before: Fitted | None, **options: Any) -> Factors:
+        """The curvature of these data alone; ``before`` is the fit that it will be added to."""
         options["curvature"] = self.curvature
-        if isinstance(self.params, Subnetwork) or is_subnetwork(kept):
-            prior, scale = self._prior_precision, self._scale()
-            base = self.observation.base
-            return fit_subnetwork(self.params, kept, self.model, data, base, prior, scale, **options)
+        if self.structure == MATRIX_FREE and before is not None:
+            raise InputError(
+                "a matrix-free posterior cannot be updated: it passes over its data again and again. Fit on all data at once"
+            )
+        previous = None if before is None else before.factors
+        if isinstance(self.params, Subnetwork) or is_subnetwork(previous):
+            prior, scale = self._initial.prior_precision, self._initial.curvature_scale(self.curvature)
+            return fit_subnetwork(
+                self.params, previous, self.model, data, self.base_likelihood, prior, scale, **options
+            )
         params = self.params
         if params == "last_layer":
-            params = find_last_layer(self.model, self._first(data, options["unpack"]))
+            params = find_last_layer(self.model, self._first_batch(data, options["unpack"]))
         return fit_curvature(
             self.model,
             data,
-            self.observation.base,
-            structure=curvature_structure(self.structure, update),
+            self.base_likelihood,
+            # A matrix-free posterior is preconditioned by Kronecker factors.
+            structure="kron" if self.structure == MATRIX_FREE else self.structure,
             params=params,
             approach=self.approach,
             rank=self.rank,
@@ -266,22 +337,54 @@ class Laplace:
             **options,
         )
 
-    def restore(self, observation: Observation, factors: Factors, posterior: Any) -> None:
-        """Takes over a fit that was saved."""
-        self.observation, self._factors, self._posterior = observation, factors, posterior
-        self._predictor, self._watch = None, WeightsWatch.of(self.model)
+    def _form_posterior(
+        self,
+        factors: Factors,
+        weights: Params,
+        hyperparameters: Hyperparameters,
+        data: Iterable[Any],
+        unpack: Unpack | None,
+    ) -> GaussianPosterior | MatrixFreePosterior:
+        """The posterior of these factors; a matrix-free one keeps the data."""
+        scale = hyperparameters.curvature_scale(factors.curvature)
+        blocks = GaussianPosterior.from_factors(
+            factors, weights, hyperparameters.prior, scale=scale, damping=self.damping
+        )
+        if self.structure != MATRIX_FREE:
+            return blocks
+        operator = GGNOperator(self.model, data, self.base_likelihood, list(factors.names), unpack)
+        return MatrixFreePosterior.from_operator(operator, preconditioner=blocks)
+
+    def restore(
+        self, factors: Factors, posterior: GaussianPosterior, hyperparameters: Hyperparameters, narrowing: float = 1.0
+    ) -> Laplace:
+        """Takes over a fit that was saved; a new `fit` starts from its hyperparameters.
+
+        Args:
+            factors: The curvature of the data.
+            posterior: The posterior.
+            hyperparameters: Those that the posterior was formed with.
+            narrowing: See `Fitted`.
+        """
+        self._initial = replace(self._initial, noise=hyperparameters.noise)
+        self._fitted = Fitted(factors, posterior, hyperparameters, WeightsWatch.of(self.model), narrowing=narrowing)
+        return self
 
     def check_weights(self) -> None:
         """Raises if the model has been changed since the fit."""
-        if self._watch is None:
-            raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
-        self._watch.check(self.model)
+        self.fitted.weights.check(self.model)
 
     # Evidence and tuning
 
     def log_evidence(self) -> Tensor:
-        """Log marginal likelihood of the training data under the present prior and noise (0-d, float64)."""
-        return log_evidence(self.posterior, self.factors, self.observation, self.power)
+        """Log marginal likelihood of the training data under the present prior and noise (0-d, float64).
+
+        Where the covariance was divided by a factor after the evidence had been maximised (``tune(method="dimension")``, or
+        the fallback of `aftermap.fit`), this is the evidence of the posterior before that: dividing the covariance counts every
+        datum several times, and the evidence of such data is no evidence of those that were seen.
+        """
+        fitted = self.fitted.without_narrowing()
+        return log_evidence(fitted.posterior, fitted.factors, self.base_likelihood, fitted.hyperparameters)
 
     @torch.inference_mode(False)
     def tune(
@@ -301,50 +404,93 @@ class Laplace:
         """Finds the prior precision (and noise, and data scale) that fit best.
 
         Args:
-            val_loader: held-out data, for method="validation"; for method="dimension" the training data, if not those of the fit.
-            method: "evidence" (MacKay's fixed point on the training data), "lbfgs" (the same by gradients; for factored damping),
+            val_loader: Held-out data for method="validation"; for method="dimension" the training data, if not those of the fit.
+            method: "evidence" (its maximum on the training data by MacKay's fixed point), "lbfgs" (the same by gradients; for factored damping),
                 "dimension" (the evidence, then the width of the whole posterior by the effective dimension of the full
                 Gauss-Newton matrix; no labels, some passes over some data), or "validation" (a grid over data scale and precision on
                 the predictive log-likelihood). None: validation with ``val_loader``; without, dimension for networks with
                 normalisation layers and posteriors with several blocks, where the evidence misleads, else evidence. The dimension is that
                 of the data of the fit: fit on all that the network was trained on, or on a part with ``data_scale``.
-            kind: the predictive that validation scores: linearised or sampling.
-            link: its link.
-            samples: its samples.
-            per_layer: evidence: one precision per layer, or one for all.
-            noise: tune the noise of a regression too.
-            precisions: validation: ratios precision / data scale to try.
-            scales: validation: data scales to try.
-            generator: dimension: for its draws; None: always the same.
+            kind: The predictive whose log-likelihood is maximised with method="validation": "linearised" or "sampling".
+            link: How the linearised predictive turns the Gaussian over logits into probabilities; see `predict`.
+            samples: The number of draws that the predictive averages over. More draws give a smoother objective.
+            per_layer: Whether the evidence finds one prior precision for each layer (True) or one for all weights (False).
+            noise: Whether the noise of a regression is tuned, too.
+            precisions: The ratios precision / data scale that method="validation" tries.
+            scales: The data scales that method="validation" tries.
+            generator: The source of the random draws of method="dimension"; None takes the same draws every time.
 
         Returns:
             self; details are in ``tuning``.
+
+        Warns:
+            StatisticalWarning: The evidence has no stationary point that could be reached, or the best point lies at the edge
+                of the grid, or the matched predictive is much less sure than the network.
         """
-        tune_laplace(
-            self,
-            val_loader,
-            method=method,
-            kind=kind,
-            link=link,
-            samples=samples,
-            per_layer=per_layer,
-            noise=noise,
-            precisions=precisions,
-            scales=scales,
-            generator=generator,
+        fitted = self.fitted
+        chosen = choose_method(fitted, self.model, val_loader, method)
+        by_gradients = chosen == "lbfgs" or self.damping != "exact"
+        if chosen in ("validation", "dimension"):
+            fitted.weights.check(self.model)
+        if chosen == "validation":
+            assert val_loader is not None  # choose_method
+            tuned = tune_by_validation(
+                fitted,
+                self.base_likelihood,
+                self.predictor,
+                val_loader,
+                kind=kind,
+                link=link,
+                samples=samples,
+                noise=noise,
+                by_gradients=by_gradients,
+                precisions=precisions,
+                scales=scales,
+            )
+        else:
+            tuned = tune_by_evidence(
+                fitted, self.base_likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients
+            )
+            if chosen == "dimension":
+                tuned = tune_by_dimension(fitted, tuned, self.base_likelihood, self.predictor, val_loader, generator)
+        return self.adopt(tuned)
+
+    def adopt(self, tuned: Tuned) -> Laplace:
+        """Takes over hyperparameters that a tuning found, and returns self."""
+        self._fitted = replace(
+            self.fitted,
+            posterior=tuned.posterior,
+            hyperparameters=tuned.hyperparameters,
+            tuning=tuned.result,
+            narrowing=tuned.narrowing,
         )
         return self
 
-    def move(self, precision: PriorSpec | None, *, level: float | None = None) -> None:
-        """Another prior or noise: no data pass, no decomposition."""
-        if level is not None:
-            value = torch.tensor(level, dtype=torch.float64)
-            self.observation = Observation(self.observation.base, value, self.observation.tunable)
-        self._posterior = self.posterior.with_prior(precision, scale=self._scale())
-
     def with_prior(self, precision: PriorSpec) -> Laplace:
-        """Sets the prior precision of a fitted posterior; returns self."""
-        self.move(precision)
+        """Sets the prior precision of a fitted posterior, without a pass over the data, and returns self.
+
+        Args:
+            precision: One number, one per layer, or a mapping; see `posteriors.Prior`.
+        """
+        fitted = self.fitted
+        scale = fitted.hyperparameters.curvature_scale(fitted.factors.curvature)
+        posterior = fitted.posterior.with_prior(precision, scale=scale)
+        hyperparameters = replace(fitted.hyperparameters, prior=posterior.prior)
+        self._fitted = replace(fitted, posterior=posterior, hyperparameters=hyperparameters)
+        return self
+
+    def narrow(self, factor: float) -> Laplace:
+        """Divides the covariance of a fitted posterior by a factor, and returns self.
+
+        The prior precision and the data scale grow by the factor; `log_evidence` stays that of the data as they are.
+        """
+        check_numbers("the factor to divide the covariance by", factor, positive=True)
+        fitted = self.fitted
+        hyperparameters = fitted.hyperparameters.narrowed(factor)
+        posterior = hyperparameters.applied_to(fitted.posterior, fitted.factors.curvature)
+        self._fitted = replace(
+            fitted, posterior=posterior, hyperparameters=hyperparameters, narrowing=factor * fitted.narrowing
+        )
         return self
 
     # Prediction
@@ -352,21 +498,57 @@ class Laplace:
     @property
     def predictor(self) -> PosteriorPredictor:
         """What predicts: the model, its posterior and the likelihood with its noise."""
-        posterior = self.posterior
-        if self._predictor is None or self._predictor.posterior is not posterior:
-            self.check_weights()
-            self._predictor = PosteriorPredictor(self.model, posterior, self.likelihood, self._predictor)
-        return self._predictor
+        fitted = self.fitted
+        same = self._predictor is not None and self._predictor[0] is fitted.weights
+        previous = self._predictor[1] if self._predictor is not None and same else None
+        if previous is None or previous.posterior is not fitted.posterior:
+            fitted.weights.check(self.model)
+            likelihood = with_noise(self.base_likelihood, fitted.hyperparameters.noise)
+            previous = PosteriorPredictor(self.model, fitted.posterior, likelihood, previous)
+            self._predictor = (fitted.weights, previous)
+        return previous
 
-    def predict(self, x: Any, **options: Any) -> Prediction:
+    def predict(
+        self,
+        x: Any,
+        *,
+        kind: str = "linearised",
+        link: str = "auto",
+        samples: int = 100,
+        diagonal: bool = False,
+        outputs: Sequence[int] | None = None,
+        weights: list[Params] | None = None,
+        local: bool = False,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
         """Predicts with uncertainty.
 
         Args:
-            x: inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
-            options: kind ("linearised" or "sampling"), link, samples, diagonal, outputs, weights, local, differentiable and
-                generator; see `PosteriorPredictor.predict`.
+            x: The inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
+            kind: "linearised" for the Gaussian of the linearised network, or "sampling" for the network under weight samples.
+            link: How the linearised predictive turns the Gaussian over logits into probabilities: "auto", "mc", "probit",
+                "pairwise" or "bridge".
+            samples: The number of draws for link="mc", or of weight samples for kind="sampling".
+            diagonal: Whether to compute only the variances of the outputs, without their covariances.
+            outputs: Which of the outputs of a regression to predict; fewer are cheaper. None predicts all.
+            weights: A fixed set of weight samples for kind="sampling", from `ensemble`.
+            local: Whether kind="sampling" draws the outputs of linear layers, afresh for every example, instead of weights.
+            differentiable: Whether to keep the gradient in x; for small batches.
+            generator: The source of the random draws.
         """
-        return self.predictor.predict(x, **options)
+        return self.predictor.predict(
+            x,
+            kind=kind,
+            link=link,
+            samples=samples,
+            diagonal=diagonal,
+            outputs=outputs,
+            weights=weights,
+            local=local,
+            differentiable=differentiable,
+            generator=generator,
+        )
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
@@ -404,6 +586,6 @@ class Laplace:
 
     def __repr__(self) -> str:
         state = (
-            "not fitted" if self._factors is None else f"{self.n_data:g} data, {self.posterior.n_params:,} parameters"
+            "not fitted" if self._fitted is None else f"{self.n_data:g} data, {self.posterior.n_params:,} parameters"
         )
         return f"Laplace({type(self.model).__name__}, {self.likelihood!r}, structure={self.structure!r}, {state})"

@@ -1,6 +1,6 @@
 """Training by evidence: weights by their log joint, priors, noise and temperature by the Laplace evidence, in turn.
 
-Every few epochs the curvature at the present weights gives the evidence (MATH 5.4); MacKay's fixed point moves the prior
+Every few epochs the curvature at the present weights gives the evidence; MacKay's fixed point moves the prior
 precision of each layer and the noise there, and training goes on under them. No validation data are used. What comes back is
 the point of the best evidence, not the last one.
 
@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
-from aftermap.laplace.evidence import EvidenceResult, maximise_evidence
+from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.stationarity import Stationarity, check_stationarity, warn_unless_stationary
+from aftermap.laplace.tune import tune_by_evidence
 from aftermap.likelihoods import Bernoulli, Categorical, Likelihood, parse_likelihood
 from aftermap.models import call_model, check_device
 from aftermap.params import Selection, named_parameters, select
-from aftermap.posteriors.base import Observation
+from aftermap.posteriors.base import split_noise, with_noise
 from aftermap.progress import progress as bar
 
 __all__ = [
@@ -109,8 +110,8 @@ class TemperatureSearch:
         def value(at: float) -> float:
             at = min(max(at, math.log(TEMPERATURES[0])), math.log(TEMPERATURES[1]))
             if at not in tried:
-                made = fitted(math.exp(at))
-                tried[at] = float(made.log_evidence()), made
+                laplace = fitted(math.exp(at))
+                tried[at] = float(laplace.log_evidence()), laplace
             return tried[at][0]
 
         h = self.spread
@@ -199,13 +200,13 @@ class EvidenceTraining:
         (classification) and a "precision: layer" each.
         """
         names = ("epoch", "train_loss", "log_evidence", "effective_parameters", "temperature")
-        found = {name: [float(getattr(r, name)) for r in self.history] for name in names}
+        columns = {name: [float(getattr(r, name)) for r in self.history] for name in names}
         for name in ("noise", "output_temperature"):
             if getattr(self.best, name) is not None:
-                found[name] = [float(getattr(r, name)) for r in self.history]
+                columns[name] = [float(getattr(r, name)) for r in self.history]
         for layer in self.best.precision:
-            found[f"precision: {layer}"] = [r.precision[layer] for r in self.history]
-        return found
+            columns[f"precision: {layer}"] = [r.precision[layer] for r in self.history]
+        return columns
 
 
 @torch.inference_mode(False)
@@ -299,7 +300,7 @@ def train_by_evidence(
     run = _Run(
         model,
         data,
-        Observation.split(parsed),
+        *split_noise(parsed),
         select(model, params),
         likelihood_power,
         unpack,
@@ -351,8 +352,8 @@ def _optimiser(
     """The user's own, or Adam with a falling rate: an evidence holds at a mode, and a constant rate does not settle there."""
     if factory is not None:
         return factory(model.parameters()), None
-    made = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr)
-    return made, torch.optim.lr_scheduler.CosineAnnealingLR(made, epochs, eta_min=lr / 100)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr)
+    return optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs, eta_min=lr / 100)
 
 
 def _check(
@@ -393,9 +394,10 @@ class _Run:
 
     model: nn.Module
     data: Iterable[Any]
-    observation: Observation
+    base_likelihood: Likelihood
+    noise: Tensor
     names: list[str]
-    power: float
+    likelihood_weight: float
     unpack: Unpack | None
     precision: dict[str, float]
     search: TemperatureSearch | None = None
@@ -422,10 +424,10 @@ class _Run:
     def epoch(self, stepper: torch.optim.Optimizer, number: int) -> float:
         """One pass over the data in train mode; the mean loss of a datum."""
         self.model.train()
-        likelihood, unit = self.observation.whole(), float(self.observation.level.detach()) ** 2
+        likelihood, unit = with_noise(self.base_likelihood, self.noise), float(self.noise) ** 2
         own = named_parameters(self.model)
         # The gradient of ½‖θ‖²_{P₀} is added by hand: no graph for it.
-        decay = [(own[n], self.precision[n] * unit / (self.power * self.n_data)) for n in self.names]
+        decay = [(own[n], self.precision[n] * unit / (self.likelihood_weight * self.n_data)) for n in self.names]
         total = count = 0.0
         for batch in self.batches():
             stepper.zero_grad()
@@ -464,8 +466,8 @@ class _Run:
         """The evidence at the present weights, and the hyperparameters that maximise it."""
         self.model.eval()
         options = {**options, **self._structure(options["structure"], options["rank"])}
-        laplace = self._fitted(self.observation.whole(), options, generator)
-        found = self._tuned(laplace, per_layer, noise, steps)
+        laplace = self._fitted(with_noise(self.base_likelihood, self.noise), options, generator)
+        result = self._tuned(laplace, per_layer, noise, steps)
         if self.search is not None:
             # The same draws at every temperature, or their noise would decide.
             seed = torch.initial_seed() if generator is None else generator.initial_seed()
@@ -475,30 +477,31 @@ class _Run:
                 lambda t: self._fitted(at_temperature(base, t), options, torch.Generator().manual_seed(seed)),
             )
             if moved is not laplace:
-                laplace, found = moved, self._tuned(moved, per_layer, noise, steps)
-        self.observation = laplace.observation
+                laplace, result = moved, self._tuned(moved, per_layer, noise, steps)
+        self.base_likelihood, self.noise = laplace.base_likelihood, laplace.hyperparameters.noise
         gamma = sum(laplace.posterior.effective_parameters().values())
-        level = float(laplace.observation.level) if laplace.observation.tunable else None
+        level = float(self.noise) if laplace.has_noise else None
         value, t = float(laplace.log_evidence()), temperature_of(laplace.likelihood)
-        record = EvidenceRecord(epoch, loss, value, dict(found.precision), level, 1 / self.power, gamma, t)
+        record = EvidenceRecord(epoch, loss, value, dict(result.precision), level, 1 / self.likelihood_weight, gamma, t)
         return record, laplace
 
     def _fitted(self, likelihood: Likelihood, options: Mapping[str, Any], generator: torch.Generator | None) -> Laplace:
         """The posterior at the present weights and precisions."""
         precision = {n: self.precision[n] for n in self.names}
-        made = Laplace(self.model, likelihood, prior_precision=precision, temperature=1 / self.power, **options)
-        return made.fit(self.data, unpack=self.unpack, generator=generator, progress=False)
+        laplace = Laplace(
+            self.model, likelihood, prior_precision=precision, temperature=1 / self.likelihood_weight, **options
+        )
+        return laplace.fit(self.data, unpack=self.unpack, generator=generator, progress=False)
 
     def _tuned(self, laplace: Laplace, per_layer: bool, noise: bool, steps: int) -> EvidenceResult:
         """Moves prior and noise to the maximum of the evidence."""
-        posterior, factors, observation = laplace.posterior, laplace.factors, laplace.observation
-        found = maximise_evidence(
-            posterior, factors, observation, laplace.power, per_layer=per_layer, noise=noise, iterations=steps
+        tuned = tune_by_evidence(
+            laplace.fitted, laplace.base_likelihood, per_layer=per_layer, noise=noise, iterations=steps, warn=False
         )
-        laplace.move(found.precision, level=found.level)
-        laplace.tuning = found
+        laplace.adopt(tuned)
         self.precision.update({n: float(v) for n, v in laplace.posterior.prior.precision.items()})
-        return found
+        assert isinstance(tuned.result, EvidenceResult)  # by the evidence
+        return tuned.result
 
 
 def _count(batch: Batch) -> float:

@@ -115,36 +115,74 @@ class Mixture:
 
     def log_evidence(self) -> Tensor:
         """log (1/K) Σ_k exp log q_k(D): of the data under the whole mixture, with equal prior probabilities (0-d, float64)."""
-        found = _log_evidences(self.components) if self.log_evidences is None else self.log_evidences
-        return torch.logsumexp(found, 0) - torch.tensor(float(len(self)), dtype=torch.float64).log()
+        evidences = _log_evidences(self.components) if self.log_evidences is None else self.log_evidences
+        return torch.logsumexp(evidences, 0) - torch.tensor(float(len(self)), dtype=torch.float64).log()
 
     def _used(self) -> list[tuple[Laplace, float]]:
         """Components that count: one of weight zero is not run."""
         return [(part, float(w)) for part, w in zip(self.components, self.weights, strict=True) if w > 0]
 
-    def predict(self, x: Any, **options: Any) -> Prediction:
+    def predict(
+        self,
+        x: Any,
+        *,
+        kind: str = "linearised",
+        link: str = "auto",
+        samples: int = 100,
+        diagonal: bool = False,
+        outputs: Sequence[int] | None = None,
+        weights: None = None,
+        local: bool = False,
+        differentiable: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Prediction:
         """Predicts with uncertainty; see `mix` for how the components' predictions become one.
 
         Args:
-            x: inputs as the models take them.
-            options: of `Laplace.predict`, for every component; a generator is used by one after the other.
+            x: The inputs as the models take them.
+            kind: The predictive of every component, "linearised" or "sampling"; see `Laplace.predict`, also for the others.
+            link: How a linearised predictive turns the Gaussian over logits into probabilities.
+            samples: The number of draws of every component.
+            diagonal: Whether to compute only the variances of the outputs, without their covariances.
+            outputs: Which of the outputs of a regression to predict.
+            weights: Not possible here: samples are of one network's weights, and a mixture has several networks.
+            local: Whether kind="sampling" draws the outputs of linear layers instead of weights.
+            differentiable: Whether to keep the gradient in x.
+            generator: The source of the random draws, used by one component after the other.
+
+        Raises:
+            InputError: Weights were given.
         """
-        if options.get("weights") is not None:
+        if weights is not None:
             raise InputError("weights= are samples of one network's weights; a mixture has several networks")
         used = self._used()
-        return mix([part.predict(x, **options) for part, _ in used], [w for _, w in used])
+        predictions = [
+            part.predict(
+                x,
+                kind=kind,
+                link=link,
+                samples=samples,
+                diagonal=diagonal,
+                outputs=outputs,
+                local=local,
+                differentiable=differentiable,
+                generator=generator,
+            )
+            for part, _ in used
+        ]
+        return mix(predictions, [w for _, w in used])
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together: law of total covariance."""
         used = self._used()
-        found = [part.joint(x) for part, _ in used]
-        _check_shapes([mean for mean, _ in found], "outputs")
-        share = torch.tensor([w for _, w in used], dtype=torch.float64, device=found[0][0].device)
-        means = torch.stack([mean for mean, _ in found]).double()
+        moments = [part.joint(x) for part, _ in used]
+        _check_shapes([mean for mean, _ in moments], "outputs")
+        share = torch.tensor([w for _, w in used], dtype=torch.float64, device=moments[0][0].device)
+        means = torch.stack([mean for mean, _ in moments]).double()
         mean = torch.einsum("k,knc->nc", share, means)
-        cov = sum(w * cov.double() for w, (_, cov) in zip(share, found, strict=True))
+        cov = sum(w * cov.double() for w, (_, cov) in zip(share, moments, strict=True))
         cov = cov + torch.einsum("k,knc,kmd->ncmd", share, means - mean, means - mean)
-        return mean.to(found[0][0].dtype), cov.to(found[0][0].dtype)
+        return mean.to(moments[0][0].dtype), cov.to(moments[0][0].dtype)
 
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Joint samples [count, N, ..., C] of the linearised networks' outputs; each is of a component drawn by its weight."""
@@ -152,14 +190,14 @@ class Mixture:
             raise InputError(f"the number of function samples must be a whole number of at least 1, got {count!r}")
         device = torch.device("cpu") if generator is None else generator.device
         drawn = torch.multinomial(self.weights.to(device), count, replacement=True, generator=generator).cpu()
-        found: list[Tensor | None] = [None] * count
+        drawn_samples: list[Tensor | None] = [None] * count
         for k in drawn.unique().tolist():
             places = (drawn == k).nonzero().squeeze(1).tolist()
             for place, sample in zip(
                 places, self.components[k].function_samples(x, len(places), generator), strict=True
             ):
-                found[place] = sample
-        samples = [sample for sample in found if sample is not None]
+                drawn_samples[place] = sample
+        samples = [sample for sample in drawn_samples if sample is not None]
         _check_shapes(samples, "outputs")
         return torch.stack(samples)
 
@@ -307,22 +345,26 @@ def _samples(parts: list[Prediction], share: Tensor) -> tuple[Tensor | None, Ten
     kind, dtype = parts[0].kind, parts[0].mean.dtype
     values, variances, weights = [], [], []
     for part, w in zip(parts, share, strict=True):
-        found, own = part.samples, part.weights
+        samples, own = part.samples, part.weights
         spread = part.sample_variance
-        if found is None and kind == "counts" and part.latent_mean is not None and part.latent_var is not None:
-            found = poisson_lognormal_rates(part.latent_mean, part.latent_var)
-        elif found is None and kind in ("regression", "custom"):
-            found, spread, own = part.mean.unsqueeze(0), part.total.unsqueeze(0), None
-        if found is None:
+        if samples is None and kind == "counts" and part.latent_mean is not None and part.latent_var is not None:
+            samples = poisson_lognormal_rates(part.latent_mean, part.latent_var)
+        elif samples is None and kind in ("regression", "custom"):
+            samples, spread, own = part.mean.unsqueeze(0), part.total.unsqueeze(0), None
+        if samples is None:
             return None, None, None
         if spread is None and kind in ("regression", "custom"):
-            spread = part.aleatoric.expand(found.shape)
-        values.append(found.to(dtype))
+            spread = part.aleatoric.expand(samples.shape)
+        values.append(samples.to(dtype))
         variances.append(spread)
-        of = found.new_full((len(found),), 1 / len(found), dtype=torch.float64) if own is None else own.double()
+        of = samples.new_full((len(samples),), 1 / len(samples), dtype=torch.float64) if own is None else own.double()
         weights.append(w * of)
-    kept = [v.to(dtype) for v in variances if v is not None]
-    return torch.cat(values), torch.cat(kept) if len(kept) == len(values) else None, torch.cat(weights).to(dtype)
+    own_variances = [v.to(dtype) for v in variances if v is not None]
+    return (
+        torch.cat(values),
+        torch.cat(own_variances) if len(own_variances) == len(values) else None,
+        torch.cat(weights).to(dtype),
+    )
 
 
 def _check_components(components: object) -> list[Laplace]:
@@ -345,21 +387,25 @@ def _check_components(components: object) -> list[Laplace]:
 
 def _check_weights(weights: Sequence[float] | Tensor, count: int) -> Tensor:
     try:
-        found = torch.as_tensor(weights).detach().to("cpu", torch.float64)
+        numbers = torch.as_tensor(weights).detach().to("cpu", torch.float64)
     except (TypeError, ValueError, RuntimeError):
         raise InputError(f"weights must be {count} numbers, one per component, got {weights!r}") from None
-    if found.shape != (count,) or not bool((found.isfinite() & (found >= 0)).all()) or not bool(found.sum() > 0):
+    if (
+        numbers.shape != (count,)
+        or not bool((numbers.isfinite() & (numbers >= 0)).all())
+        or not bool(numbers.sum() > 0)
+    ):
         raise InputError(
             f"weights must be {count} finite numbers that are not negative and not all zero, one per component, "
-            f"got {found.tolist()}"
+            f"got {numbers.tolist()}"
         )
-    return found / found.sum()
+    return numbers / numbers.sum()
 
 
 def _log_evidences(components: list[Laplace]) -> Tensor:
     for what, values in (
         ("numbers of data", sorted({part.n_data for part in components})),
-        ("data scales / temperatures", sorted({part.power for part in components})),
+        ("data scales / temperatures", sorted({_evidence_weight(part) for part in components})),
     ):
         if len(values) > 1:
             shown = ", ".join(f"{v:g}" for v in values)
@@ -367,12 +413,17 @@ def _log_evidences(components: list[Laplace]) -> Tensor:
                 f"evidences compare models of the same data, but the components have different {what}: {shown}. "
                 'Fit all of them to the same data, or pass weights="uniform"'
             )
-    found = torch.stack([part.log_evidence().detach().double().cpu() for part in components])
-    if not bool(found.isfinite().all()):
+    evidences = torch.stack([part.log_evidence().detach().double().cpu() for part in components])
+    if not bool(evidences.isfinite().all()):
         raise NumericalError(
-            f"a log evidence is not finite: {found.tolist()}; look at the components' priors, or use weights='uniform'"
+            f"a log evidence is not finite: {evidences.tolist()}; look at the components' priors, or use weights='uniform'"
         )
-    return found
+    return evidences
+
+
+def _evidence_weight(laplace: Laplace) -> float:
+    """What the log-likelihood is multiplied by in the evidence: without the factor that the covariance was divided by."""
+    return float(f"{laplace.likelihood_weight / laplace.fitted.narrowing:.12g}")
 
 
 def _check_shapes(values: list[Tensor], what: str) -> None:

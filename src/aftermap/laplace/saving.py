@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.errors import DataError, InputError, UnsupportedError
+from aftermap.errors import DataError, InputError, NumericalWarning, UnsupportedError
 from aftermap.laplace.laplace import Laplace
 from aftermap.likelihoods import likelihood_from_config
 from aftermap.params import named_parameters, weights_hash
 from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.base import Observation
+from aftermap.posteriors.base import Hyperparameters
 from aftermap.posteriors.io import LoadedPosterior, load_posterior, read_saved_config, save_posterior
 from aftermap.predictive import TrainedPosterior
 
@@ -47,13 +49,14 @@ def save_laplace(
         )
     config = {
         "method": "laplace",
-        "likelihood": laplace.observation.base.config(),
-        "noise_level": float(laplace.observation.level),
+        "likelihood": laplace.base_likelihood.config(),
+        "noise_level": float(laplace.hyperparameters.noise),
         "structure": laplace.structure,
         "params": list(laplace.posterior.names),
         "curvature": laplace.curvature,
         "data_scale": laplace.data_scale,
         "temperature": laplace.temperature,
+        "narrowing": laplace.fitted.narrowing,
         "damping": laplace.damping,
         "approach": laplace.approach,
         "rank": laplace.rank,
@@ -108,16 +111,18 @@ def load(
         raise DataError(f"{folder} does not say which method made its posterior; aftermap writes this as 'method'")
     _check_model(model, loaded, folder)
     if method != "laplace":
-        told = config.get("likelihood")
-        likelihood = None if told is None else likelihood_from_config(told)
+        description = config.get("likelihood")
+        likelihood = None if description is None else likelihood_from_config(description)
         damping = config.get("damping", {})
         return TrainedPosterior(model, loaded.posterior, loaded.factors, likelihood, method, damping)
+    noise = torch.tensor(config["noise_level"], dtype=torch.float64)
     laplace = Laplace(
         model,
         likelihood_from_config(config["likelihood"]),
         structure=config["structure"],
         params=config["params"],
         curvature=config["curvature"],
+        prior_precision=dict(loaded.posterior.prior.precision),
         prior_mean={n: m.expand(loaded.posterior.shapes[n]) for n, m in loaded.posterior.prior.mean.items()},
         data_scale=config["data_scale"],
         temperature=config["temperature"],
@@ -126,10 +131,31 @@ def load(
         rank=config["rank"],
         strict=config["strict"],
     )
-    level = torch.tensor(config["noise_level"], dtype=torch.float64)
-    base = laplace.observation.base
-    laplace.restore(Observation(base, level, laplace.observation.tunable), loaded.factors, loaded.posterior)
-    return laplace
+    hyperparameters = Hyperparameters(loaded.posterior.prior, noise, config["data_scale"], config["temperature"])
+    posterior = _with_right_scale(loaded.posterior, hyperparameters, loaded.factors.curvature, folder)
+    # Folders of the first version do not say whether the covariance was divided to match the effective dimension.
+    return laplace.restore(loaded.factors, posterior, hyperparameters, float(config.get("narrowing", 1.0)))
+
+
+def _with_right_scale(
+    posterior: GaussianPosterior, hyperparameters: Hyperparameters, curvature: str, folder: str | Path
+) -> GaussianPosterior:
+    """The posterior itself, but for empirical Fisher matrices of regressions that were saved with 1/σ² in the place of 1/σ⁴.
+
+    Warns:
+        NumericalWarning: The saved posterior was too wide or too narrow and has been mended.
+    """
+    scale = hyperparameters.curvature_scale(curvature)
+    if curvature != "empirical" or math.isclose(float(scale), float(posterior.scale), rel_tol=1e-9):
+        return posterior
+    warnings.warn(
+        f"the posterior in {folder} was saved by a version that scaled the empirical Fisher matrix of a regression by "
+        f"{float(posterior.scale):.3g} where the noise {float(hyperparameters.noise):.3g} asks for {float(scale):.3g}. It is loaded with the "
+        "right scale; tune it again, and save it, to be rid of this warning",
+        NumericalWarning,
+        stacklevel=3,
+    )
+    return hyperparameters.applied_to(posterior, curvature)
 
 
 def load_laplace(folder: str | Path, model: nn.Module, *, device: torch.device | str | None = None) -> Laplace:
@@ -148,9 +174,9 @@ def load_laplace(folder: str | Path, model: nn.Module, *, device: torch.device |
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
     """Everything that shapes the outputs: parameters and buffers."""
-    found: dict[str, Any] = dict(named_parameters(model))
-    found.update(dict(model.named_buffers()))
-    return found
+    tensors: dict[str, Any] = dict(named_parameters(model))
+    tensors.update(dict(model.named_buffers()))
+    return tensors
 
 
 def _check_model(model: nn.Module, loaded: LoadedPosterior, folder: str | Path) -> None:

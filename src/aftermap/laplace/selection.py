@@ -170,11 +170,11 @@ def select(
     ['line', 'constant']
 
     References:
-        MacKay 1992; Immer et al. 2021; MATH 5.5.
+        MacKay 1992; Immer et al. 2021.
     """
     _check(factories, data, restarts)
     parsed = parse_likelihood(likelihood)
-    found = []
+    candidates = []
     for name, factory in factories.items():
         start = time.perf_counter()
         runs = []
@@ -189,8 +189,8 @@ def select(
         seconds = time.perf_counter() - start
         size = best.laplace.posterior.n_params
         evidences = tuple(r.log_evidence for r in runs)
-        found.append(Candidate(name, best.log_evidence, score, size, seconds, best, evidences))
-    ranking = Ranking(tuple(sorted(found, key=lambda c: -c.log_evidence)))
+        candidates.append(Candidate(name, best.log_evidence, score, size, seconds, best, evidences))
+    ranking = Ranking(tuple(sorted(candidates, key=lambda c: -c.log_evidence)))
     _warn(ranking)
     return ranking
 

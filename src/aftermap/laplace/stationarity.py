@@ -20,6 +20,8 @@ from aftermap.batches import Batch, Unpack, iterate
 from aftermap.curvature import fit_curvature
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.laplace.evidence import log_evidence
+from aftermap.laplace.fitted import Fitted
+from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, check_device, evaluating, functional_outputs, prepare_forward_mode
 from aftermap.params import Params, flatten, unflatten
 from aftermap.posteriors import GaussianPosterior
@@ -93,12 +95,13 @@ def check_stationarity(
     if limit is not None and not limit > 0:
         raise InputError(f"limit={limit!r} must be a positive number of nats")
     laplace.check_weights()
-    posterior = laplace.posterior
+    fitted = laplace.fitted.without_narrowing()  # the evidence is that of the data as they are
+    posterior, weight = fitted.posterior, fitted.hyperparameters.likelihood_weight
     slope: Params = {n: torch.zeros_like(v, dtype=torch.float64) for n, v in posterior.mean.items()}
     with evaluating(laplace.model), torch.enable_grad():
         for batch in _batches(laplace, data, unpack):
             params = {n: v.detach().clone().requires_grad_() for n, v in posterior.mean.items()}
-            loss = _loss(laplace, functional_outputs(laplace.model, params, batch.inputs), batch)
+            loss = weight * _loss(laplace.likelihood, functional_outputs(laplace.model, params, batch.inputs), batch)
             for name, part in zip(
                 params, torch.autograd.grad(loss, list(params.values()), allow_unused=True), strict=True
             ):
@@ -113,15 +116,15 @@ def check_stationarity(
     return Stationarity(norm, norm / max(data_norm + prior_norm, 1e-300), gain, allowed)
 
 
-def warn_unless_stationary(found: Stationarity) -> None:
+def warn_unless_stationary(stationarity: Stationarity) -> None:
     """Says what to do about an evidence that was taken away from a mode.
 
     Warns:
         StatisticalWarning: not at a mode.
     """
-    if not found.stationary:
+    if not stationarity.stationary:
         warnings.warn(
-            f"the network is not at a mode, so its evidence is not to be trusted: {found.message}. Train longer or with a smaller "
+            f"the network is not at a mode, so its evidence is not to be trusted: {stationarity.message}. Train longer or with a smaller "
             "learning rate, with the prior as weight decay (precision / number of data), or take the evidence of the linear model: "
             "refined_evidence(laplace, train_loader)",
             StatisticalWarning,
@@ -137,12 +140,12 @@ def _batches(laplace: Laplace, data: Iterable[Any] | None, unpack: Unpack | None
     return iterate(chosen, device=device, dtype=dtype, unpack=laplace.unpack if unpack is None else unpack)
 
 
-def _loss(laplace: Laplace, outputs: Tensor, batch: Batch) -> Tensor:
-    """−p Σ log p(y|f) with the present noise; in float64 for the sum."""
-    values = laplace.likelihood.nll(outputs, batch.targets).to(torch.float64)
+def _loss(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> Tensor:
+    """−Σ log p(y|f); in float64 for the sum."""
+    values = likelihood.nll(outputs, batch.targets).to(torch.float64)
     if batch.weight is not None:
         values = values * batch.weight.to(values)
-    return laplace.power * values.sum()
+    return values.sum()
 
 
 def _prior_gradient(posterior: GaussianPosterior, at: Params) -> Params:
@@ -210,7 +213,8 @@ def refined_evidence(
     References:
         Antorán et al. 2022, Adapting the linearised Laplace model evidence for modern deep learning, section 4.
     """
-    posterior = laplace.posterior
+    fitted = laplace.fitted.without_narrowing()
+    posterior, weight = fitted.posterior, fitted.hyperparameters.likelihood_weight
     if not isinstance(posterior, GaussianPosterior):
         raise UnsupportedError(f"refinement needs a posterior with blocks, got a {type(posterior).__name__}")
     laplace.check_weights()
@@ -235,7 +239,7 @@ def refined_evidence(
             with torch.enable_grad():
                 f = functional_outputs(model, params, batch.inputs)
                 shifted = (f.detach() + moved).requires_grad_()
-                loss = _loss(laplace, shifted, batch)
+                loss = weight * _loss(laplace.likelihood, shifted, batch)
                 (pull,) = torch.autograd.grad(loss, shifted)
                 parts = torch.autograd.grad(f, list(params.values()), pull, allow_unused=True, materialize_grads=True)
             value += float(loss.detach())
@@ -251,9 +255,9 @@ def refined_evidence(
             with torch.no_grad():
                 moved = offsets(direction, batch)
             shifted.append((_with_offset(batch.inputs, moved), batch.targets, batch.weight))
-        value, made = _evidence_at(laplace, posterior, shifted, start, direction)
+        value, refined = _evidence_at(laplace, fitted, shifted, start, direction)
     mean = {n: start[n] + direction[n] for n in names}
-    return RefinedEvidence(value, mean, made, gain, converged)
+    return RefinedEvidence(value, mean, refined, gain, converged)
 
 
 def _with_offset(inputs: Any, offset: Tensor) -> Any:
@@ -312,7 +316,7 @@ def _two_loops(slope: Tensor, pairs: list[tuple[Tensor, Tensor]], precondition: 
 
 def _evidence_at(
     laplace: Laplace,
-    posterior: GaussianPosterior,
+    fitted: Fitted,
     data: list[tuple[Any, Any, Tensor | None]],
     start: Params,
     direction: Params,
@@ -320,10 +324,10 @@ def _evidence_at(
     """log q(D) of the linear model with the curvature of the loss at its outputs."""
     prefix = "model."
     trimmed = [(x, y) if w is None else (x, y, w) for x, y, w in data]
-    found = fit_curvature(
+    factors = fit_curvature(
         _Shifted(laplace.model),
         trimmed,
-        laplace.observation.base,
+        laplace.base_likelihood,
         structure=laplace.factors.structure,
         params=[prefix + n for n in start],
         curvature=laplace.curvature,
@@ -331,13 +335,13 @@ def _evidence_at(
         rank=laplace.rank,
         progress=False,
     )
-    prior = posterior.prior
-    made = GaussianPosterior.from_factors(
-        found,
+    prior, posterior = fitted.hyperparameters.prior, fitted.posterior
+    refined = GaussianPosterior.from_factors(
+        factors,
         {prefix + n: start[n] + direction[n] for n in start},
         {prefix + n: prior.precision[n].detach() for n in start},
         prior_mean={prefix + n: prior.mean[n].expand(start[n].shape) for n in start},
         scale=posterior.scale.detach(),
         damping=posterior.damping,
     )
-    return float(log_evidence(made, found, laplace.observation, laplace.power)), made
+    return float(log_evidence(refined, factors, laplace.base_likelihood, fitted.hyperparameters)), refined

@@ -106,14 +106,14 @@ def chosen_entries(
         scores = GaussianPosterior.from_factors(factors, weights, prior, scale=scale).marginal_variance()
     flat = torch.cat([scores[n].reshape(-1).to(torch.float64).cpu() for n in names])
     best = torch.sort(flat, descending=True, stable=True).indices[: subnetwork.size].sort().values
-    found, start = {}, 0
+    entries, start = {}, 0
     for name in names:
         size = weights[name].numel()
         own = best[(best >= start) & (best < start + size)] - start
         if len(own):
-            found[name] = own
+            entries[name] = own
         start += size
-    return found
+    return entries
 
 
 def fit_subnetwork(

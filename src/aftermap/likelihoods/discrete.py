@@ -124,6 +124,13 @@ class Categorical(Likelihood):
                 f"{list(outputs.shape)} need class indices of shape {list(outputs.shape[:-1])} "
                 "(classes in the last dimension; for [N, C, H, W] use outputs.movedim(1, -1))."
             )
+        if targets is not None and outputs.dim() > 3 and len(set(outputs.shape[1:])) == 1:
+            raise ShapeError(
+                f"Categorical: outputs of shape {list(outputs.shape)} are ambiguous: with targets of shape {list(targets.shape)} the "
+                "classes may be in dimension 1 or in the last one. Let the network return one dimension of positions: "
+                "outputs.movedim(1, -1).flatten(1, -2) if the classes are in dimension 1, outputs.flatten(1, -2) if they are in the last, "
+                "with targets.flatten(1)."
+            )
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Raise unless targets are class indices [N, ...] in 0 ... C - 1 or ``ignore_index``."""

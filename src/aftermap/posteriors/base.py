@@ -1,10 +1,4 @@
-"""What a posterior is, and the Gaussian one: a mean and block posteriors that together hold every parameter once.
-
-The observation noise of a regression, apart from its curvature: it enters once, when the posterior is formed.
-
-A Gaussian likelihood with noise σ·v (v: 1, or the given ratio between outputs) has the curvature of noise v divided by σ²
-and a log-likelihood that is known for every σ from the one at σ = 1. So σ is tuned without a pass over the data.
-"""
+"""What a posterior is, and the Gaussian one: a mean and block posteriors that together hold every parameter once."""
 
 from __future__ import annotations
 
@@ -12,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,63 +25,16 @@ from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.params import Params
 from aftermap.prior import Prior, PriorSpec
 
-__all__ = ["GaussianPosterior", "Observation", "Posterior", "layers_of"]
-
-
-@dataclass(frozen=True)
-class Observation:
-    """A likelihood split into a fixed part and a noise level.
-
-    Attributes:
-        base: the likelihood that the curvature is computed with.
-        level: σ, a 0-d float64 tensor; 1 where there is no noise to tune.
-        tunable: whether σ is a parameter (Gaussian likelihoods).
-    """
-
-    base: Likelihood
-    level: Tensor
-    tunable: bool
-
-    @staticmethod
-    def split(likelihood: Likelihood) -> Observation:
-        """Takes the noise out of a Gaussian likelihood; others stay whole."""
-        one = torch.ones((), dtype=torch.float64)
-        if not isinstance(likelihood, Gaussian):
-            return Observation(likelihood, one, False)
-        noise = torch.as_tensor(likelihood.noise, dtype=torch.float64).detach()
-        if noise.dim() == 0:
-            return Observation(Gaussian(1.0), noise, True)
-        return Observation(likelihood, one, True)
-
-    def whole(self) -> Likelihood:
-        """The likelihood with its present noise."""
-        if not isinstance(self.base, Gaussian):
-            return self.base
-        noise = torch.as_tensor(self.base.noise, dtype=torch.float64) * self.level.detach()
-        return Gaussian(float(noise) if noise.dim() == 0 else noise)
-
-    def curvature_scale(self, level: Tensor | None = None) -> Tensor:
-        """1/σ²."""
-        return 1 / (self.level if level is None else level) ** 2
-
-    def log_likelihood(self, factors: Factors, level: Tensor | None = None) -> Tensor:
-        """Σ log p(y_n | f_n) at noise σ, differentiable in it."""
-        level = self.level if level is None else level
-        if not self.tunable:
-            return torch.tensor(-factors.loss, dtype=torch.float64)
-        squares, count = self.squared_error(factors), factors.n_data * factors.n_outputs
-        return -0.5 * squares / level**2 - count * level.log() - self._constant(factors)
-
-    def squared_error(self, factors: Factors) -> float:
-        """Σ (y − f)²/v²."""
-        return max(0.0, 2 * (factors.loss - self._constant(factors)))
-
-    def _constant(self, factors: Factors) -> float:
-        """Σ ½ log(2π v²)."""
-        assert isinstance(self.base, Gaussian)  # tunable
-        noise = torch.as_tensor(self.base.noise, dtype=torch.float64)
-        per_datum = 0.5 * (math.log(2 * math.pi) + 2 * noise.log().mean()) * factors.n_outputs
-        return float(factors.n_data * per_datum)
+__all__ = [
+    "GaussianPosterior",
+    "Hyperparameters",
+    "Posterior",
+    "has_noise",
+    "layers_of",
+    "noise_exponent",
+    "split_noise",
+    "with_noise",
+]
 
 
 class Posterior(ABC):
@@ -193,7 +141,7 @@ class GaussianPosterior(Posterior):
     def from_factors(
         factors: Factors,
         mean: Params,
-        prior: PriorSpec = 1.0,
+        prior: PriorSpec | Prior = 1.0,
         *,
         prior_mean: float | Params = 0.0,
         scale: float | Tensor = 1.0,
@@ -204,7 +152,7 @@ class GaussianPosterior(Posterior):
         Args:
             factors: the curvature.
             mean: the trained weights.
-            prior: precision; see :class:`Prior`.
+            prior: precision; see :class:`Prior`. Or a whole prior, which has its own mean.
             prior_mean: a number or tensors by name.
             scale: what multiplies the curvature.
             damping: "exact", or for Kronecker factors "factored" (Ritter et al. 2018, eq. 9) or "pi".
@@ -213,7 +161,7 @@ class GaussianPosterior(Posterior):
             raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
         mean = _checked(mean, factors.shapes, "the mean")
         layers = layers_of(factors)
-        parsed = Prior.make(prior, prior_mean, layers, factors.shapes)
+        parsed = prior if isinstance(prior, Prior) else Prior.make(prior, prior_mean, layers, factors.shapes)
         factor = _checked_scale(scale)
         krons = [b for b in factors.blocks if isinstance(b, KronBlock)]
         if damping != "exact" and not any(isinstance(b, KronBlock | EigenBlock) for b in factors.blocks):
@@ -341,3 +289,90 @@ class GaussianPosterior(Posterior):
             for i, block in enumerate(self.blocks)
         ]
         return [[parts[k] for parts in by_block] for k in range(len(variants))]
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What a Laplace posterior depends on beside the curvature: none of it needs another pass over the data.
+
+    The curvature is that of a likelihood with unit noise (`split_noise`), so the noise of a regression enters
+    here, once, when the posterior is formed.
+
+    Attributes:
+        prior: The Gaussian prior over the weights.
+        noise: σ, the standard deviation of a regression's noise in units of the likelihood that the curvature is of; a 0-d
+            float64 tensor, whose gradient is kept, and 1 for likelihoods without noise.
+        data_scale: How many data each datum stands for.
+        temperature: What the log-likelihood is divided by.
+
+    >>> prior = Prior.make(2.0, 0.0, {"fc": ["fc.weight"]}, {"fc.weight": (2, 3)})
+    >>> Hyperparameters(prior, torch.tensor(0.5), data_scale=3.0).curvature_scale()
+    tensor(12.)
+    """
+
+    prior: Prior
+    noise: Tensor
+    data_scale: float = 1.0
+    temperature: float = 1.0
+
+    @property
+    def likelihood_weight(self) -> float:
+        """What the log-likelihood is multiplied by: data_scale / temperature."""
+        return self.data_scale / self.temperature
+
+    def curvature_scale(self, curvature: str = "exact") -> Tensor:
+        """What the curvature at unit noise is multiplied by: the likelihood's weight times 1/σ².
+
+        Args:
+            curvature: The kind of curvature (`Factors.curvature`). An empirical Fisher matrix is a sum of squared gradients,
+                each of which has a factor 1/σ², so it takes 1/σ⁴.
+        """
+        return self.likelihood_weight / self.noise ** noise_exponent(curvature)
+
+    def applied_to(self, posterior: Any, curvature: str) -> Any:
+        """The posterior with the same curvature under these hyperparameters; no data pass and no decomposition."""
+        return posterior.with_prior(prior=self.prior, scale=self.curvature_scale(curvature))
+
+    def narrowed(self, factor: float) -> Hyperparameters:
+        """The hyperparameters whose posterior has the covariance divided by ``factor``: precision and data scale grow by it."""
+        precision = {n: factor * value for n, value in self.prior.precision.items()}
+        return replace(self, prior=self.prior.with_precision(precision), data_scale=factor * self.data_scale)
+
+
+def noise_exponent(curvature: str) -> int:
+    """The power of 1/σ that a kind of curvature grows with: 4 for the empirical Fisher matrix, 2 for all others."""
+    return 4 if curvature == "empirical" else 2
+
+
+def has_noise(likelihood: Likelihood) -> bool:
+    """Whether a likelihood has a noise that can be tuned beside the network: a `Gaussian` does."""
+    return isinstance(likelihood, Gaussian)
+
+
+def split_noise(likelihood: Likelihood) -> tuple[Likelihood, Tensor]:
+    """Takes the noise σ out of a Gaussian likelihood, so that it can be tuned without another pass over the data.
+
+    Returns:
+        The likelihood to compute curvature with, and σ (0-d, float64). One noise for all outputs leaves a noise of 1; a noise
+        for each output stays, as the ratio between outputs, and σ = 1. Other likelihoods stay whole, with σ = 1.
+
+    >>> split_noise(Gaussian(0.5))
+    (Gaussian(noise=1.0), tensor(0.5000, dtype=torch.float64))
+    """
+    if isinstance(likelihood, Gaussian):
+        noise = torch.as_tensor(likelihood.noise, dtype=torch.float64).detach()
+        if noise.dim() == 0:
+            return Gaussian(1.0), noise
+    return likelihood, torch.ones((), dtype=torch.float64)
+
+
+def with_noise(likelihood: Likelihood, noise: Tensor) -> Likelihood:
+    """The likelihood with its noise multiplied by σ: the inverse of `split_noise`.
+
+    >>> with_noise(*split_noise(Gaussian(0.5)))
+    Gaussian(noise=0.5)
+    """
+    if not isinstance(likelihood, Gaussian):
+        return likelihood
+    scaled = torch.as_tensor(likelihood.noise, dtype=torch.float64) * noise.detach()
+    return Gaussian(float(scaled) if scaled.dim() == 0 else scaled)

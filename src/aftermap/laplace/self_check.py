@@ -15,9 +15,9 @@ from torch import Tensor
 
 from aftermap.batches import Batch
 from aftermap.errors import DataError
-from aftermap.predictive import Prediction
+from aftermap.predictive import PosteriorPredictor, Prediction
 
-__all__ = ["CheckReport", "check_predictive"]
+__all__ = ["SelfCheck", "check_predictive"]
 
 # A fall in accuracy, and a mean confidence below the accuracy, by more than this is a collapse.
 _ACCURACY_DROP = 0.02
@@ -27,16 +27,19 @@ _NLL_RISE = 0.2
 
 
 @dataclass(frozen=True)
-class CheckReport:
-    """MAP against Bayesian on some labelled data.
+class SelfCheck:
+    """The network's own answers against the Bayesian ones on some labelled data.
 
     Attributes:
-        n_data: examples used.
-        map_nll, bayes_nll: mean negative log predictive probability.
-        map_accuracy, bayes_accuracy: None where there are no classes.
-        map_confidence, bayes_confidence: mean probability of the predicted class; None where there are no classes.
-        collapsed: whether the predictive is useless beside the network itself.
-        message: one sentence.
+        n_data: How many examples were used.
+        map_nll: The network's mean negative log predictive probability.
+        bayes_nll: The same of the Bayesian predictive.
+        map_accuracy: The network's accuracy; None where there are no classes.
+        bayes_accuracy: The same of the Bayesian predictive.
+        map_confidence: The network's mean probability of the predicted class; None where there are no classes.
+        bayes_confidence: The same of the Bayesian predictive.
+        collapsed: Whether the predictive is useless beside the network itself.
+        message: The comparison in one sentence.
     """
 
     n_data: int
@@ -50,15 +53,26 @@ class CheckReport:
     message: str
 
 
-def check_predictive(laplace: Any, batches: Iterable[Batch], *, limit: int = 1000, **options: Any) -> CheckReport:
+def check_predictive(
+    laplace: Any,
+    batches: Iterable[Batch],
+    *,
+    limit: int = 1000,
+    kind: str = "linearised",
+    link: str = "auto",
+    samples: int = 100,
+) -> SelfCheck:
     """Compares the network's own answers with the Bayesian ones.
 
     Args:
-        laplace: a fitted `Laplace`.
-        batches: labelled data; held out if possible.
-        limit: at most this many examples.
-        options: for ``predict``.
+        laplace: A fitted `Laplace`, the posterior of an optimiser, or a `PosteriorPredictor`.
+        batches: Labelled data; held out if possible.
+        limit: The largest number of examples to use.
+        kind: The predictive to check: "linearised" or "sampling"; see `Laplace.predict`.
+        link: How the linearised predictive turns the Gaussian over logits into probabilities.
+        samples: The number of draws that the predictive averages over.
     """
+    predictor = laplace if isinstance(laplace, PosteriorPredictor) else laplace.predictor
     plain: list[Prediction] = []
     bayes: list[Prediction] = []
     targets: list[Tensor] = []
@@ -66,8 +80,9 @@ def check_predictive(laplace: Any, batches: Iterable[Batch], *, limit: int = 100
     for batch in batches:
         if count >= limit:
             break
-        plain.append(laplace.predictor.map_prediction(batch.inputs))
-        bayes.append(laplace.predict(batch.inputs, generator=torch.Generator().manual_seed(0), **options))
+        plain.append(predictor.map_prediction(batch.inputs))
+        seeded = torch.Generator().manual_seed(0)
+        bayes.append(laplace.predict(batch.inputs, kind=kind, link=link, samples=samples, generator=seeded))
         targets.append(batch.targets)
         count += batch.size
     if not count:
@@ -75,13 +90,13 @@ def check_predictive(laplace: Any, batches: Iterable[Batch], *, limit: int = 100
     return _compare(Prediction.concatenate(plain), Prediction.concatenate(bayes), torch.cat(targets))
 
 
-def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> CheckReport:
+def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck:
     map_nll = -float(plain.log_prob(targets).to(torch.float64).mean())
     bayes_nll = -float(bayes.log_prob(targets).to(torch.float64).mean())
     if plain.kind not in ("classification", "binary"):
         collapsed = not bayes_nll <= map_nll + _NLL_RISE
         message = f"negative log-likelihood {map_nll:.3f} -> {bayes_nll:.3f}"
-        return CheckReport(len(plain), map_nll, bayes_nll, None, None, None, None, collapsed, message)
+        return SelfCheck(len(plain), map_nll, bayes_nll, None, None, None, None, collapsed, message)
     hits = [_hits(p, targets) for p in (plain, bayes)]
     accuracy = [float(h.double().mean()) for h in hits]
     confidence = [_confidence(p) for p in (plain, bayes)]
@@ -95,7 +110,7 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> CheckRepo
         f"accuracy {accuracy[0]:.3f} -> {accuracy[1]:.3f}, negative log-likelihood {map_nll:.3f} -> {bayes_nll:.3f}, "
         f"mean confidence {confidence[0]:.3f} -> {confidence[1]:.3f}"
     )
-    return CheckReport(
+    return SelfCheck(
         len(plain), map_nll, bayes_nll, accuracy[0], accuracy[1], confidence[0], confidence[1], collapsed, message
     )
 
