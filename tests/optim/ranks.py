@@ -160,7 +160,9 @@ def work(rank: int, world: int, port: int, folder: str) -> None:
             losses = steps(opt, net, inputs[rank], y, 1)
             momentum = torch.cat([opt.state[p]["momentum"].flatten() for p in net.parameters()])
             losses += steps(opt, net, inputs[rank], y, 3)
-            found[f"{kind.__name__} | {name}"] = {"weights": flat(net), "losses": losses, "momentum": momentum}
+            factored = [n for n, p in net.named_parameters() if "factor_inputs" in opt.state[p]]
+            case = {"weights": flat(net), "losses": losses, "momentum": momentum, "factored": factored}
+            found[f"{kind.__name__} | {name}"] = case
     half = nn.Linear(3, 2).to(torch.bfloat16)
     opt = IVON(half, lr=0.1, n_data=1000, generator=seed())
     part, _ = opt._run(lambda: half(torch.ones(130 + rank, 3, dtype=torch.bfloat16)).square().mean(), 0, None)

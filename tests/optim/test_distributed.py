@@ -111,6 +111,13 @@ def test_gradients_of_one_weight_are_added_to_each_other(
         assert_close(found[f"{kind.__name__} | {name}"]["momentum"], expected)
 
 
+@pytest.mark.parametrize("name", ["kfac", "noisy kfac"])
+def test_a_layer_that_one_process_cannot_factor_has_a_diagonal_on_all(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        assert found[f"Branched | {name}"]["factored"] == ["first.weight", "middle.weight", "last.weight"]
+        assert found[f"Gated | {name}"]["factored"] == ["last.weight"]
+
+
 def test_examples_are_counted_exactly_in_half_precision(ranks: list[dict[str, Any]]) -> None:
     assert [float(found["half"]["weights"]) for found in ranks] == [261.0, 261.0]
 
