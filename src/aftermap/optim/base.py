@@ -47,7 +47,9 @@ from aftermap.predictive import TrainedPosterior
 __all__ = ["Group", "VariationalOptimizer"]
 
 _VERSION = 1  # of a saved state
-_OTHER_STREAM = 4  # a group of parameters has so many streams of noise: 0 training, 1 evaluation, 2 the GGN's vectors
+_STREAMS = (
+    4  # a group of parameters has so many streams of noise: 0 for training, 1 for evaluation, 2 for the GGN's vectors
+)
 Group = dict[str, Any]
 
 
@@ -247,7 +249,7 @@ class VariationalOptimizer(Optimizer, ABC):
                 if not params:
                     continue
                 with torch.no_grad():
-                    stream_of_group = _OTHER_STREAM * number + stream
+                    stream_of_group = _STREAMS * number + stream
                     z = self._noise.normal(params, step=self.steps, sample=sample, stream=stream_of_group)
                     drawn = self._draw_group(group, params, z)
                 if self.settings.curvature == "reparametrised":  # for the others noise would only cost memory

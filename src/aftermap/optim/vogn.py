@@ -44,8 +44,9 @@ def damped_curvature(curvature: list[Tensor], prior: Any, damping: float) -> lis
 
 
 def draw_weights(mean: list[Tensor], noise: list[Tensor], damped: list[Tensor], scale: float) -> list[Tensor]:
-    """w = μ + scale · ε / √(s + c + γ) with scale = √(τ/N); ``damped`` = s + c + γ."""
-    return list(torch._foreach_addcdiv(mean, noise, torch._foreach_sqrt(damped), value=scale))  # eq. (1)
+    """w = μ + scale · ε / √(s + c + γ) with scale = √(τ/N); ``damped`` = s + c + γ is overwritten."""
+    torch._foreach_sqrt_(damped)
+    return list(torch._foreach_addcdiv(mean, noise, damped, value=scale))  # eq. (1)
 
 
 def new_momentum_(
