@@ -47,9 +47,8 @@ from aftermap.predictive import TrainedPosterior
 __all__ = ["Group", "VariationalOptimizer"]
 
 _VERSION = 1  # of a saved state
-_STREAMS = (
-    4  # a group of parameters has so many streams of noise: 0 for training, 1 for evaluation, 2 for the GGN's vectors
-)
+# A group of parameters has so many streams of noise: 0 for training, 1 for evaluation, 2 for the GGN's vectors.
+_STREAMS = 4
 Group = dict[str, Any]
 
 
