@@ -287,15 +287,25 @@ class WeightsWatch:
         state = _state(model)
         return WeightsWatch({n: _some(t) for n, t in state.items()}, {n: _sum(t) for n, t in state.items()})
 
-    def check(self, model: nn.Module) -> None:
-        """Raises if the model has changed."""
+    def check(
+        self,
+        model: nn.Module,
+        since: str = "the fit",
+        advice: str = "A Laplace approximation holds around the weights it was fitted at: fit again, or restore them",
+    ) -> None:
+        """Raises if the model has changed.
+
+        Args:
+            model: The model to look at.
+            since: The moment at which the model was looked at first, for the message.
+            advice: What the message says about the reason and the remedy.
+        """
         now = _state(model)
         changed = [n for n in self.entries if n not in now or not self._same(n, now[n])]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise InputError(
-                f"the model's weights have changed since the fit ({', '.join(changed[:3])}{more}). A Laplace approximation holds "
-                "around the weights it was fitted at: fit again, or restore them"
+                f"the model's weights have changed since {since} ({', '.join(changed[:3])}{more}). {advice}"
             )
 
     def _same(self, name: str, value: Tensor) -> bool:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from aftermap.optim import IVON, KFAC, VOGN, NoisyKFAC
+from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC
 from tests.optim.problems import classifier, make_regression
 
-__all__ = ["PRESETS", "flat", "reparametrised_mean", "steps", "work"]
+__all__ = ["PRESETS", "UNEVEN", "Branched", "Gated", "flat", "reparametrised_mean", "steps", "uneven_data", "work"]
 
 
 def seed() -> torch.Generator:
@@ -69,10 +69,58 @@ def reparametrised_mean(draws: int, **options: Any) -> Tensor:
     root = ((4.0 + 1.0 / problem.n_data) * problem.n_data) ** 0.5  # 1/σ
     for _ in range(draws):
         part, _ = opt._run(lambda: problem.loss(net), 0, None)
-        part.all_reduced(opt._trained(), {})
+        part.all_reduce(opt._trained(), [])
         total += part.curvature["weight"] * part.curvature_scale / part.size * root / draws
         opt.steps += 1
     return total.detach()
+
+
+class Branched(nn.Module):
+    """A layer in the middle is used only by batches with a positive first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if bool((x[:, 0] > 0).any()):
+            hidden = hidden + torch.tanh(self.middle(hidden))
+        out: Tensor = self.last(hidden)
+        return out
+
+
+class Gated(nn.Module):
+    """A weight is used a second time, outside its layer, by examples with a positive first feature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = (x[:, :1] > 0).to(x)
+        out: Tensor = self.last(torch.tanh(self.first(x)) + gate * (x @ self.first.weight))
+        return out
+
+
+UNEVEN: dict[str, Any] = {
+    "ogn": lambda net: OGN(net, lr=0.02, n_data=12),
+    "vogn": lambda net: VOGN(net, lr=0.02, n_data=12, generator=seed()),
+    "ivon": lambda net: IVON(net, lr=0.02, n_data=12, generator=seed()),
+    "kfac": lambda net: KFAC(net, lr=0.02, n_data=12),
+    "noisy kfac": lambda net: NoisyKFAC(net, lr=0.02, n_data=12, generator=seed()),
+}
+
+
+def uneven_data(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor], Tensor]:
+    """A network, inputs with a negative and with a positive first feature, and targets for either."""
+    generator = torch.Generator().manual_seed(4)
+    net = kind().to(torch.float64)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.5)
+    below, above = (torch.randn(6, 3, generator=generator, dtype=torch.float64).abs() for _ in range(2))
+    return net, [-below, above], torch.arange(6) % 3
 
 
 def work(rank: int, world: int, port: int, folder: str) -> None:
@@ -105,6 +153,21 @@ def work(rank: int, world: int, port: int, folder: str) -> None:
     for _ in range(2):
         opt.step(lambda: F.cross_entropy(net(x), y) + (extra(net(x)).square().mean() if rank else 0.0))
     found["unused"] = {"weights": flat(both), "losses": []}
+    for kind in (Branched, Gated):
+        for name, make in UNEVEN.items():
+            net, inputs, y = uneven_data(kind)
+            opt = make(net)
+            losses = steps(opt, net, inputs[rank], y, 1)
+            momentum = torch.cat([opt.state[p]["momentum"].flatten() for p in net.parameters()])
+            losses += steps(opt, net, inputs[rank], y, 3)
+            factored = [n for n, p in net.named_parameters() if "factor_inputs" in opt.state[p]]
+            case = {"weights": flat(net), "losses": losses, "momentum": momentum, "factored": factored}
+            found[f"{kind.__name__} | {name}"] = case
+    half = nn.Linear(3, 2).to(torch.bfloat16)
+    opt = IVON(half, lr=0.1, n_data=1000, generator=seed())
+    part, _ = opt._run(lambda: half(torch.ones(130 + rank, 3, dtype=torch.bfloat16)).square().mean(), 0, None)
+    part.all_reduce(opt._trained(), [])
+    found["half"] = {"weights": torch.tensor(part.size, dtype=torch.float64), "losses": []}
     found["reparametrised"] = {"weights": reparametrised_mean(1500, sample_groups=2), "losses": []}
     torch.save(found, Path(folder) / f"rank{rank}.pt")
     dist.barrier()

@@ -29,7 +29,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"prior_precision": 0.0, "damping": 0.0}, "are both 0"),
     ({"prior_mean": float("nan")}, "prior_mean=nan must be a finite number"),
     ({"lr": -1.0}, "lr=-1.0 must be"),
-    ({"momentum": 1.0}, "momentum=1.0 must be below 1"),
+    ({"momentum": 1.0}, "momentum=1.0 must be a finite number, at least 0 and below 1"),
     ({"new_curvature_weight": 0.0}, "new_curvature_weight=0.0 must be a finite number, above 0 and at most 1"),
     ({"new_curvature_weight": 1.5}, "at most 1"),
     ({"mc_samples": 0}, "mc_samples=0 must be a whole number of at least 1"),

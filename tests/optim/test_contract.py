@@ -23,7 +23,7 @@ PRESETS: dict[str, Callable[[nn.Module, int], Any]] = {
     "vogn, normalised, warm-up": lambda net, n: VOGN(
         net, lr=0.2, n_data=n, momentum_form="normalised", temperature=warmup(50), generator=seed()
     ),
-    "vogn, poster": lambda net, n: VOGN(net, lr=0.02, n_data=n, form="poster", temperature=0.5, generator=seed()),
+    "vogn, published": lambda net, n: VOGN(net, lr=0.02, n_data=n, form="published", temperature=0.5, generator=seed()),
     "vogn, initial curvature": lambda net, n: VOGN(net, lr=0.02, n_data=n, initial_curvature=1.0, generator=seed()),
     "vogn, micro-batch": lambda net, n: VOGN(net, lr=0.02, n_data=n, curvature="micro_batch", generator=seed()),
     "vogn, reparametrised": lambda net, n: VOGN(
@@ -40,8 +40,8 @@ PRESETS: dict[str, Callable[[nn.Module, int], Any]] = {
     "kfac": lambda net, n: KFAC(net, lr=0.02, n_data=n),
     "kfac, lazy": lambda net, n: KFAC(net, lr=0.02, n_data=n, factor_every=2, inverse_every=4),
     "noisy kfac": lambda net, n: NoisyKFAC(net, lr=0.02, n_data=n, generator=seed()),
-    "noisy kfac, factored": lambda net, n: NoisyKFAC(
-        net, lr=0.02, n_data=n, damping_form="factored", mc_samples=2, generator=seed()
+    "noisy kfac, pi": lambda net, n: NoisyKFAC(
+        net, lr=0.02, n_data=n, damping_form="pi", mc_samples=2, generator=seed()
     ),
 }
 

@@ -16,16 +16,17 @@ from torch.testing import assert_close
 from aftermap.optim.noise import NoiseSource
 from tests.optim.elastic import STEPS
 from tests.optim.problems import classifier, make_regression
-from tests.optim.ranks import PRESETS, flat, reparametrised_mean, steps
+from tests.optim.ranks import PRESETS, UNEVEN, Branched, Gated, flat, reparametrised_mean, steps, uneven_data
 from tests.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "src")])
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder, port = tmp_path_factory.mktemp("ranks"), free_port()
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "tests.optim.ranks"]
     processes = [
         subprocess.Popen(
@@ -81,6 +82,46 @@ def test_a_layer_that_one_process_does_not_use(ranks: list[dict[str, Any]]) -> N
     assert not torch.equal(weights[-15:-3], torch.full((12,), 0.1, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", ["ogn", "vogn", "kfac"])
+def test_a_branch_that_one_process_uses_equals_two_micro_batches(ranks: list[dict[str, Any]], name: str) -> None:
+    net, inputs, y = uneven_data(Branched)
+    opt = UNEVEN[name](net)
+    for _ in range(4):
+        for x in reversed(inputs):  # the first batch uses every layer
+            with opt.sampled_params():
+                F.cross_entropy(net(x), y).backward()
+            opt._draws = 0  # both processes draw the same weights
+        opt.step()
+    for found in ranks:
+        assert_close(found[f"Branched | {name}"]["weights"], flat(net))
+
+
+@pytest.mark.parametrize("name", ["ogn", "kfac"])
+@pytest.mark.parametrize("kind", [Branched, Gated])
+def test_gradients_of_one_weight_are_added_to_each_other(
+    ranks: list[dict[str, Any]], name: str, kind: type[torch.nn.Module]
+) -> None:
+    """In the first step; also where the rule of a weight holds on one process only."""
+    net, inputs, y = uneven_data(kind)
+    loss = torch.stack([F.cross_entropy(net(x), y) for x in inputs]).mean()
+    grads = torch.autograd.grad(loss, list(net.parameters()))
+    pull = 1.0 / 12
+    expected = torch.cat([(g + pull * p.detach()).flatten() for g, p in zip(grads, net.parameters(), strict=True)])
+    for found in ranks:
+        assert_close(found[f"{kind.__name__} | {name}"]["momentum"], expected)
+
+
+@pytest.mark.parametrize("name", ["kfac", "noisy kfac"])
+def test_a_layer_that_one_process_cannot_factor_has_a_diagonal_on_all(ranks: list[dict[str, Any]], name: str) -> None:
+    for found in ranks:
+        assert found[f"Branched | {name}"]["factored"] == ["first.weight", "middle.weight", "last.weight"]
+        assert found[f"Gated | {name}"]["factored"] == ["last.weight"]
+
+
+def test_examples_are_counted_exactly_in_half_precision(ranks: list[dict[str, Any]]) -> None:
+    assert [float(found["half"]["weights"]) for found in ranks] == [261.0, 261.0]
+
+
 def test_the_reparametrised_estimate_is_unbiased_on_one_and_two_processes(ranks: list[dict[str, Any]]) -> None:
     problem = make_regression(orthogonal=False)
     hessian = problem.x.square().sum(0) / problem.noise**2 / problem.n_data
@@ -92,7 +133,7 @@ def test_the_reparametrised_estimate_is_unbiased_on_one_and_two_processes(ranks:
 
 @pytest.mark.slow
 def test_a_killed_process_resumes_and_ends_where_an_uninterrupted_run_ends(tmp_path: Path) -> None:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "PYTHONWARNINGS": "ignore"}
     launch = [
         sys.executable,
         "-m",

@@ -17,7 +17,7 @@ def generator() -> torch.Generator:
 
 
 def variance(opt: VOGN | OGN | IVON, weight: Tensor) -> Tensor:
-    """σ² by the formula of MATH 4.1, from the optimiser's state."""
+    """σ² by the formula of equation (1), from the optimiser's state."""
     group = opt.param_groups[0]
     n, tau = opt.settings.n_effective, opt.temperature
     return tau / n / (opt.state[weight]["curvature"] + tau * group["prior_precision"] / n + group["damping"])
@@ -109,7 +109,7 @@ def test_v4_mean_of_the_tempered_posterior() -> None:
 
 def test_v4_the_posters_form_has_its_own_fixed_point() -> None:
     problem, tau = make_regression(orthogonal=True, prior=40.0), 0.25
-    opt, net = ggn(problem, temperature=tau, form="poster", new_curvature_weight=0.5)
+    opt, net = ggn(problem, temperature=tau, form="published", new_curvature_weight=0.5)
     run(opt, lambda: problem.loss(net), 300)
     h = problem.x.square().sum(0) / problem.noise**2 / problem.n_data
     assert_close(opt.state[net.weight]["curvature"], (h / tau).expand(3, 4), rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""IVON's steps against its equations, written out one by one; what is kept between steps never goes stale."""
+"""IVON's steps against its equations, written out one by one; estimates that are not finite; skipped steps."""
 
 from __future__ import annotations
 
@@ -92,27 +92,6 @@ def test_steps_follow_the_equations(changed: dict[str, Any]) -> None:
     torch.testing.assert_close(opt.state[weight]["curvature"], h, rtol=1e-10, atol=1e-12)
 
 
-def test_a_curvature_changed_from_outside_is_noticed() -> None:
-    """The root of the curvature is kept between steps: not where the curvature, the prior or the damping is another."""
-
-    def stepped(meddle: bool, fresh: bool) -> Tensor:
-        weight = nn.Parameter(torch.ones(2, 3, dtype=torch.float64))
-        opt = IVON([weight], n_data=N, generator=torch.Generator().manual_seed(0), lr=0.1, new_curvature_weight=0.1)
-        opt.step(lambda: loss_of(weight))
-        if meddle:
-            with torch.no_grad():
-                opt.state[weight]["curvature"].mul_(4)
-            opt.param_groups[0]["prior_precision"] = 5.0
-        if fresh:
-            opt._below.clear()
-        opt.step(lambda: loss_of(weight))
-        return weight.detach()
-
-    assert torch.equal(stepped(True, False), stepped(True, True))
-    assert torch.equal(stepped(False, False), stepped(False, True))
-    assert not torch.equal(stepped(True, False), stepped(False, False))
-
-
 def test_a_loaded_state_draws_with_its_own_curvature() -> None:
     net, x, y = classifier()
     opt = IVON(net, n_data=100, lr=0.1, generator=torch.Generator().manual_seed(3), new_curvature_weight=0.1)
@@ -154,3 +133,21 @@ def test_an_estimate_that_overflows_is_noticed() -> None:
         opt.step(lambda: weight.sum())
     assert torch.equal(weight.detach(), torch.zeros(100))
     assert torch.equal(opt.state[weight]["curvature"], before)
+
+
+def test_a_skipped_first_step_does_not_count_in_the_correction_of_the_bias() -> None:
+    options = {**PLAIN, "new_curvature_weight": 1e-9}
+
+    def moved(skip: bool) -> Tensor:
+        weight = nn.Parameter(torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3))
+        opt = IVON([weight], n_data=N, generator=torch.Generator().manual_seed(0), **options)
+        if skip:
+            with pytest.warns(UserWarning, match="skipped"):
+                opt.step(lambda: loss_of(weight) * math.nan)
+            assert (opt.steps, opt.updates, opt.skipped_steps) == (1, 0, 1)
+        else:
+            opt.steps = 1  # the same noise
+        opt.step(lambda: loss_of(weight))
+        return weight.detach()
+
+    assert torch.equal(moved(True), moved(False))

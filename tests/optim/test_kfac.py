@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import kron
 from aftermap.optim import KFAC, NoisyKFAC
-from aftermap.optim.kfac import decompose, deviation, eigenvalues, precondition
+from aftermap.optim.kfac import damped_eigenvalues, decompose, draw_deviation, natural_gradient
 from tests.optim.problems import classifier
 
 
@@ -25,9 +25,9 @@ def factors(groups: int = 2) -> tuple[Tensor, Tensor]:
 def test_draws_have_the_exact_covariance() -> None:
     a, b = factors()
     (basis,) = decompose([(a, b)])
-    below = eigenvalues(basis, 0.7, "exact")
+    below = damped_eigenvalues(basis, 0.7, "exact")
     noise = torch.randn(200_000, 2, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    drawn = deviation(basis, noise, below, 0.5).flatten(2)
+    drawn = draw_deviation(basis, noise, below, 0.5).flatten(2)
     for g in range(2):
         expected = 0.25 * torch.linalg.inv(kron(b[g], a[g]) + 0.7 * torch.eye(12, dtype=torch.float64))
         scale = float(expected.diagonal().max())
@@ -38,24 +38,24 @@ def test_draws_have_the_exact_covariance() -> None:
 def test_factored_damping_is_a_matrix_normal() -> None:
     a, b = factors(1)
     (basis,) = decompose([(a, b)])
-    below = eigenvalues(basis, 0.7, "factored")
+    below = damped_eigenvalues(basis, 0.7, "pi")
     eye_a, eye_b = torch.eye(3, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
     pi = (a[0].trace() / 3 / (b[0].trace() / 4)).sqrt()
     precision = kron(b[0] + 0.7**0.5 / pi * eye_b, a[0] + 0.7**0.5 * pi * eye_a)
     noise = torch.randn(200_000, 1, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected = torch.linalg.inv(precision)
     scale = float(expected.diagonal().max())
-    found = torch.cov(deviation(basis, noise, below, 1.0).flatten(1).T)
+    found = torch.cov(draw_deviation(basis, noise, below, 1.0).flatten(1).T)
     assert_close(found, expected, rtol=0, atol=0.02 * scale)
     scaled = decompose([(a * 9, b / 9)])[0]
-    assert_close(eigenvalues(scaled, 0.7, "factored"), below)
+    assert_close(damped_eigenvalues(scaled, 0.7, "pi"), below)
 
 
-def test_precondition_is_the_inverse() -> None:
+def test_the_natural_gradient_is_the_solution() -> None:
     a, b = factors(1)
     (basis,) = decompose([(a, b)])
     block = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    found = precondition(basis, block, eigenvalues(basis, 0.3, "exact"))
+    found = natural_gradient(basis, block, damped_eigenvalues(basis, 0.3, "exact"))
     expected = torch.linalg.solve(kron(b[0], a[0]) + 0.3 * torch.eye(12, dtype=torch.float64), block.flatten())
     assert_close(found.flatten(), expected)
 

@@ -37,7 +37,7 @@ def reference_vogn(
     c: float,
     gamma: float,
 ) -> dict[str, Tensor]:
-    """MATH 4.1 written out, with given noise; the first step is free of noise and sets s."""
+    """VOGN's equations written out, with given noise; the first step is free of noise and sets s."""
     names = [n for n, _ in net.named_parameters()]
     mu = {n: p.detach().clone() for n, p in net.named_parameters()}
     m = {n: torch.zeros_like(v) for n, v in mu.items()}
@@ -198,7 +198,7 @@ def test_zero_grad_outside_a_block_forgets() -> None:
     with opt.sampled_params():
         opt.zero_grad()
         F.cross_entropy(net(x), y).backward()
-    assert opt._held is not None
+    assert opt._micro_batches is not None
     opt.zero_grad()
     with pytest.raises(InputError, match="nothing was"):
         opt.step()
@@ -293,7 +293,7 @@ def test_bfloat16_autocast(preset: type[VariationalOptimizer]) -> None:
     assert min(losses[-5:]) < losses[0]
     assert all(v.dtype == torch.float32 for s in opt.state.values() for v in s.values() if isinstance(v, Tensor))
     if preset is VOGN:
-        watcher = opt._read()
+        watcher = opt._current_reader()
         assert watcher.plan is not None  # type: ignore[union-attr]
         assert not watcher.plan.uncovered  # type: ignore[union-attr]
 

@@ -1,11 +1,11 @@
 """The core of natural-gradient variational inference as an optimiser: draw weights, read closures, update.
 
 With data loss ℓ̄(w) = (1/N) Σ_n ℓ_n(w), prior N(μ₀, 1/δ), temperature τ and Gaussian q(w) = N(μ, Σ), the optimum of
-E_q[N ℓ̄/τ] + KL(q‖p) has the precision N h/τ + δ with h the expected curvature of ℓ̄ (Khan & Nielsen 2018). Presets
+E_q[N ℓ̄/τ] + KL(q‖p) has the precision N h/τ + δ with h the expected curvature of ℓ̄ (Khan & Nielsen 2018). The optimisers
 differ in the structure of Σ (diagonal, Kronecker), in the estimate of h, and in how the mean moves.
 
-One step: for k = 1 … K draw w = μ + σ ε, run the closure, add up [Σg, Σh, n, loss]; sum over processes by one message;
-put the mean back; update. Whatever the closure does, the parameters hold the mean afterwards.
+One step: for k = 1 … K draw w = μ + σ ε, run the closure, add up [Σg, Σh, n, loss]; sum over processes; put the mean back;
+update. Whatever the closure does, the parameters hold the mean afterwards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,273 +23,112 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from aftermap.curvature.passes.closure import ClosureReader
-from aftermap.curvature.passes.gradient_reader import GradientReader, loss_of, with_loss
+from aftermap.curvature.passes.closure import ClosureReader, ClosureReading
+from aftermap.curvature.passes.gradient_reader import GradientReader, Reading, loss_of, with_loss
+from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.base import Block, Factors, Treatment
-from aftermap.curvature.structures.diagonal import DiagonalBlock
+from aftermap.curvature.structures.diagonal import DiagonalBlock, ggn_diagonal_of_closure
 from aftermap.distributed import broadcast_, is_distributed, make_mesh, unsynchronised, unwrapped
 from aftermap.errors import InputError, NotFittedError, NumericalWarning, StatisticalWarning
 from aftermap.likelihoods import Likelihood, parse_likelihood
-from aftermap.optim.noise import NoiseSource, in_chunks, mix
-from aftermap.optim.options import Settings, as_generator_seed, check_group, parse_schedule
-from aftermap.optim.statistics import Collected, add_block, back_propagate, digest, from_blocks, ggn_of, kind_of_loss
+from aftermap.optim.noise import NoiseSource, draw_seed, mix
+from aftermap.optim.options import check_group, parameter_groups, parse_schedule, read_options
+from aftermap.optim.statistics import (
+    StepStatistics,
+    add_micro_batch,
+    back_propagate,
+    from_micro_batches,
+    parameter_chunks,
+)
 from aftermap.params import named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.predictive import TrainedPosterior
 
-__all__ = [
-    "LeftOut",
-    "VariationalOptimizer",
-    "check_state",
-    "load_extra",
-    "momenta",
-    "prior_of",
-    "saved_extra",
-    "store_prior",
-    "trained_posterior",
-    "warn_of_left_gradients",
-    "warn_of_skipped_step",
-]
+__all__ = ["Group", "VariationalOptimizer"]
 
-_VERSION = 1
+_VERSION = 1  # of a saved state
+# A group of parameters has so many streams of noise: 0 for training, 1 for evaluation, 2 for the GGN's vectors.
+_STREAMS = 4
 Group = dict[str, Any]
 
 
-class LeftOut(Exception):
-    """A closure left its batch out by returning None; never leaves ``step``."""
-
-
-def warn_of_skipped_step() -> None:
-    """The step's sums are not finite."""
-    warnings.warn(
-        "a step was skipped (opt.skipped_steps counts them): the loss or a gradient is not finite. Parameters and "
-        "statistics are unchanged. Check the data, or lower the learning rate or the temperature",
-        NumericalWarning,
-        stacklevel=6,
-    )
-
-
-def warn_of_left_gradients(before: Mapping[str, Tensor | None]) -> bool:
-    """Warns of gradients that were in ``.grad`` before a step with a closure, and are not used by it.
-
-    Args:
-        before: parameter name -> ``.grad`` before the closure; zeros count as none.
-
-    Returns:
-        Whether there were any.
-    """
-    left = [n for n, g in before.items() if g is not None and bool(g.any())]
-    if left:
-        warnings.warn(
-            f"step(closure) does not use the gradients that were in .grad of {len(left)} parameters ({left[0]}, …) before: "
-            "they come from a backward pass outside the closure, and so from no draw of the weights. To accumulate, put every "
-            "backward pass into `with opt.sampled_params():` and call step() without a closure; otherwise call "
-            "opt.zero_grad() before step or in the closure",
-            StatisticalWarning,
-            stacklevel=5,
-        )
-    return bool(left)
-
-
-def prior_of(group: Mapping[str, Any], params: Sequence[Tensor], state: Any, factor: float) -> tuple[Any, Any]:
-    """(factor · δ, μ₀): numbers, or lists of tensors where a prior per weight was set in the group; factor is τ/N."""
-    if not params or not any("prior_precision" in state.get(p, {}) for p in group["params"]):
-        return factor * group["prior_precision"], group["prior_mean"]
-    precision, mean = [], []
-    for p in params:
-        own = state[p]
-        known = "prior_precision" in own
-        precision.append(
-            own["prior_precision"] * factor if known else torch.full_like(p, factor * group["prior_precision"])
-        )
-        mean.append(own["prior_mean"] if known else torch.full_like(p, group["prior_mean"]))
-    return precision, mean
-
-
-def store_prior(
-    params: Mapping[str, Tensor], state: Any, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]
-) -> None:
-    """Checks a prior per weight and keeps it with the parameters' state."""
-    for name, value in precision.items():
-        if name not in params:
-            raise InputError(f"{name!r} is not trained by this optimiser; it trains {', '.join(list(params)[:5])}…")
-        if value.shape != params[name].shape or name not in mean or mean[name].shape != value.shape:
-            raise InputError(
-                f"the prior of {name} must have a mean and a precision of shape {tuple(params[name].shape)}"
-            )
-        if not bool((value > 0).all()) or not bool(torch.isfinite(value).all()):
-            raise InputError(f"the prior precision of {name} must be finite and above 0 everywhere")
-    for name, value in precision.items():
-        parameter = params[name]
-        state[parameter]["prior_precision"] = value.detach().to(parameter).clone()
-        state[parameter]["prior_mean"] = mean[name].detach().to(parameter).clone()
-
-
-def momenta(optimizer: Optimizer, params: Sequence[Tensor]) -> list[Tensor]:
-    """The momentum of each parameter, 0 before its first step."""
-    states = [optimizer.state[p] for p in params]
-    for p, state in zip(params, states, strict=True):
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(p)
-    return [state["momentum"] for state in states]
-
-
-def saved_extra(optimizer: Any) -> dict[str, Any]:
-    """Everything beyond PyTorch's state, in plain numbers and words."""
-    return {
-        "version": _VERSION,
-        "kind": type(optimizer).__name__,
-        "steps": optimizer.steps,
-        "skipped_steps": optimizer.skipped_steps,
-        "seed": optimizer._noise.seed,
-        "temperature": optimizer.settings.temperature.config(),
-    }
-
-
-def check_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Raises unless a state belongs to this kind of optimiser and to parameters of these shapes."""
-    kind = type(optimizer).__name__
-    extra = state.get("aftermap")
-    if not isinstance(extra, Mapping):
-        raise InputError(f"this is not a state of {kind}: it was saved by another optimiser. Nothing was changed")
-    if extra.get("kind") != kind:
-        raise InputError(
-            f"this state was saved by {extra.get('kind')}, but this optimiser is {kind}. Nothing was changed"
-        )
-    if extra.get("version") != _VERSION:
-        raise InputError(
-            f"this state has version {extra.get('version')}, but {_VERSION} is understood. Nothing was changed"
-        )
-    ours, theirs = optimizer.param_groups, state["param_groups"]
-    sizes = [len(g["params"]) for g in ours], [len(g["params"]) for g in theirs]
-    if sizes[0] != sizes[1]:
-        raise InputError(
-            f"the saved parameter groups hold {sizes[1]} parameters, but this optimiser's hold {sizes[0]}. Nothing was changed"
-        )
-    for group, saved in zip(ours, theirs, strict=True):
-        for parameter, key in zip(group["params"], saved["params"], strict=True):
-            for name in ("momentum", "curvature"):
-                value = state["state"].get(key, {}).get(name)
-                if value is not None and value.shape != parameter.shape:
-                    raise InputError(
-                        f"the saved {name} of parameter {key} has shape {tuple(value.shape)}, but the parameter has shape "
-                        f"{tuple(parameter.shape)}. Nothing was changed"
-                    )
-
-
-def load_extra(optimizer: Any, extra: Mapping[str, Any]) -> None:
-    """Restores step, seed and schedules."""
-    optimizer.steps = int(extra["steps"])
-    optimizer.skipped_steps = int(extra["skipped_steps"])
-    optimizer._noise = NoiseSource(int(extra["seed"]), optimizer._noise.group)
-    optimizer.settings = replace(optimizer.settings, temperature=parse_schedule(extra["temperature"], "temperature"))
-    optimizer._own_priors = any("prior_precision" in own for own in optimizer.state.values())
-    optimizer._held = None
-    optimizer._draws = 0
-
-
-def trained_posterior(optimizer: Any, likelihood: str | Likelihood | None) -> TrainedPosterior:
-    """Gathers curvature, prior and mean of an optimiser; precision N s/τ + δ + Nγ/τ for a diagonal."""
-    model = optimizer._inner
-    if model is None:
-        raise InputError(
-            "only parameters were given to the optimiser, so there is no model to predict with. Pass the model: IVON(model, …)"
-        )
-    blocks = optimizer._blocks()
-    if not blocks:
-        raise NotFittedError("no weight has a curvature yet: take a step first")
-    settings, tau = optimizer.settings, optimizer.temperature
-    n = settings.n_effective
-    poster = settings.form == "poster"  # Σ = 1/(N(s + τδ/N + γ)) there
-    precision: dict[str, Any] = {}
-    extra: dict[str, float] = {}
-    prior_mean: dict[str, Tensor] = {}
-    covered = {name for b in blocks for name in b.shapes}
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            name, state = optimizer._known[id(p)], optimizer.state[p]
-            if name in covered:
-                own = state.get("prior_precision", group["prior_precision"])
-                extra[name] = n * group["damping"] / (1.0 if poster else tau)
-                precision[name] = own * (tau if poster else 1.0) + extra[name]
-                mean = state.get("prior_mean", group["prior_mean"])
-                prior_mean[name] = (
-                    mean if isinstance(mean, Tensor) else torch.full((), float(mean), dtype=torch.float64)
-                )
-    names = tuple(name for name in named_parameters(model) if name in covered)
-    structure = "kron" if any(b.kind == "kron" for b in blocks) else "diagonal"
-    treatment = {name: Treatment(b.kind, type(optimizer).__name__) for b in blocks for name in b.shapes}
-    factors = Factors(structure, tuple(blocks), names, n, 0.0, settings.curvature, treatment)
-    mean = {name: p.detach() for name, p in named_parameters(model).items() if name in covered}
-    damping = "pi" if getattr(optimizer, "damping_form", "exact") == "factored" else "exact"
-    made = GaussianPosterior.from_factors(
-        factors, mean, precision, prior_mean=prior_mean, scale=1.0 if poster else 1.0 / tau, damping=damping
-    )
-    spec = likelihood if likelihood is not None else (settings.likelihood or optimizer.loss_kind)
-    parsed = None if spec is None else parse_likelihood(spec)
-    return TrainedPosterior(model, made, factors, parsed, type(optimizer).__name__, extra)
+class _LeftOut(Exception):
+    """A closure left its batch out by returning None; this never leaves ``step``."""
 
 
 class VariationalOptimizer(Optimizer, ABC):
-    """What all presets share; abstract.
+    """What all variational optimisers share; abstract.
 
     Args:
-        model: the network (DistributedDataParallel is seen through); None: only parameters are known.
-        groups: parameter groups.
-        defaults: of the groups: lr, momentum, new_curvature_weight, prior_precision, prior_mean, damping, deterministic.
-        settings: everything else.
-        generator: gives the seed of the private noise.
+        model: The network; a DistributedDataParallel wrapper is seen through. None means that only parameters are known.
+        params: Parameters or groups of parameters; None means everything in the model that requires a gradient.
+        options: Option -> value, by the names in `aftermap.optim.options.OPTIONS`. What is missing has its default there.
+        generator: The generator that the seed of the private noise is drawn from; None means PyTorch's initial seed.
 
     Attributes:
-        skip_without_loss: a closure that returns None leaves its batch out (in Lightning); otherwise it is an error.
+        settings: The options that all groups share; those of a group stand in ``param_groups``.
+        steps: The number of steps, which also numbers the noise. Skipped steps count.
+        updates: The number of steps that moved the mean. The correction of a momentum's bias counts these.
+        skipped_steps: The number of steps without an update, because the loss or a gradient was not finite, or there was none.
+        skip_without_loss: Whether a closure that returns None leaves its batch out (in Lightning); otherwise it is an error.
+
+    Raises:
+        InputError: An option or a parameter is not allowed.
     """
 
     def __init__(
         self,
         model: nn.Module | None,
-        groups: list[Group],
-        defaults: dict[str, Any],
-        settings: Settings,
+        params: Iterable[Any] | None,
+        options: Mapping[str, Any],
         generator: torch.Generator | None,
     ):
+        name = type(self).__name__
+        if model is not None and not isinstance(model, nn.Module):
+            raise InputError(
+                f"{name} needs the model itself, because it reads per-example gradients at the layers; got "
+                f"{type(model).__name__}. Write {name}(model, …), not {name}(model.parameters(), …)"
+            )
+        defaults, self.settings = read_options(options)
         self.model = model
-        self.settings = settings
-        self._inner = None if model is None else unwrapped(model)
-        self._known = {} if self._inner is None else {id(p): n for n, p in named_parameters(self._inner).items()}
-        self.steps = self.skipped_steps = 0
+        self._network = None if model is None else unwrapped(model)
+        self._names = {} if self._network is None else {id(p): n for n, p in named_parameters(self._network).items()}
+        self.steps = self.updates = self.skipped_steps = 0
         self.loss_kind: str | None = None
         self.skip_without_loss = False
-        self._active = self._cleared = self._warned_of_left = self._own_priors = False
-        self._held: Collected | None = None
+        self._active = self._cleared = self._warned_of_left_gradients = self._has_own_priors = False
+        self._micro_batches: StepStatistics | None = None
         self._draws = 0
         self._reader: tuple[tuple[str, ...], ClosureReader | GradientReader] | None = None
-        super().__init__(groups, defaults)
-        self.mesh = make_mesh(settings.sample_groups)
+        super().__init__(parameter_groups(self._network, params, self.settings.batch_norm), defaults)
+        self.mesh = make_mesh(self.settings.sample_groups)
         device = self.param_groups[0]["params"][0].device
-        seed = torch.tensor(as_generator_seed(generator), dtype=torch.int64, device=device)
+        seed = torch.tensor(draw_seed(generator), dtype=torch.int64, device=device)
         if is_distributed():
             broadcast_([seed, *(p.data for g in self.param_groups for p in g["params"])])
         self._noise = NoiseSource(mix(int(seed), 0x5EED), self.mesh.sample_rank)
 
     def add_param_group(self, param_group: Group) -> None:
-        """Adds a group; its numbers are checked, and its parameters must belong to the model."""
+        """Adds a group; its options are checked, and its parameters must belong to the model."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             check_group(group)
-            unknown = [tuple(p.shape) for p in group["params"] if self.model is not None and id(p) not in self._known]
+            unknown = [tuple(p.shape) for p in group["params"] if self.model is not None and id(p) not in self._names]
             if unknown:
                 raise InputError(f"a parameter of shape {unknown[0]} does not belong to the model that was given")
         except InputError:
             self.param_groups.pop()
             raise
-        start = len(self._known)
+        start = len(self._names)
         if self.model is None:
-            self._known.update({id(p): f"parameter {start + i}" for i, p in enumerate(group["params"])})
+            self._names.update({id(p): f"parameter {start + i}" for i, p in enumerate(group["params"])})
+
+    # What an optimiser says of itself.
 
     @abstractmethod
     def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
-        """Weights w = μ + σ ε of one group; ``params`` hold the means."""
+        """The weights w = μ + σ ε of one group; ``params`` hold the means."""
 
     @abstractmethod
     def _update_group(
@@ -306,14 +145,30 @@ class VariationalOptimizer(Optimizer, ABC):
         """Whether a parameter is drawn now: not where it is deterministic, frozen, or has no curvature yet."""
         return not group["deterministic"] and parameter.requires_grad and "curvature" in self.state[parameter]
 
+    def _blocks(self) -> list[Block]:
+        """The curvature N·s of every weight that has a distribution, as blocks of sums over data."""
+        n = self.settings.n_effective
+        named = [(self._names[id(p)], p) for g in self.param_groups for p in g["params"] if not g["deterministic"]]
+        return [DiagonalBlock(m, {m: self.state[p]["curvature"] * n}) for m, p in named if "curvature" in self.state[p]]
+
+    def _make_reader(self, model: nn.Module, names: list[str]) -> ClosureReader:
+        """What reads per-example statistics of a closure."""
+        return ClosureReader(model, names, gradients_only=self.settings.curvature == "ggn")
+
+    def _layouts_to_reduce(self) -> list[Layout]:
+        """The layers that may have Kronecker factors in this step, the same on every process."""
+        return []
+
+    # Temperature and prior.
+
     @property
     def temperature(self) -> float:
         """τ at this step."""
         return self.settings.temperature(self.steps)
 
     def noise_scale(self) -> float:
-        """√(τ/N): what multiplies 1/√(s + τδ/N + γ) in σ; the poster's form has 1/√N."""
-        return math.sqrt((1.0 if self.settings.form == "poster" else self.temperature) / self.settings.n_effective)
+        """√(τ/N), which multiplies 1/√(s + τδ/N + γ) in σ; the published form has 1/√N."""
+        return math.sqrt((1.0 if self.settings.form == "published" else self.temperature) / self.settings.n_effective)
 
     def effective_prior_precision(self) -> list[float]:
         """δ + Nγ/τ of each group: damping narrows the posterior like a prior, without pulling the mean."""
@@ -323,59 +178,108 @@ class VariationalOptimizer(Optimizer, ABC):
     def _prior(self, group: Group, params: Sequence[Tensor]) -> tuple[Any, Any]:
         """(τδ/N, μ₀): numbers, or lists of tensors where a prior per weight was set."""
         factor = self.temperature / self.settings.n_effective
-        if not self._own_priors:  # asked many times in a step: no look at every parameter's state
-            return factor * group["prior_precision"], group["prior_mean"]
-        return prior_of(group, params, self.state, factor)
+        number, center = factor * group["prior_precision"], group["prior_mean"]
+        if not self._has_own_priors or not any("prior_precision" in self.state[p] for p in group["params"]):
+            return number, center
+        precision, mean = [], []
+        for p in params:
+            state = self.state[p]
+            own = "prior_precision" in state
+            precision.append(state["prior_precision"] * factor if own else torch.full_like(p.data, number))
+            mean.append(state["prior_mean"] if own else torch.full_like(p.data, center))
+        return precision, mean
 
     def set_prior(self, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]) -> None:
-        """A prior with its own mean and precision for each weight: the posterior of the last task (Nguyen et al. 2018).
+        """Sets a prior with its own mean and precision for each weight: the posterior of the last task (Nguyen et al. 2018).
 
         Args:
-            mean: parameter name -> [*shape].
-            precision: parameter name -> [*shape], above 0.
+            mean: Parameter name -> [*shape].
+            precision: Parameter name -> [*shape], above 0.
 
         Raises:
-            InputError: an unknown name, a wrong shape, or a precision that is not above 0.
+            InputError: A name is unknown, a shape is wrong, or a precision is not above 0.
         """
-        by_name = {self._known[id(p)]: p for g in self.param_groups for p in g["params"]}
-        store_prior(by_name, self.state, mean, precision)
-        self._own_priors = True
+        params = self._parameters()
+        for name, value in precision.items():
+            if name not in params:
+                raise InputError(f"{name!r} is not trained by this optimiser; it trains {', '.join(list(params)[:5])}…")
+            if value.shape != params[name].shape or name not in mean or mean[name].shape != value.shape:
+                raise InputError(
+                    f"the prior of {name} must have a mean and a precision of shape {tuple(params[name].shape)}"
+                )
+            if not bool((value > 0).all()) or not bool(torch.isfinite(value).all()):
+                raise InputError(f"the prior precision of {name} must be finite and above 0 everywhere")
+        for name, value in precision.items():
+            state = self.state[params[name]]
+            state["prior_precision"] = value.detach().to(params[name]).clone()
+            state["prior_mean"] = mean[name].detach().to(params[name]).clone()
+        self._has_own_priors = True
+
+    # Parameters, by name.
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Every parameter of this optimiser."""
+        return {self._names[id(p)]: p for g in self.param_groups for p in g["params"]}
 
     def _trained(self) -> dict[str, Tensor]:
-        """Every parameter that requires a gradient now, by name."""
-        return {self._known[id(p)]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
+        """Every parameter that requires a gradient now."""
+        return {self._names[id(p)]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
+
+    def _momenta(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """The momentum of each parameter, which is 0 before its first step."""
+        for p in params:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p.data)
+        return [self.state[p]["momentum"] for p in params]
+
+    # Drawing weights and reading closures.
 
     @contextmanager
-    def _drawn(self, sample: int, *, sampling: bool, stream: int = 0) -> Iterator[dict[str, Tensor]]:
-        """Inside, the parameters hold a draw of the weights; yields the noise by name."""
+    def _drawn_weights(self, sample: int, *, sampling: bool, stream: int = 0) -> Iterator[dict[str, Tensor]]:
+        """Inside, the parameters hold a draw of the weights; yields the noise by name, where an estimate needs it."""
         if self._active:
             raise InputError("sampled_params() and step() cannot be nested: leave the inner block first")
         noise: dict[str, Tensor] = {}
-        saved: list[tuple[Tensor, Tensor]] = []
+        means: list[tuple[Tensor, Tensor]] = []
         self._active = True
         try:
-            if sampling:
-                for number, group in enumerate(self.param_groups):
-                    params = [p for p in group["params"] if self._needs_noise(group, p)]
-                    if not params:
-                        continue
-                    with torch.no_grad():
-                        z = self._noise.normal(params, step=self.steps, sample=sample, stream=4 * number + stream)
-                        values = self._draw_group(group, params, z)
-                    if self.settings.curvature == "reparametrised":  # for the others noise would only cost memory
-                        noise.update({self._known[id(p)]: e for p, e in zip(params, z, strict=True)})
-                    for parameter, value in zip(params, values, strict=True):
-                        saved.append((parameter, parameter.data))
-                        parameter.data = value
-                    del z, values
+            for number, group in enumerate(self.param_groups if sampling else []):
+                params = [p for p in group["params"] if self._needs_noise(group, p)]
+                if not params:
+                    continue
+                with torch.no_grad():
+                    stream_of_group = _STREAMS * number + stream
+                    z = self._noise.normal(params, step=self.steps, sample=sample, stream=stream_of_group)
+                    drawn = self._draw_group(group, params, z)
+                if self.settings.curvature == "reparametrised":  # for the others noise would only cost memory
+                    noise.update({self._names[id(p)]: e for p, e in zip(params, z, strict=True)})
+                for parameter, value in zip(params, drawn, strict=True):
+                    means.append((parameter, parameter.data))
+                    parameter.data = value
+                del z, drawn
             yield noise
         finally:
-            for parameter, mean in saved:
+            for parameter, mean in means:
                 parameter.data = mean
             # A backward pass that comes too late would use the mean in the place of the draw: now autograd refuses it.
-            if saved:
-                increment_version([p for p, _ in saved])
+            if means:
+                increment_version([p for p, _ in means])
             self._active = False
+
+    def _current_reader(self) -> ClosureReader | GradientReader:
+        """The reader for the parameters that are trained now."""
+        trained = self._trained()
+        names = tuple(trained)
+        if self._reader is None or self._reader[0] != names:
+            reader: ClosureReader | GradientReader = GradientReader(self._network, trained)
+            if self.settings.curvature in ("squares", "ggn") and self._network is not None:
+                reader = self._make_reader(self._network, list(names))
+            self._reader = (names, reader)
+        return self._reader[1]
+
+    def _watching(self, reader: ClosureReader | GradientReader, size: int | None) -> AbstractContextManager[Any]:
+        watching = reader.reading(size)
+        return watching if self.model is None else unsynchronised(self.model, watching)
 
     @contextmanager
     def sampled_params(
@@ -388,35 +292,36 @@ class VariationalOptimizer(Optimizer, ABC):
         without a closure uses it. ``zero_grad()`` outside a block forgets what was collected.
 
         Args:
-            train: False: only draw, for evaluation.
-            batch_size: examples in this block, where the model's input does not tell.
-            loss_scale: what the loss was multiplied with before ``backward``: ``scaler.get_scale()`` of a GradScaler.
+            train: Whether the block is a part of training. False only draws weights, for evaluation.
+            batch_size: The number of examples in this block, where the model's input does not tell it.
+            loss_scale: What the loss was multiplied with before ``backward``: ``scaler.get_scale()`` of a GradScaler.
         """
         sample = self._draws
         if not train:
-            with self._drawn(sample, sampling=True, stream=1):
+            with self._drawn_weights(sample, sampling=True, stream=1):
                 yield self
             self._draws += 1
             return
-        reader = self._read()
+        reader = self._current_reader()
         params = self._trained()
-        with self._drawn(sample, sampling=self.settings.sampling) as noise:
+        with self._drawn_weights(sample, sampling=self.settings.sampling) as noise:
             before = {n: p.grad for n, p in params.items()}
             try:
                 for p in params.values():
                     p.grad = None
                 with self._watching(reader, batch_size) as reading:
                     yield self
-                moments, zero = reading.finish(scale=loss_scale), torch.zeros((), dtype=torch.float64)
+                moments, no_loss = reading.finish(scale=loss_scale), torch.zeros((), dtype=torch.float64)
                 reading.release()
-                part = digest(moments, noise, zero, self.settings, None, known=self.model is not None)
+                statistics = StepStatistics.of_closure(moments, reader, noise, no_loss, self.settings)
                 grads = {n: p.grad for n, p in params.items() if p.grad is not None}
             except BaseException:
                 for n, p in params.items():
                     p.grad = before[n]
                 raise
         self._draws += 1
-        self._held = add_block(self._held, part, params, before, grads, mean=self.settings.reduction == "mean")
+        mean = self.settings.reduction == "mean"
+        self._micro_batches = add_micro_batch(self._micro_batches, statistics, params, before, grads, mean=mean)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears ``.grad``; outside `sampled_params` also what was collected there."""
@@ -424,33 +329,14 @@ class VariationalOptimizer(Optimizer, ABC):
         if self._active:
             self._cleared = True
         else:
-            self._held = None
+            self._micro_batches = None
 
-    def _read(self) -> ClosureReader | GradientReader:
-        """The reader for the parameters that are trained now."""
-        trained = self._trained()
-        names = tuple(trained)
-        if self._reader is None or self._reader[0] != names:
-            if self.settings.curvature in ("squares", "ggn") and self._inner is not None:
-                made: ClosureReader | GradientReader = self._make_watcher(self._inner, list(names))
-            else:
-                made = GradientReader(self._inner, trained)
-            self._reader = (names, made)
-        return self._reader[1]
-
-    def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureReader:
-        return ClosureReader(model, names, gradients_only=self.settings.curvature == "ggn")
-
-    def _watching(self, reader: ClosureReader | GradientReader, size: int | None) -> AbstractContextManager[Any]:
-        watching = reader.reading(size)
-        return watching if self.model is None else unsynchronised(self.model, watching)
-
-    def _run(self, closure: Callable[[], Any], sample: int, size: int | None) -> tuple[Collected, Any]:
-        """One draw, one closure."""
-        reader = self._read()
+    def _run(self, closure: Callable[[], Any], sample: int, size: int | None) -> tuple[StepStatistics, Any]:
+        """Draws weights and runs the closure once; returns its statistics and its result."""
+        reader = self._current_reader()
         params = self._trained()
         self._cleared = False
-        with self._drawn(sample, sampling=self.settings.sampling) as noise:
+        with self._drawn_weights(sample, sampling=self.settings.sampling) as noise:
             before = {n: p.grad for n, p in params.items()}
             try:
                 for p in params.values():
@@ -459,127 +345,242 @@ class VariationalOptimizer(Optimizer, ABC):
                     result = closure()
                     nothing = result is None and not reading.gradients_came
                     if nothing and self.skip_without_loss and not is_distributed():  # the others would wait for a sum
-                        raise LeftOut
+                        raise _LeftOut
                     loss = loss_of(result)
-                    ggn = self.settings.curvature == "ggn"
-                    back_propagate(reading, loss, ggn=ggn, only_parameters=self.model is None)
+                    back_propagate(
+                        reading, loss, ggn=self.settings.curvature == "ggn", only_parameters=self.model is None
+                    )
                 moments = reading.finish()
-                curvature = ggn_of(reading, self.settings, self._noise, self.steps, loss.device) if ggn else None
+                ggn = self._ggn_of(reading, loss.device) if self.settings.curvature == "ggn" else None
                 reading.release()
-                given = {n: p.grad for n, p in params.items() if p.grad is not None}
+                grads = {n: p.grad for n, p in params.items() if p.grad is not None}
             finally:
                 for n, p in params.items():
                     p.grad = before[n]
             total = loss.detach().to(torch.float64)
             total = total * moments.size if self.settings.reduction == "mean" else total
-            part = digest(moments, noise, total, self.settings, curvature, known=self.model is not None)
-            self.loss_kind = kind_of_loss(loss) or self.loss_kind
-        if not self._cleared and not self._warned_of_left:
-            self._warned_of_left = warn_of_left_gradients(before)
-        if given:  # the closure ran its own backward pass, and may have clipped
-            part.replace_grads(given)
-        return part, result
+            statistics = StepStatistics.of_closure(moments, reader, noise, total, self.settings, ggn)
+        if loss.grad_fn is not None and loss.grad_fn.name().startswith("NllLoss"):  # PyTorch's cross-entropy
+            self.loss_kind = "classification"
+        if not self._cleared and not self._warned_of_left_gradients:
+            self._warn_of_left_gradients(before)
+        if grads:  # the closure ran its own backward pass, and may have clipped
+            statistics.replace_grads(grads)
+        return statistics, result
+
+    def _ggn_of(self, reading: Reading, device: torch.device) -> dict[str, Tensor] | None:
+        """The diagonal of the GGN from the graph of a closure, which must still be alive."""
+        settings = self.settings
+        if settings.likelihood is None or not isinstance(reading, ClosureReading):
+            return None
+        generator = self._noise.generator(device, step=self.steps, sample=0, stream=2)
+        return ggn_diagonal_of_closure(reading, settings.likelihood, settings.vectors, 1, generator)
+
+    def _warn_of_left_gradients(self, before: Mapping[str, Tensor | None]) -> None:
+        """Warns once of gradients that were in ``.grad`` before a step with a closure; zeros count as none."""
+        left = [n for n, g in before.items() if g is not None and bool(g.any())]
+        if left:
+            self._warned_of_left_gradients = True
+            warnings.warn(
+                f"step(closure) does not use the gradients that were in .grad of {len(left)} parameters ({left[0]}, …) "
+                "before: they come from a backward pass outside the closure, and so from no draw of the weights. To "
+                "accumulate, put every backward pass into `with opt.sampled_params():` and call step() without a closure; "
+                "otherwise call opt.zero_grad() before step or in the closure",
+                StatisticalWarning,
+                stacklevel=5,
+            )
+
+    # Steps.
 
     def step(self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None) -> Any:
-        """One optimiser step.
+        """Takes one optimiser step.
 
         Args:
-            closure: runs the model and returns the loss, or a tuple (loss, …) or a mapping with "loss". It need not call
-                ``backward`` (cheaper); if it does, ``.grad`` as it leaves it is the gradient, clipped or not. None: uses
-                what was collected in `sampled_params`. Gradients that are in ``.grad`` before the call are not used (a
+            closure: A function that runs the model and returns the loss, or a tuple (loss, …) or a mapping with "loss". It need
+                not call ``backward`` (cheaper); if it does, ``.grad`` as it leaves it is the gradient, clipped or not. None
+                uses what was collected in `sampled_params`. Gradients that are in ``.grad`` before the call are not used (a
                 warning says so once) and are there afterwards.
-            batch_size: examples in a batch of this process, where the model's input does not tell.
+            batch_size: The number of examples in a batch of this process, where the model's input does not tell it.
 
         Returns:
             What the last draw's closure returned, with the loss averaged over draws and processes (detached); None without
             a closure.
 
         Raises:
-            InputError: the closure returned no loss, a batch larger than n_data, or nothing was collected.
+            InputError: The closure returned no loss, a batch is larger than n_data, or nothing was collected.
         """
         if closure is None:
-            held, self._held = self._held, None
-            self._finish(from_blocks(held, self._trained(), mean=self.settings.reduction == "mean"))
+            micro_batches, self._micro_batches = self._micro_batches, None
+            mean = self.settings.reduction == "mean"
+            self._finish(from_micro_batches(micro_batches, self._trained(), mean=mean))
             return None
         if self._active:
             raise InputError("step() was called inside sampled_params(): leave the block first")
         drawn = self.settings.sampling and any(self._needs_noise(g, p) for g in self.param_groups for p in g["params"])
-        total: Collected | None = None
-        result: Any = None
-        for sample in range(self.settings.mc_samples if drawn else 1):
-            try:
-                part, result = self._run(closure, sample, batch_size)
-            except LeftOut:
-                self.skipped_steps += 1
-                return None
-            if total is None:
-                total = part
-            else:
-                total.add(part)
-        if total is None:
+        try:
+            statistics, result = self._run(closure, 0, batch_size)
+            for sample in range(1, self.settings.mc_samples if drawn else 1):
+                more, result = self._run(closure, sample, batch_size)
+                statistics.add(more)
+        except _LeftOut:
+            self.skipped_steps += 1
             return None
-        loss = self._finish(total)
-        return with_loss(result, loss)
+        return with_loss(result, self._finish(statistics))
 
     @torch.no_grad()
-    def _finish(self, total: Collected) -> Tensor:
-        """Sums over processes, checks, and updates."""
+    def _finish(self, statistics: StepStatistics) -> Tensor:
+        """Sums over processes, checks, and updates; returns the loss."""
         if is_distributed():
-            total.all_reduced(self._trained(), self._factor_shapes())
-        loss = total.loss / total.size if self.settings.reduction == "mean" else total.loss
+            self._settle(statistics.all_reduce(self._trained(), self._layouts_to_reduce()))
+        loss = statistics.loss / statistics.size if self.settings.reduction == "mean" else statistics.loss
         self._draws = 0
-        if not total.is_finite():
+        if statistics.is_finite():
+            if self.settings.max_grad_norm is not None:
+                statistics.clip(self.settings.max_grad_norm)
+            self._update(statistics)
+            self.updates += 1
+        else:
             self.skipped_steps += 1
-            warn_of_skipped_step()
-            self.steps += 1  # new noise: the same draw would fail again
-            return loss
-        if self.settings.max_grad_norm is not None:
-            total.clip(self.settings.max_grad_norm)
-        self._update(total)
-        self.steps += 1
+            warnings.warn(
+                "a step was skipped (opt.skipped_steps counts them): the loss or a gradient is not finite. Parameters and "
+                "statistics are unchanged. Check the data, or lower the learning rate or the temperature",
+                NumericalWarning,
+                stacklevel=5,
+            )
+        self.steps += 1  # new noise, also after a skipped step: the same draw would fail again
         return loss
 
-    def _factor_shapes(self) -> dict[int, tuple[Tensor, Tensor, int]]:
-        """Kronecker factors that every process must send; none for a diagonal structure."""
-        return {}
+    def _settle(self, disputed: Sequence[Layout]) -> None:
+        """Called with the layers for which only some of the processes have Kronecker factors."""
 
-    def _update(self, total: Collected) -> None:
-        scales = (total.grad_scale / total.size, total.curvature_scale / total.size)
+    def _update(self, statistics: StepStatistics) -> None:
+        """Updates every parameter that has a gradient and an estimate of its curvature."""
+        scales = (statistics.grad_scale / statistics.size, statistics.curvature_scale / statistics.size)
         for group in self.param_groups:
-            named = ((self._known[id(p)], p) for p in group["params"] if p.requires_grad)
-            used = [(n, p) for n, p in named if n in total.grads and n in total.curvature]
-            for part in in_chunks(used):  # working memory is that of a part, and a part's sums are let go
-                grads, curvature = ([sums.pop(n) for n, _ in part] for sums in (total.grads, total.curvature))
-                self._update_group(group, [p for _, p in part], grads, curvature, scales)
+            named = ((self._names[id(p)], p) for p in group["params"] if p.requires_grad)
+            used = [(n, p) for n, p in named if n in statistics.grads and n in statistics.curvature]
+            for chunk in parameter_chunks(used):  # a chunk's sums are let go
+                grads = [statistics.grads.pop(n) for n, _ in chunk]
+                curvature = [statistics.curvature.pop(n) for n, _ in chunk]
+                self._update_group(group, [p for _, p in chunk], grads, curvature, scales)
                 del grads, curvature
+
+    # The posterior.
 
     def posterior(self, likelihood: str | Likelihood | None = None) -> TrainedPosterior:
         """The Gaussian over the weights as it is now: it predicts, samples, saves, and serves as the next task's prior.
 
-        Args:
-            likelihood: for predictions; None: the one given to the optimiser, or classification where the closure's loss was
-                PyTorch's cross-entropy.
-        """
-        return trained_posterior(self, likelihood)
+        Its precision is N s/τ + δ + Nγ/τ for a diagonal, and 1/τ N (B ⊗ A) + δ + Nγ/τ for Kronecker factors.
 
-    def _blocks(self) -> list[Block]:
-        """The curvature N·s of every weight that has a distribution, as blocks of sums over data."""
-        n = self.settings.n_effective
-        owned = [(self._known[id(p)], p) for g in self.param_groups for p in g["params"] if not g["deterministic"]]
-        return [DiagonalBlock(m, {m: self.state[p]["curvature"] * n}) for m, p in owned if "curvature" in self.state[p]]
+        Args:
+            likelihood: The likelihood of predictions. None means the one given to the optimiser, or classification where the
+                closure's loss was PyTorch's cross-entropy.
+
+        Raises:
+            InputError: The optimiser knows only parameters.
+            NotFittedError: There was no step yet.
+        """
+        model = self._network
+        if model is None:
+            raise InputError(
+                "only parameters were given to the optimiser, so there is no model to predict with. Pass the model: "
+                "IVON(model, …)"
+            )
+        blocks = self._blocks()
+        if not blocks:
+            raise NotFittedError("no weight has a curvature yet: take a step first")
+        settings, n = self.settings, self.settings.n_effective
+        # In the published form Σ = 1/(N(s + τδ/N + γ)).
+        prior_factor, tau = (self.temperature, 1.0) if settings.form == "published" else (1.0, self.temperature)
+        covered = {name for b in blocks for name in b.shapes}
+        precision, damping, prior_mean = dict[str, Any](), dict[str, float](), dict[str, Tensor]()
+        for group in self.param_groups:
+            for p in group["params"]:
+                name, state = self._names[id(p)], self.state[p]
+                if name in covered:
+                    damping[name] = n * group["damping"] / tau
+                    precision[name] = (
+                        prior_factor * state.get("prior_precision", group["prior_precision"]) + damping[name]
+                    )
+                    center = state.get("prior_mean", group["prior_mean"])
+                    prior_mean[name] = (
+                        center if isinstance(center, Tensor) else torch.tensor(float(center), dtype=torch.float64)
+                    )
+        mean = {name: p.detach().clone() for name, p in named_parameters(model).items() if name in covered}
+        structure = "kron" if any(b.kind == "kron" for b in blocks) else "diagonal"
+        treatment = {name: Treatment(b.kind, type(self).__name__) for b in blocks for name in b.shapes}
+        factors = Factors(structure, tuple(blocks), tuple(mean), n, 0.0, settings.curvature, treatment)
+        gaussian = GaussianPosterior.from_factors(
+            factors, mean, precision, prior_mean=prior_mean, scale=1.0 / tau, damping=settings.damping_form
+        )
+        spec = likelihood if likelihood is not None else (settings.likelihood or self.loss_kind)
+        parsed = None if spec is None else parse_likelihood(spec)
+        return TrainedPosterior(model, gaussian, factors, parsed, type(self).__name__, damping)
+
+    # State.
 
     def state_dict(self) -> dict[str, Any]:
         """PyTorch's state with step, seed and schedules: a resumed run is bit-identical, on any number of processes."""
-        return {**super().state_dict(), "aftermap": self._extra()}
+        return {**super().state_dict(), "aftermap": self._extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state; a state of another optimiser or of other parameters raises and changes nothing."""
-        check_state(self, state_dict)
+        self._check_state(state_dict)
         super().load_state_dict(state_dict)
-        self._load_extra(state_dict["aftermap"])
+        self._load_extra_state(state_dict["aftermap"])
 
-    def _extra(self) -> dict[str, Any]:
-        return saved_extra(self)
+    def _extra_state(self) -> dict[str, Any]:
+        """Everything beyond PyTorch's state, in plain numbers and words."""
+        return {
+            "version": _VERSION,
+            "kind": type(self).__name__,
+            "steps": self.steps,
+            "updates": self.updates,
+            "skipped_steps": self.skipped_steps,
+            "seed": self._noise.seed,
+            "temperature": self.settings.temperature.config(),
+        }
 
-    def _load_extra(self, extra: Mapping[str, Any]) -> None:
-        load_extra(self, extra)
+    def _load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        """Restores what `_extra_state` gave."""
+        self.steps = int(extra["steps"])
+        self.updates = int(extra.get("updates", self.steps))  # versions that did not count updates took them for steps
+        self.skipped_steps = int(extra["skipped_steps"])
+        self._noise = NoiseSource(int(extra["seed"]), self._noise.group)
+        self.settings = replace(self.settings, temperature=parse_schedule(extra["temperature"], "temperature"))
+        self._has_own_priors = any("prior_precision" in state for state in self.state.values())
+        self._micro_batches = None
+        self._draws = 0
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises unless a state belongs to this kind of optimiser and to parameters of these shapes."""
+        kind, extra = type(self).__name__, state.get("aftermap")
+        if not isinstance(extra, Mapping):
+            raise InputError(f"this is not a state of {kind}: it was saved by another optimiser. Nothing was changed")
+        if extra.get("kind") != kind:
+            raise InputError(
+                f"this state was saved by {extra.get('kind')}, but this optimiser is {kind}. Nothing was changed"
+            )
+        if extra.get("version") != _VERSION:
+            raise InputError(
+                f"this state has version {extra.get('version')}, but {_VERSION} is understood. Nothing was changed"
+            )
+        sizes = [[len(g["params"]) for g in groups] for groups in (self.param_groups, state["param_groups"])]
+        if sizes[0] != sizes[1]:
+            raise InputError(
+                f"the saved parameter groups hold {sizes[1]} parameters, but this optimiser's hold {sizes[0]}. Nothing was "
+                "changed"
+            )
+        for parameter, number, saved in self._saved_states(state):
+            for name in ("momentum", "curvature"):
+                if name in saved and saved[name].shape != parameter.shape:
+                    raise InputError(
+                        f"the saved {name} of parameter {number} has shape {tuple(saved[name].shape)}, but the parameter has "
+                        f"shape {tuple(parameter.shape)}. Nothing was changed"
+                    )
+
+    def _saved_states(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any, Mapping[str, Any]]]:
+        """Each parameter with its number in a saved state and what is saved there."""
+        for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                yield parameter, number, state["state"].get(number, {})

@@ -2,8 +2,10 @@
 
 With A = E[a aᵀ] (inputs of a layer), B = E[g gᵀ] (its output gradients) and row-major vec(W), the curvature of the mean
 loss is B ⊗ A (group by group), and Σ = (τ/N) (B ⊗ A + (c + γ) I)⁻¹. In the eigenbases A = U_A a U_Aᵀ, B = U_B b U_Bᵀ all
-of it is elementwise in D = b aᵀ + c + γ ("exact"), or in D = (b + √(c+γ)/π)(a + π√(c+γ))ᵀ ("factored", which makes Σ a matrix
-normal: MN(μ, B̃⁻¹, Ã⁻¹)).
+of it is elementwise in D.
+
+The equations stand first, with the numbers of docs/mathematics/optimisers.md. A name that ends in an underscore changes its
+first argument in place.
 """
 
 from __future__ import annotations
@@ -21,33 +23,50 @@ from aftermap.curvature.passes.plan import Layer
 from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.base import Block
 from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
-from aftermap.distributed import shared_out, unwrapped
+from aftermap.distributed import shared_out
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import psd_eigh
-from aftermap.optim.base import Group, momenta
-from aftermap.optim.options import Schedule, Settings, check_count, check_word, make_groups, make_settings
-from aftermap.optim.statistics import Collected, Factor
-from aftermap.optim.vogn import DiagonalOptimizer, add_momentum_, check_model
+from aftermap.optim.base import Group
+from aftermap.optim.options import Schedule, given
+from aftermap.optim.statistics import StepStatistics, factor_dtype
+from aftermap.optim.vogn import DiagonalOptimizer, new_momentum_
 
 __all__ = [
-    "DAMPING_FORMS",
     "KFAC",
     "Basis",
     "KronOptimizer",
     "NoisyKFAC",
+    "damped_eigenvalues",
     "decompose",
-    "deviation",
-    "eigenvalues",
-    "precondition",
+    "draw_deviation",
+    "natural_gradient",
+    "new_factors_",
 ]
 
-DAMPING_FORMS = ("exact", "factored")
+_FACTORS = ("factor_inputs", "factor_outputs")
 _BASIS = ("basis_inputs", "basis_outputs", "values_inputs", "values_outputs")
+
+
+def new_factors_(state: dict[str, Tensor], block: KronBlock, n_examples: float, beta: float) -> None:
+    """A ← (1 − β₂) A + β₂ Σ a aᵀ / R, B ← (1 − β₂) B + β₂ Σ g gᵀ / M; the first batch's factors are taken as they are.
+
+    Args:
+        state: Holds A as "factor_inputs" [g, i, i] and B as "factor_outputs" [g, o, o].
+        block: Σ a aᵀ, Σ g gᵀ and the number R of rows, over all batches, calls and processes.
+        n_examples: M, the number of examples.
+        beta: β₂.
+    """
+    means = block.input_mean().to(block.inputs.dtype), block.outputs / n_examples
+    for key, mean in zip(_FACTORS, means, strict=True):
+        if key in state:
+            state[key].lerp_(mean.to(state[key].dtype), beta)  # eq. (9)
+        else:
+            state[key] = mean
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Eigendecompositions of a layer's factors.
+    """The eigendecompositions of a layer's factors.
 
     Attributes:
         inputs: U_A [g, i, i].
@@ -62,8 +81,38 @@ class Basis:
     output_values: Tensor
 
 
+def damped_eigenvalues(basis: Basis, damping: float, form: str) -> Tensor:
+    """D [g, o, i]: the eigenvalues of the curvature with c + γ.
+
+    Args:
+        basis: The eigendecompositions.
+        damping: c + γ.
+        form: "exact" for D = b aᵀ + c + γ, or "pi" for D = (b + √(c+γ)/π)(a + π√(c+γ))ᵀ (Martens & Grosse 2015, section
+            6.3), where π² is the mean of a over the mean of b, so that scaling A up and B down changes nothing.
+    """
+    a, b = basis.input_values[:, None, :], basis.output_values[:, :, None]
+    if form == "exact":
+        return b * a + damping
+    mean_a, mean_b = a.mean(-1, keepdim=True), b.mean(-2, keepdim=True)
+    ratio = (mean_a.clamp_min(1e-30) / mean_b.clamp_min(1e-30)).sqrt()
+    root = damping**0.5
+    return (b + root / ratio) * (a + root * ratio)
+
+
+def natural_gradient(basis: Basis, gradient: Tensor, damped: Tensor) -> Tensor:
+    """U_B ((U_Bᵀ M U_A) / D) U_Aᵀ of a gradient or momentum M [g, o, i]."""
+    rotated = basis.outputs.transpose(-1, -2) @ gradient @ basis.inputs
+    return basis.outputs @ (rotated / damped) @ basis.inputs.transpose(-1, -2)  # eq. (10)
+
+
+def draw_deviation(basis: Basis, noise: Tensor, damped: Tensor, scale: float) -> Tensor:
+    """scale · U_B (Z / √D) U_Aᵀ for standard normal Z [g, o, i]: covariance scale² (U_B ⊗ U_A) D⁻¹ (U_B ⊗ U_A)ᵀ."""
+    # Z is isotropic, so it needs no rotation of its own.
+    return scale * (basis.outputs @ (noise / damped.sqrt()) @ basis.inputs.transpose(-1, -2))  # eq. (11)
+
+
 def decompose(factors: Sequence[tuple[Tensor, Tensor]]) -> list[Basis]:
-    """Eigendecompositions of (A, B) of each layer, in float64; over several processes each does its share."""
+    """The eigendecompositions of (A, B) of each layer, in float64; over several processes each does its share."""
     if not factors:
         return []
     matrices = [m for pair in factors for m in pair]
@@ -78,230 +127,211 @@ def decompose(factors: Sequence[tuple[Tensor, Tensor]]) -> list[Basis]:
     return [Basis(done[i][1], done[i + 1][1], done[i][0], done[i + 1][0]) for i in range(0, len(matrices), 2)]
 
 
-def eigenvalues(basis: Basis, damping: float, form: str) -> Tensor:
-    """D [g, o, i]: the curvature with prior and damping (c + γ) in the eigenbasis."""
-    a, b = basis.input_values[:, None, :], basis.output_values[:, :, None]
-    if form == "exact":
-        return b * a + damping
-    mean_a, mean_b = a.mean(-1, keepdim=True), b.mean(-2, keepdim=True)
-    # π balances the two sides, so that scaling A up and B down changes nothing (Martens & Grosse 2015, section 6.3).
-    ratio = (mean_a.clamp_min(1e-30) / mean_b.clamp_min(1e-30)).sqrt()
-    root = damping**0.5
-    return (b + root / ratio) * (a + root * ratio)
-
-
-def precondition(basis: Basis, block: Tensor, below: Tensor) -> Tensor:
-    """U_B ((U_Bᵀ M U_A) / D) U_Aᵀ of a block M [g, o, i]: the natural gradient."""
-    rotated = basis.outputs.transpose(-1, -2) @ block @ basis.inputs
-    return basis.outputs @ (rotated / below) @ basis.inputs.transpose(-1, -2)
-
-
-def deviation(basis: Basis, noise: Tensor, below: Tensor, scale: float) -> Tensor:
-    """scale · U_B (Z / √D) U_Aᵀ for standard normal Z [g, o, i]: covariance scale² (U_B ⊗ U_A) D⁻¹ (U_B ⊗ U_A)ᵀ."""
-    # Z is isotropic, so it needs no rotation of its own (MATH 1.6).
-    return scale * (basis.outputs @ (noise / below.sqrt()) @ basis.inputs.transpose(-1, -2))
-
-
 class KronOptimizer(DiagonalOptimizer):
-    """Layers with a weight matrix get Kronecker factors, everything else a diagonal; use KFAC or NoisyKFAC."""
+    """An optimiser that gives layers with a weight matrix Kronecker factors and everything else a diagonal.
+
+    KFAC and NoisyKFAC are its final forms.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        groups: list[Group],
-        defaults: dict[str, Any],
-        settings: Settings,
+        params: Iterable[Any] | None,
+        options: Mapping[str, Any],
         generator: torch.Generator | None,
-        *,
-        factor_every: int,
-        inverse_every: int,
-        damping_form: str,
     ):
-        self.factor_every = check_count("factor_every", factor_every)
-        self.inverse_every = check_count("inverse_every", inverse_every)
-        self.damping_form = check_word("damping_form", damping_form, DAMPING_FORMS)
-        self._layouts: dict[str, Layout] = {}  # factored layers, by the name of their first parameter
-        self._gradients: GradientReader | None = None
-        super().__init__(model, groups, defaults, settings, generator)
+        self._layouts: dict[str, Layout] = {}  # of the factored layers, by the name of their first parameter
+        super().__init__(model, params, options, generator)
 
     def set_prior(self, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]) -> None:
         """Not for a Kronecker structure: a precision per weight has no place in the eigenbasis.
 
         Raises:
-            UnsupportedError: always.
+            UnsupportedError: Always.
         """
         raise UnsupportedError(
             "a prior precision for each weight does not fit a Kronecker posterior; use VOGN or IVON for continual learning"
         )
 
-    def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureReader:
+    # Reading closures.
+
+    def _make_reader(self, model: nn.Module, names: list[str]) -> ClosureReader:
         def for_matrix(number: int, layer: Layer) -> KronAccumulator:
             parameter = next(iter(layer.named.values()))[1]
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            return KronAccumulator(number, layer.layout, "expand", dtype, parameter.device)
+            return KronAccumulator(number, layer.layout, "expand", factor_dtype(parameter), parameter.device)
 
         return ClosureReader(model, names, for_matrix=for_matrix)
 
-    def _read(self) -> ClosureReader | GradientReader:
-        reader = super()._read()
-        if self.steps % self.factor_every == 0 or not isinstance(reader, ClosureReader):
+    def _current_reader(self) -> ClosureReader | GradientReader:
+        reader = super()._current_reader()
+        if self._refreshes() or not isinstance(reader, ClosureReader):
             return reader
-        return GradientReader(self._inner, self._trained())
+        return GradientReader(self._network, self._trained())
 
-    # Which layers are factored, and their state.
+    def _refreshes(self) -> bool:
+        """Whether this step refreshes the factors."""
+        return self.steps % self.settings.factor_every == 0
 
-    def _anchor(self, layout: Layout) -> Tensor:
-        """The parameter whose state holds a layer's factors."""
-        return self._by_name()[layout.names[0]]
+    def _closure_reader(self) -> ClosureReader | None:
+        """What reads the factors, once there was a step."""
+        reader = None if self._reader is None else self._reader[1]
+        return reader if isinstance(reader, ClosureReader) else None
 
-    def _by_name(self) -> dict[str, Tensor]:
-        return {self._known[id(p)]: p for g in self.param_groups for p in g["params"]}
+    def _layouts_to_reduce(self) -> list[Layout]:
+        reader = self._closure_reader()
+        if reader is None or not self._refreshes():
+            return []
+        return [layer.layout for layer in reader.layers.layers if layer.rule.matrix and not layer.rule.one_hot]
+
+    def _settle(self, disputed: Sequence[Layout]) -> None:
+        """A layer for which one process has no factors has a diagonal on every process from now on."""
+        reader = self._closure_reader()
+        if reader is not None:
+            for layout in disputed:
+                reader.give_up(dict.fromkeys(layout.names, "another process has no Kronecker factors for it"))
+                self._forget(layout)
+
+    # The factored layers and their state.
 
     def _basis(self, layout: Layout) -> Basis | None:
         state = self.state[self._anchor(layout)]
         return Basis(*(state[k] for k in _BASIS)) if _BASIS[0] in state else None
 
+    def _anchor(self, layout: Layout) -> Tensor:
+        """The parameter whose state holds a layer's factors."""
+        return self._parameters()[layout.names[0]]
+
     def _layouts_in(self, params: list[Tensor]) -> list[Layout]:
-        """Factored layers all of whose parameters are in the list."""
-        names = {self._known[id(p)] for p in params}
+        """The decomposed layers all of whose parameters are in the list."""
+        names = {self._names[id(p)] for p in params}
         return [x for x in self._layouts.values() if names.issuperset(x.names) and self._basis(x) is not None]
+
+    def _forget(self, layout: Layout) -> None:
+        """Drops the factors of every layer that shares a parameter with this one."""
+        for key, old in list(self._layouts.items()):
+            if set(old.names) & set(layout.names):
+                state = self.state[self._anchor(old)]
+                for name in (*_FACTORS, *_BASIS):
+                    state.pop(name, None)
+                del self._layouts[key]
 
     def _needs_noise(self, group: Group, parameter: Tensor) -> bool:
         if group["deterministic"] or not parameter.requires_grad:
             return False
-        name = self._known[id(parameter)]
+        name = self._names[id(parameter)]
         for layout in self._layouts.values():
             if name in layout.names:
-                by_name = self._by_name()
+                params = self._parameters()
                 # With a part frozen, the layer's factors no longer fit; the next refresh makes new ones.
-                return self._basis(layout) is not None and all(by_name[n].requires_grad for n in layout.names)
+                return self._basis(layout) is not None and all(params[n].requires_grad for n in layout.names)
         return super()._needs_noise(group, parameter)
 
-    def _below(self, group: Group, layout: Layout, basis: Basis) -> Tensor:
+    def _damped_eigenvalues(self, group: Group, basis: Basis) -> Tensor:
         prior, _ = self._prior(group, [])
-        return eigenvalues(basis, prior + group["damping"], self.damping_form)
+        return damped_eigenvalues(basis, prior + group["damping"], self.settings.damping_form)
 
     # Drawing and moving.
 
     def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
-        by_name = {self._known[id(p)]: (p, z) for p, z in zip(params, noise, strict=True)}
+        by_name = {self._names[id(p)]: (p, z) for p, z in zip(params, noise, strict=True)}
         drawn: dict[str, Tensor] = {}
         for layout in self._layouts_in(params):
             basis = self._basis(layout)
             if basis is None:
                 continue
-            block = layout.join({n: by_name[n][1] for n in layout.names})
-            away = deviation(basis, block, self._below(group, layout, basis), self.noise_scale())
-            drawn.update({n: by_name[n][0].data + v for n, v in layout.split(away).items()})
+            block = layout.join({n: by_name[n][1] for n in layout.names}).to(basis.outputs.dtype)
+            deviation = draw_deviation(basis, block, self._damped_eigenvalues(group, basis), self.noise_scale())
+            for name, value in layout.split(deviation).items():
+                mean = by_name[name][0].data
+                drawn[name] = mean + value.to(mean.dtype)
         rest = [n for n in by_name if n not in drawn]
         if rest:
             values = super()._draw_group(group, [by_name[n][0] for n in rest], [by_name[n][1] for n in rest])
             drawn.update(zip(rest, values, strict=True))
         return [drawn[n] for n in by_name]
 
-    def _factor_shapes(self) -> dict[int, Factor]:
-        watcher = self._reader[1] if self._reader is not None else None
-        if self.steps % self.factor_every or not isinstance(watcher, ClosureReader) or watcher.plan is None:
-            return {}
-        found: dict[int, Factor] = {}
-        for number in watcher.plan.whole_layers:
-            if watcher.has_block(watcher.plan, number):
-                layer = watcher.plan.layers[number]
-                like, x = next(iter(layer.named.values()))[1], layer.layout
-                inputs, outputs = like.new_zeros(x.groups, x.in_, x.in_), like.new_zeros(x.groups, x.out, x.out)
-                found[number] = (inputs, outputs, 1)
-        return found
-
-    def _update(self, total: Collected) -> None:
-        self._add_factors(total)
-        covered = {n for x in self._layouts.values() for n in x.names}
-        scale = total.grad_scale / total.size
+    def _update(self, statistics: StepStatistics) -> None:
+        self._refresh(statistics)
+        factored = {n for x in self._layouts.values() for n in x.names}
+        scale = statistics.grad_scale / statistics.size
         for group in self.param_groups:
-            params = [p for p in group["params"] if p.requires_grad and self._known[id(p)] in total.grads]
-            for layout in self._layouts_in(params):
-                self._move(group, layout, total.grads, scale)
-            for p in params:
-                name = self._known[id(p)]
-                if name not in covered and name not in total.curvature and "curvature" in self.state[p]:
+            named = [(self._names[id(p)], p) for p in group["params"] if p.requires_grad]
+            used = [(n, p) for n, p in named if n in statistics.grads]
+            for layout in self._layouts_in([p for _, p in used]):
+                self._move(group, layout, statistics.grads, scale)
+            for name, p in used:
+                if name not in factored and name not in statistics.curvature and "curvature" in self.state[p]:
                     # Between refreshes the diagonal part keeps its curvature: the estimate is what is known.
-                    total.curvature[name] = self.state[p]["curvature"] * (total.size / total.curvature_scale)
-        total.grads = {n: g for n, g in total.grads.items() if n not in covered}
-        super()._update(total)
+                    keep = statistics.size / statistics.curvature_scale
+                    statistics.curvature[name] = self.state[p]["curvature"] * keep
+        statistics.grads = {n: g for n, g in statistics.grads.items() if n not in factored}
+        super()._update(statistics)
 
-    def _add_factors(self, total: Collected) -> None:
-        if not total.factors or self._reader is None or not isinstance(self._reader[1], ClosureReader):
-            return
-        layers = self._reader[1].layers.layers
-        for number, (inputs, outputs, rows) in total.factors.items():
-            layout = layers[number].layout
-            owners = {id(g) for g in self.param_groups for p in g["params"] if self._known[id(p)] in layout.names}
+    def _refresh(self, statistics: StepStatistics) -> None:
+        """Takes new factors into the running ones, and decomposes them every ``inverse_every`` steps."""
+        for layout, block in statistics.factors.items():
+            owners = [g for g in self.param_groups if any(self._names[id(p)] in layout.names for p in g["params"])]
             if len(owners) > 1:
                 raise InputError(
                     f"the parameters of {layout.name} are in different groups; a Kronecker block needs them in one"
                 )
-            self._replace(layout)
+            if self._layouts.get(layout.names[0]) != layout:
+                self._forget(layout)
+                self._layouts[layout.names[0]] = layout
             state = self.state[self._anchor(layout)]
-            new = {"factor_inputs": inputs / (total.size * rows), "factor_outputs": outputs / total.size}
-            group = next(g for g in self.param_groups if id(g) in owners)
-            for key, value in new.items():
-                if key in state:
-                    state[key].lerp_(value, group["new_curvature_weight"])
-                else:
-                    state[key] = value
-        if self.steps % self.inverse_every == 0 or any(self._basis(x) is None for x in self._layouts.values()):
+            new_factors_(state, block, statistics.size, owners[0]["new_curvature_weight"])
+        due = self.steps % self.settings.inverse_every == 0
+        if statistics.factors and (due or any(self._basis(x) is None for x in self._layouts.values())):
             states = [self.state[self._anchor(x)] for x in self._layouts.values()]
-            made = decompose([(s["factor_inputs"], s["factor_outputs"]) for s in states])
-            for state, basis in zip(states, made, strict=True):
+            bases = decompose([(s[_FACTORS[0]], s[_FACTORS[1]]) for s in states])
+            for state, basis in zip(states, bases, strict=True):
                 values = (basis.inputs, basis.outputs, basis.input_values, basis.output_values)
                 state.update(zip(_BASIS, values, strict=True))
 
-    def _replace(self, layout: Layout) -> None:
-        """Makes ``layout`` the one of its layer; an older one with other parameters loses its factors."""
-        for key, old in list(self._layouts.items()):
-            if old != layout and set(old.names) & set(layout.names):
-                state = self.state[self._anchor(old)]
-                for name in ("factor_inputs", "factor_outputs", *_BASIS):
-                    state.pop(name, None)
-                del self._layouts[key]
-        self._layouts[layout.names[0]] = layout
-
     def _move(self, group: Group, layout: Layout, grads: Mapping[str, Tensor], scale: float) -> None:
-        """One layer: momentum, then the natural gradient (B ⊗ A + (c + γ) I)⁻¹ m."""
+        """Moves one layer: the momentum first, then the mean by the natural gradient (B ⊗ A + (c + γ) I)⁻¹ m."""
         basis = self._basis(layout)
         if basis is None:
             return
-        by_name = self._by_name()
+        by_name = self._parameters()
         params = [by_name[n] for n in layout.names]
-        momentum = momenta(self, params)
+        momentum, mean = self._momenta(params), [p.data for p in params]
         prior, prior_mean = self._prior(group, [])
-        data = [p.data for p in params]
-        normalised, beta = self.settings.momentum_form == "normalised", group["momentum"]
-        given = [grads[n] for n in layout.names]
-        add_momentum_(momentum, given, scale, data, prior, prior_mean, beta, normalised=normalised)
-        block = layout.join(dict(zip(layout.names, momentum, strict=True)))
-        step = layout.split(precondition(basis, block, self._below(group, layout, basis)))
-        rate = group["lr"] / (1 - beta ** (self.steps + 1)) if normalised else group["lr"]
-        for parameter, name in zip(data, layout.names, strict=True):
-            parameter.sub_(step[name], alpha=rate)
+        normalised = self.settings.momentum_form == "normalised"
+        given_grads = [grads[n] for n in layout.names]
+        new_momentum_(momentum, given_grads, scale, mean, prior, prior_mean, group["momentum"], normalised=normalised)
+        block = layout.join(dict(zip(layout.names, momentum, strict=True))).to(basis.outputs.dtype)
+        step = layout.split(natural_gradient(basis, block, self._damped_eigenvalues(group, basis)))
+        for parameter, name in zip(mean, layout.names, strict=True):
+            parameter.sub_(step[name].to(parameter.dtype), alpha=self._rate(group))
 
     def _blocks(self) -> list[Block]:
-        n, found, covered = self.settings.n_effective, list[Block](), set[str]()
-        groups = {self._known[id(p)]: g for g in self.param_groups for p in g["params"]}
+        n, blocks, factored = self.settings.n_effective, list[Block](), set[str]()
+        groups = {self._names[id(p)]: g for g in self.param_groups for p in g["params"]}
         for layout in self._layouts.values():
             state = self.state[self._anchor(layout)]
-            covered.update(layout.names)
-            if not groups[layout.names[0]]["deterministic"] and "factor_inputs" in state:
-                rows = torch.ones(layout.groups, dtype=torch.float64, device=state["factor_inputs"].device)
-                found.append(KronBlock(layout, state["factor_inputs"], state["factor_outputs"] * n, rows))
-        return found + [b for b in super()._blocks() if not covered.intersection(b.shapes)]
+            factored.update(layout.names)
+            if not groups[layout.names[0]]["deterministic"] and _FACTORS[0] in state:
+                inputs, outputs = (state[key] for key in _FACTORS)
+                rows = torch.ones(layout.groups, dtype=torch.float64, device=inputs.device)  # A is a mean already
+                blocks.append(KronBlock(layout, inputs, outputs * n, rows))
+        return blocks + [b for b in super()._blocks() if not factored.intersection(b.shapes)]
 
     # State.
 
-    def _extra(self) -> dict[str, Any]:
-        return {**super()._extra(), "factored": [x.to_config() for x in self._layouts.values()]}
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores a state; a state of another optimiser or of other parameters raises and changes nothing."""
+        super().load_state_dict(state_dict)
+        for parameter, _, saved in self._saved_states(state_dict):  # PyTorch casts a state to the parameter's dtype
+            for key in (*_FACTORS, *_BASIS):
+                if key in saved:
+                    self.state[parameter][key] = saved[key].to(parameter.device, factor_dtype(parameter), copy=True)
 
-    def _load_extra(self, extra: Mapping[str, Any]) -> None:
-        super()._load_extra(extra)
+    def _extra_state(self) -> dict[str, Any]:
+        return {**super()._extra_state(), "factored": [x.to_config() for x in self._layouts.values()]}
+
+    def _load_extra_state(self, extra: Mapping[str, Any]) -> None:
+        super()._load_extra_state(extra)
         layouts = [Layout.from_config(c) for c in extra["factored"]]
         self._layouts = {x.names[0]: x for x in layouts}
 
@@ -310,30 +340,32 @@ class KFAC(KronOptimizer):
     r"""Natural gradient with Kronecker-factored curvature; no weights are drawn.
 
     .. math::
-        A \leftarrow (1-\beta_2)A + \beta_2\,\tfrac1{MT}\textstyle\sum a a^\top, \quad
+        A \leftarrow (1-\beta_2)A + \beta_2\,\tfrac1R\textstyle\sum a a^\top, \quad
         B \leftarrow (1-\beta_2)B + \beta_2\,\tfrac1M\sum g g^\top, \quad
         \mu \leftarrow \mu - \alpha\,(B \otimes A + (\delta/N + \gamma) I)^{-1} m
 
-    with g the gradients of the observed loss at the layer's outputs (empirical Fisher, expand). Parameters outside weight
-    matrices get a diagonal.
+    with R rows of inputs, M examples, and g the gradients of the observed loss at the layer's outputs (empirical Fisher,
+    expand). Parameters outside weight matrices get a diagonal.
 
     Args:
-        model: the network.
-        lr: α.
-        n_data: N.
-        params: parameter groups, or None; the parameters of one layer belong in one group.
-        momentum: β₁.
-        momentum_form: "heavy_ball" or "normalised".
+        model: The network; a DistributedDataParallel wrapper is seen through.
+        lr: α, the learning rate.
+        n_data: N, the number of training data.
+        params: Groups of parameters; None means everything that requires a gradient. The parameters of one layer belong in
+            one group.
+        momentum: β₁, the share of the old momentum.
+        momentum_form: "heavy_ball" or "normalised", as in `VOGN`.
         new_curvature_weight: β₂, the weight of the *new* factors.
-        prior_precision: δ.
-        prior_mean: μ₀.
-        damping: γ.
-        damping_form: "exact" (in the eigenbasis) or "factored" (Martens & Grosse 2015, section 6.3).
-        factor_every: steps between refreshes of the factors.
-        inverse_every: steps between eigendecompositions (shared out over processes).
-        batch_norm: "deterministic" or "variational".
-        reduction: "mean" or "sum".
-        max_grad_norm: shortens the mean gradient.
+        prior_precision: δ, the precision of the prior.
+        prior_mean: μ₀, the mean of the prior.
+        damping: γ, which is added to the curvature.
+        damping_form: "exact" (c + γ is added in the eigenbasis, equation 10 of the documentation) or "pi" (it is split between
+            the two factors by π: Martens & Grosse 2015, section 6.3; "factored" is an older word for it).
+        factor_every: The number of steps between refreshes of the factors.
+        inverse_every: The number of steps between eigendecompositions, which are shared out over processes.
+        batch_norm: How the parameters of BatchNorm are treated: "deterministic" (no prior) or "variational".
+        reduction: How the closure's loss sums over the examples of a batch: "mean" or "sum".
+        max_grad_norm: The greatest length of the mean gradient; a longer one is shortened.
 
     >>> net = nn.Linear(3, 2)
     >>> opt = KFAC(net, lr=0.1, n_data=4)
@@ -364,33 +396,7 @@ class KFAC(KronOptimizer):
         reduction: str = "mean",
         max_grad_norm: float | None = None,
     ):
-        check_model(model, "KFAC")
-        settings = make_settings(
-            n_data=n_data,
-            sampling=False,
-            reduction=reduction,
-            momentum_form=momentum_form,
-            max_grad_norm=max_grad_norm,
-        )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "new_curvature_weight": new_curvature_weight,
-            "prior_precision": prior_precision,
-            "prior_mean": prior_mean,
-            "damping": damping,
-            "deterministic": False,
-        }
-        super().__init__(
-            model,
-            make_groups(unwrapped(model), params, batch_norm),
-            defaults,
-            settings,
-            None,
-            factor_every=factor_every,
-            inverse_every=inverse_every,
-            damping_form=damping_form,
-        )
+        super().__init__(model, params, {**given(locals()), "sampling": False}, None)
 
 
 class NoisyKFAC(KronOptimizer):
@@ -399,31 +405,33 @@ class NoisyKFAC(KronOptimizer):
     .. math::
         W = \mu + \sqrt{\tau/N}\; U_B\big(Z / \sqrt{D}\big)U_A^\top, \qquad D = b a^\top + \tau\delta/N + \gamma
 
-    so that Cov(vec W) = (τ/N) (B ⊗ A + (τδ/N + γ) I)⁻¹ exactly; ``damping_form="factored"`` makes it a matrix normal
+    so that Cov(vec W) = (τ/N) (B ⊗ A + (τδ/N + γ) I)⁻¹ exactly; ``damping_form="pi"`` makes it a matrix normal
     MN(μ, (τ/N) B̃⁻¹, Ã⁻¹). The mean moves as in K-FAC with the gradient at W.
 
     Args:
-        model: the network.
-        lr: α.
-        n_data: N.
-        params: parameter groups, or None; the parameters of one layer belong in one group.
-        mc_samples: K; the first step is free of noise.
-        momentum: β₁.
-        momentum_form: "heavy_ball" or "normalised".
+        model: The network; a DistributedDataParallel wrapper is seen through.
+        lr: α, the learning rate.
+        n_data: N, the number of training data.
+        params: Groups of parameters; None means everything that requires a gradient. The parameters of one layer belong in
+            one group.
+        mc_samples: K, the number of draws in a step. The first step is free of noise.
+        momentum: β₁, the share of the old momentum.
+        momentum_form: "heavy_ball" or "normalised", as in `VOGN`.
         new_curvature_weight: β₂, the weight of the *new* factors.
-        prior_precision: δ.
-        prior_mean: μ₀.
-        damping: γ.
-        damping_form: "exact" or "factored".
+        prior_precision: δ, the precision of the prior.
+        prior_mean: μ₀, the mean of the prior.
+        damping: γ, which is added to the curvature.
+        damping_form: "exact" (c + γ is added in the eigenbasis, equation 10 of the documentation) or "pi" (it is split between
+            the two factors by π: Martens & Grosse 2015, section 6.3; "factored" is an older word for it).
         temperature: τ, a number or a `Schedule`.
-        augmentation: ρ.
-        factor_every: steps between refreshes of the factors.
-        inverse_every: steps between eigendecompositions (shared out over processes).
-        batch_norm: "deterministic" or "variational".
-        reduction: "mean" or "sum".
-        max_grad_norm: shortens the mean gradient.
-        sample_groups: groups of processes that draw different weights.
-        generator: gives the seed of the noise.
+        augmentation: ρ, which multiplies N when the data are augmented.
+        factor_every: The number of steps between refreshes of the factors.
+        inverse_every: The number of steps between eigendecompositions, which are shared out over processes.
+        batch_norm: How the parameters of BatchNorm are treated: "deterministic" (no prior) or "variational".
+        reduction: How the closure's loss sums over the examples of a batch: "mean" or "sum".
+        max_grad_norm: The greatest length of the mean gradient; a longer one is shortened.
+        sample_groups: The number of groups of processes that draw different weights; with 1 all draw the same.
+        generator: The generator that gives the seed of the noise; None derives it from PyTorch's seed.
 
     >>> net = nn.Linear(3, 2)
     >>> opt = NoisyKFAC(net, lr=0.1, n_data=4)
@@ -433,7 +441,7 @@ class NoisyKFAC(KronOptimizer):
     References:
         Zhang et al. 2018, Algorithm 2; Osawa et al. 2019.
 
-    Differs from the paper: the prior enters exactly by default, not by a factored approximation.
+    It differs from the paper in that the prior enters exactly by default, not by a factored approximation.
     """
 
     def __init__(
@@ -461,33 +469,4 @@ class NoisyKFAC(KronOptimizer):
         sample_groups: int = 1,
         generator: torch.Generator | None = None,
     ):
-        check_model(model, "NoisyKFAC")
-        settings = make_settings(
-            n_data=n_data,
-            mc_samples=mc_samples,
-            reduction=reduction,
-            temperature=temperature,
-            augmentation=augmentation,
-            momentum_form=momentum_form,
-            max_grad_norm=max_grad_norm,
-            sample_groups=sample_groups,
-        )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "new_curvature_weight": new_curvature_weight,
-            "prior_precision": prior_precision,
-            "prior_mean": prior_mean,
-            "damping": damping,
-            "deterministic": False,
-        }
-        super().__init__(
-            model,
-            make_groups(unwrapped(model), params, batch_norm),
-            defaults,
-            settings,
-            generator,
-            factor_every=factor_every,
-            inverse_every=inverse_every,
-            damping_form=damping_form,
-        )
+        super().__init__(model, params, given(locals()), generator)

@@ -1,61 +1,53 @@
-"""What an optimiser was asked for, checked once, and schedules of the temperature that are saved with its state."""
+"""The options of the optimisers: one table that says of each whether groups may differ in it, its default and its check.
+
+Schedules of the temperature, which are saved with an optimiser's state, stand here too.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood, parse_likelihood
 
 __all__ = [
-    "CURVATURES",
-    "FORMS",
-    "MOMENTA",
-    "REDUCTIONS",
-    "VECTORS",
+    "OPTIONS",
+    "Option",
     "Schedule",
     "Settings",
-    "check_count",
     "check_group",
-    "check_number",
-    "check_word",
     "constant",
-    "make_groups",
-    "make_settings",
+    "given",
+    "parameter_groups",
     "parse_schedule",
+    "read_options",
     "warmup",
 ]
 
 _KINDS = ("linear", "cosine", "geometric")
-CURVATURES = ("squares", "ggn", "reparametrised", "micro_batch")
-REDUCTIONS = ("mean", "sum")
-MOMENTA = ("heavy_ball", "normalised")
-FORMS = ("consistent", "poster")
-VECTORS = ("auto", "exact", "rademacher", "sampled")
-_BATCH_NORM = ("deterministic", "variational")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A value that moves from ``start`` to ``stop`` in ``steps`` steps and then stays.
+    """A value that moves from ``start`` to ``stop`` in ``steps`` steps and then stays there.
 
     With u = min(1, t / steps): linear start + u (stop − start); cosine with u replaced by (1 − cos πu)/2; geometric
     start^{1−u} stop^u.
 
     Args:
-        start: value at step 0, above 0.
-        stop: value from step ``steps`` on, above 0.
-        steps: how many optimiser steps the way takes; 0 means ``stop`` from the beginning.
-        kind: "linear", "cosine" or "geometric".
+        start: The value at step 0, above 0.
+        stop: The value from step ``steps`` on, above 0.
+        steps: The number of optimiser steps from one to the other; 0 means ``stop`` from the beginning.
+        kind: The form of the path: "linear", "cosine" or "geometric".
 
     Raises:
-        InputError: a value that is not a finite number above 0, or an unknown kind.
+        InputError: A value is not a finite number above 0, or the kind is unknown.
 
     >>> schedule = Schedule(0.1, 1.0, 9)
     >>> [round(schedule(t), 2) for t in (0, 3, 9, 20)]
@@ -80,20 +72,20 @@ class Schedule:
 
     def __call__(self, step: int) -> float:
         """The value before optimiser step ``step`` (from 0)."""
-        way = 1.0 if self.steps == 0 else min(1.0, step / self.steps)
+        share = 1.0 if self.steps == 0 else min(1.0, step / self.steps)
         if self.kind == "geometric":
-            return math.exp((1 - way) * math.log(self.start) + way * math.log(self.stop))
+            return math.exp((1 - share) * math.log(self.start) + share * math.log(self.stop))
         if self.kind == "cosine":
-            way = (1 - math.cos(math.pi * way)) / 2
-        return self.start + way * (self.stop - self.start)
+            share = (1 - math.cos(math.pi * share)) / 2
+        return self.start + share * (self.stop - self.start)
 
     def config(self) -> dict[str, Any]:
-        """Plain numbers and words."""
+        """The schedule as plain numbers and words, which `parse_schedule` reads."""
         return asdict(self)
 
 
 def constant(value: float) -> Schedule:
-    """Always the same value.
+    """A schedule that always has the same value.
 
     >>> constant(0.5)(100)
     0.5
@@ -111,10 +103,10 @@ def warmup(steps: int, start: float = 0.1, stop: float = 1.0) -> Schedule:
 
 
 def parse_schedule(value: Any, name: str) -> Schedule:
-    """A number, a schedule or a saved configuration as a schedule.
+    """Turns a number, a schedule or a saved configuration into a schedule.
 
     Raises:
-        InputError: anything else, or a number that is not finite and above 0.
+        InputError: It is anything else, or a number that is not finite and above 0.
     """
     if isinstance(value, Schedule):
         return value
@@ -129,23 +121,29 @@ def parse_schedule(value: Any, name: str) -> Schedule:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything about an optimiser that belongs to all of its parameters.
+    """The options of an optimiser in which its groups of parameters do not differ.
 
     Attributes:
-        n_data: N, the number of data.
-        mc_samples: K, draws of the weights per step.
-        sampling: whether weights are drawn at all.
-        reduction: how the closure's loss sums over its examples: mean or sum.
+        n_data: N, the number of training data.
+        mc_samples: K, the number of draws of the weights in a step.
+        sampling: Whether weights are drawn at all.
+        reduction: How the closure's loss sums over its examples: "mean" or "sum".
         temperature: τ by step.
-        augmentation: ρ, how many data one augmented datum stands for.
-        curvature: how h is estimated.
-        likelihood: for the GGN.
-        vectors: kind of vectors for the GGN.
-        form: consistent (the tempered posterior), or poster.
-        momentum_form: heavy_ball or normalised.
-        initial_curvature: s before the first step; None: the first batch's, seen without noise.
-        max_grad_norm: the mean gradient is shortened to this length.
-        sample_groups: groups of processes that draw different weights.
+        augmentation: ρ, the number of data that one augmented datum stands for.
+        curvature: The estimate of the curvature h.
+        likelihood: The likelihood, which the GGN needs.
+        vectors: The kind of vectors that the GGN is estimated with.
+        form: "consistent" (the tempered posterior) or "published".
+        momentum_form: "heavy_ball" or "normalised".
+        initial_curvature: s before the first step; None means that of the first batch, which is then seen without noise.
+        max_grad_norm: The greatest length of the mean gradient.
+        sample_groups: The number of groups of processes that draw different weights.
+        batch_norm: How the parameters of BatchNorm are treated: "deterministic" or "variational".
+        clip_radius: IVON: entries of the preconditioned step are cut to ± this.
+        rescale_lr: IVON: whether α is multiplied by h₀ + c.
+        damping_form: K-FAC: "exact" or "pi".
+        factor_every: K-FAC: the number of steps between refreshes of the factors.
+        inverse_every: K-FAC: the number of steps between eigendecompositions.
     """
 
     n_data: float
@@ -162,6 +160,12 @@ class Settings:
     initial_curvature: float | None
     max_grad_norm: float | None
     sample_groups: int
+    batch_norm: str
+    clip_radius: float
+    rescale_lr: bool
+    damping_form: str
+    factor_every: int
+    inverse_every: int
 
     @property
     def n_effective(self) -> float:
@@ -169,102 +173,176 @@ class Settings:
         return self.n_data * self.augmentation
 
 
-def check_word(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """Raises unless ``value`` is one of the words."""
-    if not isinstance(value, str) or value not in allowed:
-        raise InputError(f"{name}={value!r} is not known; allowed are {', '.join(map(repr, allowed))}")
+# What an option's check gets: its name and its value. It returns the value as it is used, or raises InputError.
+Check = Callable[[str, Any], Any]
+
+
+def _number(
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+    hint: str = "",
+) -> Check:
+    """A finite number between bounds."""
+    bounds = [
+        *([f"at least {least:g}"] if least > -math.inf else []),
+        *([f"above {above:g}"] if above > -math.inf else []),
+        *([f"at most {most:g}"] if most < math.inf else []),
+        *([f"below {below:g}"] if below < math.inf else []),
+    ]
+
+    def check(name: str, value: Any) -> float:
+        fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not fine or value < least or value <= above or value > most or value >= below:
+            raise InputError(
+                f"{name}={value!r} must be a finite number{', ' * bool(bounds)}{' and '.join(bounds)}{hint}"
+            )
+        return float(value)
+
+    return check
+
+
+def _word(*allowed: str, renamed: Mapping[str, str] | None = None, accepted: Mapping[str, str] | None = None) -> Check:
+    """One of some words. A word that was ``renamed`` is taken with a warning, one that is also ``accepted`` without."""
+
+    def check(name: str, value: Any) -> str:
+        word = value if isinstance(value, str) else ""
+        if renamed and word in renamed:
+            warnings.warn(
+                f"{name}={word!r} is now called {renamed[word]!r}; the old word will go with the next release",
+                DeprecationWarning,
+                stacklevel=5,
+            )
+            return renamed[word]
+        word = (accepted or {}).get(word, word)
+        if word not in allowed:
+            raise InputError(f"{name}={value!r} is not known; allowed are {', '.join(map(repr, allowed))}")
+        return word
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{name}={value!r} must be True or False")
     return value
 
 
-def check_number(name: str, value: object, low: float, *, strict: bool = False, high: float = math.inf) -> float:
-    """Raises unless ``value`` is a finite number in [low, high], or in (low, high] if ``strict``."""
-    fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fine or value < low or (strict and value == low) or value > high:  # type: ignore[operator]
-        least = f"above {low:g}" if strict else f"at least {low:g}"
-        most = "" if math.isinf(high) else f" and at most {high:g}"
-        raise InputError(f"{name}={value!r} must be a finite number, {least}{most}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def check_count(name: str, value: object) -> int:
-    """Raises unless ``value`` is a whole number of at least 1."""
+def _count(name: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"{name}={value!r} must be a whole number of at least 1")
     return value
 
 
-def check_n_data(value: object) -> float:
-    """N, with a message that says why it is needed."""
+def _optional(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _n_data(name: str, value: Any) -> float:
     if value is None:
         raise InputError(
             "n_data is missing: the posterior's width depends on the number of training data. Pass n_data=len(train_set)"
         )
-    fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    if not fine:
-        raise InputError(f"n_data={value!r} must be the number of training data, above 0: n_data=len(train_set)")
-    return float(value)  # type: ignore[arg-type]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise InputError(f"{name}={value!r} must be the number of training data, above 0: n_data=len(train_set)")
+    return float(value)
 
 
-def make_settings(
-    *,
-    n_data: object,
-    mc_samples: object = 1,
-    sampling: bool = True,
-    reduction: object = "mean",
-    temperature: object = 1.0,
-    augmentation: object = 1.0,
-    curvature: object = "squares",
-    likelihood: object = None,
-    vectors: str = "auto",
-    form: object = "consistent",
-    momentum_form: object = "heavy_ball",
-    initial_curvature: object = None,
-    max_grad_norm: object = None,
-    sample_groups: object = 1,
-) -> Settings:
-    """Checks every value and makes the settings."""
-    kind = check_word("curvature", curvature, CURVATURES)
-    if kind == "ggn" and likelihood is None:
+def _radius(name: str, value: Any) -> float:
+    return math.inf if value == math.inf else _number(above=0.0)(name, value)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of the optimisers.
+
+    Attributes:
+        per_group: Whether groups of parameters may differ in it (it then stands in ``param_groups``), or all share it (it then
+            stands in `Settings`).
+        default: The value of an optimiser that does not give one.
+        check: Returns the value as it is used; raises InputError where it is not allowed.
+    """
+
+    per_group: bool
+    default: Any
+    check: Check
+
+
+OPTIONS: dict[str, Option] = {
+    "lr": Option(True, 1e-3, _number(least=0.0)),
+    "momentum": Option(True, 0.9, _number(least=0.0, below=1.0)),
+    "new_curvature_weight": Option(True, 0.05, _number(above=0.0, most=1.0)),
+    "prior_precision": Option(True, 1.0, _number(least=0.0)),
+    "prior_mean": Option(True, 0.0, _number(hint="; for one value per weight use opt.set_prior(...)")),
+    "damping": Option(True, 1e-2, _number(least=0.0)),
+    "deterministic": Option(True, False, _flag),
+    "n_data": Option(False, None, _n_data),
+    "mc_samples": Option(False, 1, _count),
+    "sampling": Option(False, True, _flag),
+    "reduction": Option(False, "mean", _word("mean", "sum")),
+    "temperature": Option(False, 1.0, lambda name, value: parse_schedule(value, name)),
+    "augmentation": Option(False, 1.0, _number(above=0.0)),
+    "curvature": Option(False, "squares", _word("squares", "ggn", "reparametrised", "micro_batch")),
+    "likelihood": Option(False, None, _optional(lambda name, value: parse_likelihood(value))),
+    "vectors": Option(False, "auto", _word("auto", "exact", "rademacher", "sampled")),
+    "form": Option(False, "consistent", _word("consistent", "published", renamed={"poster": "published"})),
+    "momentum_form": Option(False, "heavy_ball", _word("heavy_ball", "normalised")),
+    "initial_curvature": Option(False, None, _optional(_number(least=0.0))),
+    "max_grad_norm": Option(False, None, _optional(_number(above=0.0))),
+    "sample_groups": Option(False, 1, _count),
+    "batch_norm": Option(False, "deterministic", _word("deterministic", "variational")),
+    "clip_radius": Option(False, math.inf, _radius),
+    "rescale_lr": Option(False, True, _flag),
+    "damping_form": Option(False, "exact", _word("exact", "pi", accepted={"factored": "pi"})),
+    "factor_every": Option(False, 1, _count),
+    "inverse_every": Option(False, 10, _count),
+}
+
+
+def given(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among the local variables of a constructor ``(self, model, …, params, …, generator)``."""
+    others = ("self", "__class__", "model", "params", "generator")
+    return {name: value for name, value in variables.items() if name not in others}
+
+
+def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
+    """Splits options into the defaults of parameter groups, which `check_group` judges, and the checked settings.
+
+    Raises:
+        InputError: An option is unknown, a value is not allowed, or two of them do not fit together.
+    """
+    unknown = [name for name in options if name not in OPTIONS]
+    if unknown:
+        raise InputError(f"{unknown[0]!r} is not an option of the optimisers; there are {', '.join(OPTIONS)}")
+    defaults: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    for name, option in OPTIONS.items():
+        value = options.get(name, option.default)
+        if option.per_group:
+            defaults[name] = value
+        else:
+            shared[name] = option.check(name, value)
+    settings = Settings(**shared)
+    if settings.curvature == "ggn" and settings.likelihood is None:
         raise InputError(
             "curvature='ggn' needs likelihood=, for example 'classification': the loss alone does not tell it"
         )
-    if initial_curvature is not None:
-        initial_curvature = check_number("initial_curvature", initial_curvature, 0.0)
-    if kind == "reparametrised" and initial_curvature is None:
+    if settings.curvature == "reparametrised" and not settings.sampling:
+        raise InputError(
+            "OGN draws no weights, so curvature='reparametrised' has nothing to work with; use VOGN or IVON"
+        )
+    if settings.curvature == "reparametrised" and settings.initial_curvature is None:
         raise InputError("curvature='reparametrised' needs initial_curvature=: its estimate starts from noise")
-    if max_grad_norm is not None:
-        max_grad_norm = check_number("max_grad_norm", max_grad_norm, 0.0, strict=True)
-    return Settings(
-        n_data=check_n_data(n_data),
-        mc_samples=check_count("mc_samples", mc_samples),
-        sampling=sampling,
-        reduction=check_word("reduction", reduction, REDUCTIONS),
-        temperature=parse_schedule(temperature, "temperature"),
-        augmentation=check_number("augmentation", augmentation, 0.0, strict=True),
-        curvature=kind,
-        likelihood=None if likelihood is None else parse_likelihood(likelihood),
-        vectors=check_word("vectors", vectors, VECTORS),
-        form=check_word("form", form, FORMS),
-        momentum_form=check_word("momentum_form", momentum_form, MOMENTA),
-        initial_curvature=initial_curvature,
-        max_grad_norm=max_grad_norm,
-        sample_groups=check_count("sample_groups", sample_groups),
-    )
+    return defaults, settings
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raises unless a parameter group's own numbers are allowed."""
-    check_number("lr", group["lr"], 0.0)
-    check_number("momentum", group["momentum"], 0.0)
-    if group["momentum"] >= 1:
-        raise InputError(f"momentum={group['momentum']!r} must be below 1")
-    check_number("new_curvature_weight", group["new_curvature_weight"], 0.0, strict=True, high=1.0)
-    check_number("prior_precision", group["prior_precision"], 0.0)
-    check_number("damping", group["damping"], 0.0)
-    if not isinstance(group["prior_mean"], int | float) or not math.isfinite(group["prior_mean"]):
-        raise InputError(
-            f"prior_mean={group['prior_mean']!r} must be a finite number; for one value per weight use opt.set_prior(...)"
-        )
+    """Raises InputError unless every option of a parameter group is allowed."""
+    for name, option in OPTIONS.items():
+        if option.per_group:
+            option.check(name, group[name])
     if not group["deterministic"] and group["prior_precision"] + group["damping"] <= 0:
         raise InputError(
             "prior_precision and damping are both 0: a weight without curvature would have infinite variance. "
@@ -272,35 +350,26 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
 
 
-def make_groups(model: nn.Module, params: Iterable[Any] | None, batch_norm: str) -> list[dict[str, Any]]:
-    """Parameter groups: the user's own, or one for everything and one for the scales and shifts of BatchNorm.
+def parameter_groups(model: nn.Module | None, params: Iterable[Any] | None, batch_norm: str) -> list[dict[str, Any]]:
+    """The user's own groups of parameters, or one for everything and one for the scales and shifts of BatchNorm.
 
-    BatchNorm's parameters are deterministic and have no prior, as in the authors' runs; batch_norm="variational" treats
-    them like all others.
+    BatchNorm's parameters are deterministic and have no prior, as in the runs of Osawa et al. 2019;
+    batch_norm="variational" treats them like all others.
     """
-    check_word("batch_norm", batch_norm, _BATCH_NORM)
-    if params is not None:
-        given = list(params)
-        if not given:
+    if params is not None or model is None:
+        listed = list(params or [])
+        if not listed:
             raise InputError("params is empty: there is nothing to train")
-        return given if isinstance(given[0], Mapping) else [{"params": given}]
+        return listed if isinstance(listed[0], Mapping) else [{"params": listed}]
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     special = {id(p) for m in norms for p in m.parameters(recurse=False)} if batch_norm == "deterministic" else set()
-    wanted = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
-    if not wanted:
+    trainable = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+    if not trainable:
         raise InputError(
             f"{type(model).__name__} has no parameter that requires a gradient, so there is nothing to train"
         )
-    groups: list[dict[str, Any]] = [{"params": [p for p in wanted if id(p) not in special]}]
+    groups: list[dict[str, Any]] = [{"params": [p for p in trainable if id(p) not in special]}]
     if special:
-        own = [p for p in wanted if id(p) in special]
-        groups.append({"params": own, "deterministic": True, "prior_precision": 0.0})
+        of_norms: list[Tensor] = [p for p in trainable if id(p) in special]
+        groups.append({"params": of_norms, "deterministic": True, "prior_precision": 0.0})
     return [g for g in groups if g["params"]]
-
-
-def as_generator_seed(generator: torch.Generator | None) -> int:
-    """A seed for the private noise: drawn from the generator, or from PyTorch's initial seed without touching it."""
-    if generator is None:
-        return torch.initial_seed() & (2**62 - 1)
-    drawn: Tensor = torch.randint(2**62, (), generator=generator, device=generator.device)
-    return int(drawn)

@@ -1,56 +1,80 @@
-"""From what a closure left behind to estimates of gradient and curvature, summed over closures and processes in one message."""
+"""The sums of one optimiser step: gradients, curvature, loss and number of examples, over closures and processes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors
 
-from aftermap.curvature.passes.closure import ClosureReading
-from aftermap.curvature.passes.gradient_reader import ClosureStatistics, Reading
-from aftermap.curvature.structures.diagonal import ggn_diagonal_of_closure
+from aftermap.curvature.passes.closure import ClosureReader
+from aftermap.curvature.passes.gradient_reader import ClosureStatistics, GradientReader, Reading
+from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.kron import KronBlock
 from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import all_finite
-from aftermap.optim.noise import NoiseSource, as_one, in_chunks
 from aftermap.optim.options import Settings
 
 __all__ = [
-    "Collected",
-    "Factor",
-    "add_block",
+    "StepStatistics",
+    "add_micro_batch",
     "back_propagate",
-    "digest",
-    "from_blocks",
-    "ggn_of",
-    "kind_of_loss",
-    "magnitudes",
+    "factor_dtype",
+    "from_micro_batches",
+    "parameter_chunks",
 ]
 
-Factor = tuple[Tensor, Tensor, int]
-_SMALL_NUMBERS = 1 << 12  # up to so many a copy costs less than an operation
+# So many numbers are updated at once: the working memory of an update is that of a chunk, not that of the network.
+_CHUNK_NUMBERS = 1 << 18
+
+
+def factor_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of Kronecker factors: in half precision a rounded factor would not be positive semi-definite.
+
+    >>> factor_dtype(torch.zeros(1, dtype=torch.bfloat16))
+    torch.float32
+    """
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def parameter_chunks(
+    parameters: Sequence[tuple[str, Tensor]], numbers: int = _CHUNK_NUMBERS
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Splits named parameters into lists of up to ``numbers`` numbers each; a larger parameter stands alone.
+
+    >>> [len(c) for c in parameter_chunks([("a", torch.zeros(2)), ("b", torch.zeros(3)), ("c", torch.zeros(7))], 5)]
+    [2, 1]
+    """
+    chunk: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, parameter in parameters:
+        if chunk and size + parameter.numel() > numbers:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, parameter))
+        size += parameter.numel()
+    if chunk:
+        yield chunk
 
 
 @dataclass
-class Collected:
-    """Statistics of one or more closures.
+class StepStatistics:
+    """Sums over the examples of one or more closures.
 
     The true sums are ``grad_scale`` · grads and ``curvature_scale`` · curvature: for a mean loss over n examples the factor n
-    (n² for squares) is kept aside, since one closure needs no pass over the numbers for it.
+    (n² for squares) stands aside, since one closure then needs no pass over the numbers for it.
 
     Attributes:
-        grads: parameter name -> Σ_n g_n, unscaled.
-        curvature: parameter name -> Σ_n of the curvature's estimate, unscaled.
-        size: examples, over all closures.
-        loss: Σ of the loss over examples, float64.
-        factors: site -> Kronecker sums (scaled already), with n of their own in ``size``.
-        implied: whether gradients are finite wherever their curvature is, because it was made of them.
-        known: the curvature's `magnitudes`, where they were found on the way.
+        grads: Parameter name -> Σ_n g_n, unscaled. A parameter that no loss depends on is missing.
+        curvature: Parameter name -> Σ_n of the curvature's estimate, unscaled.
+        grad_scale: The factor of the gradients.
+        curvature_scale: The factor of the curvature.
+        size: The number of examples, over all closures.
+        loss: Σ of the loss over examples, in float64.
+        factors: Layout of a layer -> the sums of its Kronecker factors, with the number of their rows; already scaled.
     """
 
     grads: dict[str, Tensor]
@@ -59,197 +83,198 @@ class Collected:
     curvature_scale: float
     size: float
     loss: Tensor
-    factors: dict[int, Factor] = field(default_factory=dict)
-    implied: bool = False
-    known: list[Tensor] | None = None
+    factors: dict[Layout, KronBlock] = field(default_factory=dict)
 
-    def add(self, other: Collected) -> None:
-        """Adds another closure's sums to this one's."""
-        self.grad_scale = _merge(self.grads, self.grad_scale, other.grads, other.grad_scale)
-        self.curvature_scale = _merge(self.curvature, self.curvature_scale, other.curvature, other.curvature_scale)
-        self.implied = self.implied and other.implied
-        self.known = None
-        self.size += other.size
-        self.loss = self.loss + other.loss
-        for site, (inputs, outputs, rows) in other.factors.items():
-            if site in self.factors:
-                mine = self.factors[site]
-                self.factors[site] = (mine[0] + inputs, mine[1] + outputs, rows)
-            else:
-                self.factors[site] = (inputs, outputs, rows)
-
-    def all_reduced(self, shapes: dict[str, Tensor], sites: dict[int, Factor]) -> None:
-        """Sums over all processes, in place, by one message; parameters that no process used stay missing.
+    @staticmethod
+    def of_closure(
+        moments: ClosureStatistics,
+        reader: ClosureReader | GradientReader,
+        noise: Mapping[str, Tensor],
+        loss: Tensor,
+        settings: Settings,
+        ggn: dict[str, Tensor] | None = None,
+    ) -> StepStatistics:
+        """The statistics of one closure.
 
         Args:
-            shapes: every parameter that may take part, the same on all processes: what is missing here counts as zero.
-            sites: the same for Kronecker factors: tensors of the right shape.
+            moments: The sums for the loss as it was returned.
+            reader: What read the closure.
+            noise: ε by parameter name; it is overwritten where the curvature is reparametrised.
+            loss: Σ of the loss over examples.
+            settings: They say which estimate of the curvature is wanted, and how the loss sums over examples.
+            ggn: The diagonal of the GGN of the summed loss, where that is the estimate.
+
+        Raises:
+            InputError: The batch is larger than the data set that it should come from.
         """
-        if not is_distributed() or not shapes:
-            return
-        like = next(iter(shapes.values()))
-        own_g = set(self.grads)
-        used = torch.tensor([float(n in own_g) for n in shapes], dtype=like.dtype, device=like.device)
-        has_curvature = torch.tensor([float(n in self.curvature) for n in shapes], dtype=like.dtype, device=like.device)
-        count = torch.tensor([self.size, float(self.loss)], dtype=like.dtype, device=like.device)
-        for name, value in shapes.items():
-            for sums, scale in ((self.grads, self.grad_scale), (self.curvature, self.curvature_scale)):
-                sums[name] = sums[name] * scale if name in sums else torch.zeros_like(value)
-        self.factors = {s: self.factors.get(s, tuple_zeros(f)) for s, f in sites.items()}
-        factors = [t for a, b, _ in self.factors.values() for t in (a, b)]
-        all_reduce_([used, has_curvature, count, *self.grads.values(), *self.curvature.values(), *factors])
-        self.grad_scale = self.curvature_scale = 1.0
-        self.known = None
-        for place, name in enumerate(shapes):
-            if not used[place]:
-                del self.grads[name]
-            if not has_curvature[place]:
-                del self.curvature[name]
-        self.size, self.loss = float(count[0]), count[1].to(torch.float64)
+        if reader.model is not None and moments.size > settings.n_data:
+            raise InputError(
+                f"the batch holds {moments.size} examples, but n_data={settings.n_data:g}; n_data is the number of training "
+                "data, not of batches"
+            )
+        # An example's own gradient is n times its share of a mean.
+        scale = float(moments.size) if settings.reduction == "mean" else 1.0
+        grads, curvature, curvature_scale = moments.sums, moments.squares, scale**2
+        if ggn is not None:
+            curvature, curvature_scale = ggn, 1.0
+        elif settings.curvature == "reparametrised":
+            # ε ∘ g: every process with its own noise, before any average, since Price's theorem needs the pair.
+            curvature, curvature_scale = {n: e for n, e in noise.items() if n in grads}, scale
+            if curvature:
+                torch._foreach_mul_(list(curvature.values()), [grads[n] for n in curvature])
+        elif settings.curvature == "micro_batch":
+            curvature = {n: g.square() for n, g in grads.items()}
+        statistics = StepStatistics(grads, curvature, scale, curvature_scale, moments.size, loss)
+        for block in moments.blocks.values():
+            if isinstance(block, KronBlock):
+                statistics.factors[block.layout] = replace(block, outputs=block.outputs * scale**2)
+        return statistics
+
+    def add(self, other: StepStatistics) -> None:
+        """Adds the sums of another closure."""
+        self.grad_scale = _add_scaled(self.grads, self.grad_scale, other.grads, other.grad_scale)
+        self.curvature_scale = _add_scaled(self.curvature, self.curvature_scale, other.curvature, other.curvature_scale)
+        self.size += other.size
+        self.loss = self.loss + other.loss
+        for layout, block in other.factors.items():
+            mine = self.factors.get(layout)
+            if mine is not None:
+                inputs, outputs, rows = mine.inputs + block.inputs, mine.outputs + block.outputs, mine.rows + block.rows
+                block = replace(mine, inputs=inputs, outputs=outputs, rows=rows)
+            self.factors[layout] = block
+
+    def all_reduce(self, parameters: Mapping[str, Tensor], layouts: Sequence[Layout]) -> list[Layout]:
+        """Sums over all processes, in place. What no process has stays missing.
+
+        A first message in float64 counts the examples and says which sums exist anywhere; a second one holds these sums, in
+        the order of ``parameters`` and ``layouts`` on every process, with zeros for what a process does not have.
+
+        Where a process has a gradient but no estimate of its curvature, the estimate of the others stands for all examples.
+
+        Args:
+            parameters: Every parameter that may take part, by name, the same on all processes.
+            layouts: Every layer that may have Kronecker factors, the same on all processes.
+
+        Returns:
+            The layers whose factors were dropped, because a process that uses the layer has none for it.
+        """
+        if not is_distributed() or not parameters:
+            return []
+        device = next(iter(parameters.values())).device
+        flags = [(name in self.grads, name in self.curvature) for name in parameters]
+        flags += [(any(n in self.grads for n in x.names), x in self.factors) for x in layouts]
+        rows = [[used, estimated, self.size if used and not estimated else 0.0] for used, estimated in flags]
+        counts = torch.tensor([[self.size, float(self.loss), 0.0], *rows], dtype=torch.float64, device=device)
+        all_reduce_([counts])
+        (size, loss, _), *rows = counts.tolist()
+        by_name = dict(zip(parameters, rows, strict=False))
+        by_layout = dict(zip(layouts, rows[len(by_name) :], strict=True))
+        grads, curvature, factors = dict[str, Tensor](), dict[str, Tensor](), dict[Layout, KronBlock]()
+        for name, parameter in parameters.items():
+            users, estimates, _ = by_name[name]
+            if users:
+                grads[name] = _scaled_or_zero(self.grads.get(name), self.grad_scale, parameter)
+            if estimates:
+                curvature[name] = _scaled_or_zero(self.curvature.get(name), self.curvature_scale, parameter)
+        for layout in layouts:
+            _, estimates, unknown = by_layout[layout]
+            if estimates and not unknown:
+                factors[layout] = self.factors.get(layout) or _zero_block(layout, parameters)
+        tensors = [t.contiguous() for block in factors.values() for t in block.tensors().values()]
+        all_reduce_([*grads.values(), *curvature.values(), *tensors])
+        summed = iter(tensors)
+        self.factors = {n: b.with_tensors(dict(zip(b.tensors(), summed, strict=False))) for n, b in factors.items()}
+        for name, value in curvature.items():
+            known = size - by_name[name][2]
+            if 0 < known < size:
+                value.mul_(size / known)
+        self.grads, self.curvature, self.grad_scale, self.curvature_scale = grads, curvature, 1.0, 1.0
+        self.size, self.loss = size, torch.tensor(loss, dtype=torch.float64, device=device)
+        return [layout for layout, (_, estimates, unknown) in by_layout.items() if estimates and unknown]
 
     def replace_grads(self, grads: Mapping[str, Tensor]) -> None:
-        """Takes these gradients instead; nothing is known about them."""
+        """Takes these gradients instead of the collected ones."""
         self.grads.update({n: g.to_dense() if g.is_sparse else g for n, g in grads.items()})
-        self.implied = False
 
     def is_finite(self) -> bool:
         """Whether loss, gradients and curvature are finite."""
         if not math.isfinite(float(self.loss)):
             return False
-        grads = [g for n, g in self.grads.items() if not self.implied or n not in self.curvature]
-        curvature = list(self.curvature.values())
-        known = magnitudes(curvature) if self.known is None else self.known
-        if all(all_finite(torch.stack(part)) for part in _by_device([*known, *magnitudes(grads)])):
+        sums = [*self.grads.values(), *self.curvature.values()]
+        sums += [t for block in self.factors.values() for t in block.tensors().values()]
+        if not sums or all(math.isfinite(n) for n in _norms(sums).tolist()):
             return True
-        return all(all_finite(v) for v in (*grads, *curvature))  # large numbers overflow
+        return all(all_finite(v) for v in sums)  # the norm of large numbers overflows
 
     def clip(self, longest: float) -> None:
-        """Shortens the mean gradient to ``longest`` by its scale."""
-        norms = torch.stack([n.to(torch.float64).cpu() for n in torch._foreach_norm(list(self.grads.values()))])
-        length = float(norms.norm()) * self.grad_scale / self.size
+        """Shortens the mean gradient to the length ``longest``, by its scale."""
+        length = float(_norms(list(self.grads.values())).norm()) * self.grad_scale / self.size
         if length > longest:
             self.grad_scale *= longest / length
 
 
-def add_block(
-    held: Collected | None,
-    part: Collected,
+def add_micro_batch(
+    earlier: StepStatistics | None,
+    statistics: StepStatistics,
     params: Mapping[str, Tensor],
     before: Mapping[str, Tensor | None],
     grads: Mapping[str, Tensor],
     *,
     mean: bool,
-) -> Collected:
+) -> StepStatistics:
     """Adds a block of `sampled_params`; ``.grad`` becomes the gradient over the examples of all blocks.
 
     Args:
-        held: earlier blocks; dropped where they are not finite (a gradient scaler has skipped them).
-        part: the new block.
-        params: by name.
+        earlier: The earlier blocks. They are dropped where they are not finite: a gradient scaler has skipped them.
+        statistics: The new block.
+        params: The trained parameters by name.
         before: ``.grad`` after the earlier blocks.
         grads: ``.grad`` of the new block.
-        mean: the loss is a mean over examples, so blocks weigh by their size; otherwise they add up.
+        mean: Whether the loss is a mean over examples, so that blocks weigh by their size; otherwise they add up.
     """
-    fresh = held is None or not held.is_finite()
-    done = 0.0 if fresh or held is None else held.size
-    new_share, old_share = (part.size / (part.size + done), done / (part.size + done)) if mean else (1.0, 1.0)
+    if earlier is not None and not earlier.is_finite():
+        earlier = None
+    done = 0.0 if earlier is None else earlier.size
+    total = done + statistics.size
+    old_share, new_share = (done / total, statistics.size / total) if mean else (1.0, 1.0)
     for name, parameter in params.items():
-        total: Tensor | None = None
-        for value, share in ((None if fresh else before[name], old_share), (grads.get(name), new_share)):
+        grad: Tensor | None = None
+        for value, share in ((None if earlier is None else before[name], old_share), (grads.get(name), new_share)):
             if value is not None:
-                total = value * share if total is None else total.add(value, alpha=share)
-        parameter.grad = total
-    if fresh or held is None:
-        return part
-    held.add(part)
-    return held
+                grad = value * share if grad is None else grad.add(value, alpha=share)
+        parameter.grad = grad
+    if earlier is None:
+        return statistics
+    earlier.add(statistics)
+    return earlier
 
 
-def from_blocks(held: Collected | None, params: Mapping[str, Tensor], *, mean: bool) -> Collected:
+def from_micro_batches(
+    statistics: StepStatistics | None, params: Mapping[str, Tensor], *, mean: bool
+) -> StepStatistics:
     """What the blocks of `sampled_params` collected, with ``.grad`` as it is now (clipped or not) as the gradient.
 
     Args:
-        held: the blocks' sums.
-        params: by name.
-        mean: the loss is a mean over examples.
+        statistics: The sums of the blocks.
+        params: The trained parameters by name.
+        mean: Whether the loss is a mean over examples.
 
     Raises:
-        InputError: there was no block.
+        InputError: There was no block.
     """
-    if held is None:
+    if statistics is None:
         raise InputError(
             "step() without a closure uses what was collected in `with opt.sampled_params():`, but nothing was. Put the "
             "forward and backward pass into such a block, or pass a closure: opt.step(lambda: loss_fn(model(x), y))"
         )
-    held.grads = {}
-    held.replace_grads({n: p.grad.detach() for n, p in params.items() if p.grad is not None})
-    held.grad_scale = held.size if mean else 1.0
-    return held
-
-
-def magnitudes(values: list[Tensor]) -> list[Tensor]:
-    """Some numbers that are finite only if every entry of the tensors is; that they overflow is rare.
-
-    >>> [bool(m.isfinite()) for m in magnitudes([torch.ones(2), torch.tensor([1.0, math.nan])])]
-    [False]
-    """
-    found: list[Tensor] = []
-    for part in _by_device(values):
-        one = as_one(part)
-        if one is not None and one.dtype in (torch.float32, torch.float64):
-            found.append(torch.dot(one, one))  # half the time of a norm
-            continue
-        small = [v for v in part if v.numel() <= _SMALL_NUMBERS]
-        if len(small) > 1:
-            part = [*(v for v in part if v.numel() > _SMALL_NUMBERS), _flatten_dense_tensors(small)]
-        found += torch._foreach_norm(part)
-    return found
-
-
-def _by_device(values: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
-    for value in values:
-        found.setdefault(value.device, []).append(value)
-    return list(found.values())
-
-
-def tuple_zeros(factor: Factor) -> Factor:
-    """Zeros of the shapes of a factor."""
-    return torch.zeros_like(factor[0]), torch.zeros_like(factor[1]), factor[2]
-
-
-def _merge(mine: dict[str, Tensor], my_scale: float, theirs: dict[str, Tensor], their_scale: float) -> float:
-    """Adds ``their_scale`` · theirs to ``my_scale`` · mine in place; returns the scale of the result."""
-    if not mine:
-        mine.update(theirs)
-        return their_scale
-    for name, value in theirs.items():
-        factor = their_scale / my_scale
-        if name in mine:
-            mine[name] = mine[name].add(value, alpha=factor)
-        else:
-            mine[name] = value * factor
-    return my_scale
-
-
-def kind_of_loss(loss: Tensor) -> str | None:
-    """Classification where the last operation was PyTorch's cross-entropy; None where the loss does not tell."""
-    name = "" if loss.grad_fn is None else loss.grad_fn.name()
-    return "classification" if name.startswith("NllLoss") else None
-
-
-def ggn_of(
-    reading: Reading, settings: Settings, noise: NoiseSource, step: int, device: torch.device
-) -> dict[str, Tensor] | None:
-    """The diagonal of the GGN from the graph of a closure, which must still be alive."""
-    if settings.likelihood is None or not isinstance(reading, ClosureReading):
-        return None
-    generator = noise.generator(device, step=step, sample=0, stream=2)
-    return ggn_diagonal_of_closure(reading, settings.likelihood, settings.vectors, 1, generator)
+    statistics.grads = {}
+    statistics.replace_grads({n: p.grad.detach() for n, p in params.items() if p.grad is not None})
+    statistics.grad_scale = statistics.size if mean else 1.0
+    return statistics
 
 
 def back_propagate(reading: Reading, loss: Tensor, *, ggn: bool, only_parameters: bool) -> None:
-    """The backward pass of a closure that did none; raises where one that did cannot be used."""
+    """Runs the backward pass of a closure that did none; raises where one that did cannot be used."""
     if not reading.gradients_came:
         if not loss.requires_grad:
             raise InputError(
@@ -268,53 +293,34 @@ def back_propagate(reading: Reading, loss: Tensor, *, ggn: bool, only_parameters
         )
 
 
-def digest(
-    moments: ClosureStatistics,
-    noise: dict[str, Tensor],
-    loss: Tensor,
-    settings: Settings,
-    ggn: dict[str, Tensor] | None,
-    *,
-    known: bool,
-) -> Collected:
-    """One closure's contribution.
+def _norms(values: list[Tensor]) -> Tensor:
+    """The Euclidean norm of each tensor, in float64."""
+    norms = torch._foreach_norm(values)
+    return torch.stack([n.to(norms[0].device, torch.float64) for n in norms])
 
-    Args:
-        moments: sums for the loss as it was returned.
-        noise: ε by parameter name; overwritten where the curvature is reparametrised.
-        loss: Σ of the loss over examples.
-        settings: which estimate, and the reduction of the loss.
-        ggn: the diagonal of the GGN of the sum loss, where that was asked for.
-        known: whether the size of the batch is known.
 
-    Raises:
-        InputError: a batch larger than the data set it should come from.
-    """
-    size = moments.size
-    if known and size > settings.n_data:
-        raise InputError(
-            f"the batch holds {size} examples, but n_data={settings.n_data:g}; n_data is the number of training data, "
-            "not of batches"
-        )
-    scale = float(size) if settings.reduction == "mean" else 1.0  # an example's own gradient is n times its share
-    if ggn is not None:
-        return Collected(moments.sums, ggn, scale, 1.0, size, loss)
-    if settings.curvature == "reparametrised":
-        # ε ∘ g: each process with its own noise, before any average (Price's theorem needs the pair).
-        # The noise is used up here, so its memory serves.
-        products = {n: e for n, e in noise.items() if n in moments.sums}
-        found: list[Tensor] = []
-        for part in in_chunks(list(products.items())):
-            values = [e for _, e in part]
-            torch._foreach_mul_(values, [moments.sums[n] for n, _ in part])
-            found += magnitudes(values)  # while they are in the cache
-        return Collected(moments.sums, products, scale, scale, size, loss, implied=True, known=found)
-    if settings.curvature == "micro_batch":
-        squares = {n: g.square() for n, g in moments.sums.items()}
-        return Collected(moments.sums, squares, scale, scale**2, size, loss, implied=True)
-    factors = {
-        k: (b.inputs, b.outputs * scale**2, int(b.rows.max()) // size)
-        for k, b in moments.blocks.items()
-        if isinstance(b, KronBlock)
-    }
-    return Collected(moments.sums, moments.squares, scale, scale**2, size, loss, factors, implied=True)
+def _add_scaled(mine: dict[str, Tensor], my_scale: float, theirs: dict[str, Tensor], their_scale: float) -> float:
+    """Adds ``their_scale`` · theirs to ``my_scale`` · mine; returns the scale of the result."""
+    if not mine:
+        mine.update(theirs)
+        return their_scale
+    factor = their_scale / my_scale
+    for name, value in theirs.items():
+        mine[name] = mine[name].add(value, alpha=factor) if name in mine else value * factor
+    return my_scale
+
+
+def _scaled_or_zero(value: Tensor | None, scale: float, parameter: Tensor) -> Tensor:
+    """A sum without its scale, in the parameter's dtype; zeros where this process has none."""
+    if value is None:
+        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    return (value * scale).to(parameter.dtype)
+
+
+def _zero_block(layout: Layout, parameters: Mapping[str, Tensor]) -> KronBlock:
+    """The Kronecker sums of a layer that this process did not call."""
+    like = parameters[layout.names[0]]
+    shape, dtype = layout.groups, factor_dtype(like)
+    inputs = like.new_zeros(shape, layout.in_, layout.in_, dtype=dtype)
+    outputs = like.new_zeros(shape, layout.out, layout.out, dtype=dtype)
+    return KronBlock(layout, inputs, outputs, like.new_zeros(shape, dtype=torch.float64))

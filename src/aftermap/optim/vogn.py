@@ -1,9 +1,10 @@
 """VOGN and OGN: the variational online Gauss-Newton method and its noise-free relative.
 
-The equations of a diagonal Gaussian posterior, on lists of tensors (``torch._foreach_*``), in place.
+The equations of a diagonal Gaussian posterior stand first, as functions of lists of tensors, with the numbers of
+docs/mathematics/optimisers.md. A name that ends in an underscore changes its first argument in place.
 
 Symbols: μ mean, m momentum, s curvature of the mean loss, ĝ mean gradient, ĥ new estimate of the curvature,
-c = τδ/N, γ damping, α learning rate, β₁ momentum, β₂ weight of the new curvature.
+c = τδ/N with the prior precision δ, μ₀ prior mean, γ damping, α learning rate, β₁ momentum, β₂ weight of the new curvature.
 """
 
 from __future__ import annotations
@@ -14,52 +15,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.distributed import unwrapped
-from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
-from aftermap.optim.base import Group, VariationalOptimizer, momenta
-from aftermap.optim.noise import in_chunks
-from aftermap.optim.options import Schedule, make_groups, make_settings
+from aftermap.optim.base import Group, VariationalOptimizer
+from aftermap.optim.options import Schedule, given
 
 __all__ = [
     "OGN",
     "VOGN",
     "DiagonalOptimizer",
-    "add_curvature_",
-    "add_momentum_",
-    "check_model",
-    "denominator",
-    "draw",
-    "ivon_curvature_",
-    "move_",
+    "add_pull_of_prior_",
+    "damped_curvature",
+    "draw_weights",
+    "new_curvature_",
+    "new_mean_",
+    "new_momentum_",
 ]
 
 _TINY = 1e-12  # a deterministic weight without prior, damping and curvature does not move
 
 
-def denominator(curvature: list[Tensor], prior: Any, damping: float) -> list[Tensor]:
-    """s + c + γ.
-
-    Args:
-        curvature: s.
-        prior: c, a number or a list of tensors.
-        damping: γ.
-    """
+def damped_curvature(curvature: list[Tensor], prior: Any, damping: float) -> list[Tensor]:
+    """s + c + γ, where c is a number or a list of tensors."""
     if isinstance(prior, list):
-        found = torch._foreach_add(curvature, prior)
-        if damping:
-            torch._foreach_add_(found, damping)
-        return list(found)
+        sums = torch._foreach_add(curvature, prior)
+        torch._foreach_add_(sums, damping)
+        return list(sums)
     return list(torch._foreach_add(curvature, prior + damping))
 
 
-def draw(mean: list[Tensor], noise: list[Tensor], below: list[Tensor], scale: float) -> list[Tensor]:
-    """w = μ + scale · ε / √(s + c + γ), with scale = √(τ/N); ``below`` is overwritten."""
-    torch._foreach_sqrt_(below)
-    return list(torch._foreach_addcdiv(mean, noise, below, value=scale))  # MATH 4.1; poster, Algorithm 1, line 9
+def draw_weights(mean: list[Tensor], noise: list[Tensor], damped: list[Tensor], scale: float) -> list[Tensor]:
+    """w = μ + scale · ε / √(s + c + γ) with scale = √(τ/N); ``damped`` = s + c + γ is overwritten."""
+    torch._foreach_sqrt_(damped)
+    return list(torch._foreach_addcdiv(mean, noise, damped, value=scale))  # eq. (1)
 
 
-def add_momentum_(
+def new_momentum_(
     momentum: list[Tensor],
     grads: list[Tensor],
     scale: float,
@@ -72,72 +62,49 @@ def add_momentum_(
 ) -> None:
     """m ← β₁ m + w (ĝ + c (μ − μ₀)), w = 1 (heavy ball, as published) or 1 − β₁ (normalised); ĝ = scale · grads."""
     weight = 1 - beta if normalised else 1.0
-    if normalised and scale == 1:
-        torch._foreach_lerp_(momentum, grads, weight)  # the same in one pass
-    else:
-        torch._foreach_mul_(momentum, beta)
-        torch._foreach_add_(momentum, grads, alpha=scale * weight)  # poster, Algorithm 1, line 17
+    torch._foreach_mul_(momentum, beta)
+    torch._foreach_add_(momentum, grads, alpha=scale * weight)  # eq. (2)
+    add_pull_of_prior_(momentum, mean, prior, prior_mean, weight)
+
+
+def add_pull_of_prior_(values: list[Tensor], mean: list[Tensor], prior: Any, prior_mean: Any, weight: float) -> None:
+    """Adds weight · c (μ − μ₀), where c and μ₀ are numbers or lists of tensors."""
     if isinstance(prior, list):
-        away = torch._foreach_sub(mean, prior_mean)
-        torch._foreach_addcmul_(momentum, prior, away, value=weight)
-        return
-    if prior:
-        torch._foreach_add_(momentum, mean, alpha=prior * weight)
+        torch._foreach_addcmul_(values, prior, torch._foreach_sub(mean, prior_mean), value=weight)
+    elif prior:
+        torch._foreach_add_(values, mean, alpha=prior * weight)
         if prior_mean:
-            torch._foreach_sub_(momentum, prior * weight * prior_mean)
+            torch._foreach_sub_(values, prior * weight * prior_mean)
 
 
-def add_curvature_(curvature: list[Tensor], new: list[Tensor], scale: float, beta: float, keep: float) -> None:
-    """s ← keep · s + β₂ ĥ, ĥ = scale · new; keep is 1 − β₂, in the poster's form 1 − τβ₂."""
-    torch._foreach_mul_(curvature, keep)
-    torch._foreach_add_(curvature, new, alpha=beta * scale)  # MATH 4.1; poster, Algorithm 1, line 18
+def new_curvature_(curvature: list[Tensor], estimate: list[Tensor], scale: float, beta: float, decay: float) -> None:
+    """s ← (1 − decay) s + β₂ ĥ, ĥ = scale · estimate; decay is β₂, in the published form τβ₂."""
+    torch._foreach_mul_(curvature, 1 - decay)
+    torch._foreach_add_(curvature, estimate, alpha=beta * scale)  # eq. (3)
 
 
-def move_(mean: list[Tensor], momentum: list[Tensor], below: list[Tensor], rate: float) -> None:
+def new_mean_(mean: list[Tensor], momentum: list[Tensor], damped: list[Tensor], rate: float) -> None:
     """μ ← μ − α m / (s + c + γ)."""
-    torch._foreach_addcdiv_(mean, momentum, below, value=-rate)  # MATH 4.1; poster, Algorithm 1, line 19
-
-
-def ivon_curvature_(
-    curvature: list[Tensor], products: list[Tensor], root: list[Tensor], scale: float, beta: float
-) -> None:
-    """h ← h + β₂ f + ½ β₂² f² / (h + c), f = ĥ − h: a Riemannian step that keeps h + c above 0.
-
-    In terms of q = f / √(h + c) = scale · products − h / √(h + c) it needs no memory of its own.
-
-    Args:
-        curvature: h, changed in place.
-        products: g ∘ ε, so that ĥ = scale · √(h + c) · products; overwritten.
-        root: √(h + c) of the curvature before the step.
-        scale: of the mean over examples, times √(N/τ).
-        beta: β₂, the weight of the new curvature.
-    """
-    torch._foreach_addcdiv_(products, curvature, root, value=-1 / scale)  # q / scale
-    torch._foreach_addcmul_(curvature, root, products, value=beta * scale)
-    torch._foreach_addcmul_(curvature, products, products, value=0.5 * (beta * scale) ** 2)  # Shen et al. 2024, line 5
-
-
-def check_model(model: object, name: str) -> nn.Module:
-    """Raises unless a module was given."""
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"{name} needs the model itself, because it reads per-example gradients at the layers; got {type(model).__name__}. "
-            f"Write {name}(model, …), not {name}(model.parameters(), …)"
-        )
-    return model
+    torch._foreach_addcdiv_(mean, momentum, damped, value=-rate)  # eq. (4)
 
 
 class DiagonalOptimizer(VariationalOptimizer):
-    """A diagonal posterior whose mean moves by MATH 4.1; abstract in spirit: use VOGN or OGN."""
+    """An optimiser with a diagonal posterior that moves by equations (1) to (4); VOGN and OGN are its final forms."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        if self.settings.initial_curvature is not None:  # then noise starts with the first step
+            for p in self.param_groups[-1]["params"]:
+                self.state[p]["curvature"] = torch.full_like(p.data, self.settings.initial_curvature)
 
     def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
-        drawn: list[Tensor] = []
-        for part in in_chunks(list(zip(noise, params, strict=True))):
-            few = [p for _, p in part]
-            prior, _ = self._prior(group, few)
-            below = denominator([self.state[p]["curvature"] for p in few], prior, group["damping"])
-            drawn += draw([p.data for p in few], [e for e, _ in part], below, self.noise_scale())
-        return drawn
+        return draw_weights([p.data for p in params], noise, self._damped(group, params), self.noise_scale())
+
+    def _damped(self, group: Group, params: list[Tensor]) -> list[Tensor]:
+        """s + c + γ of each parameter."""
+        prior, _ = self._prior(group, params)
+        damping = group["damping"] + (_TINY if group["deterministic"] else 0.0)
+        return damped_curvature([self.state[p]["curvature"] for p in params], prior, damping)
 
     def _update_group(
         self,
@@ -147,34 +114,29 @@ class DiagonalOptimizer(VariationalOptimizer):
         curvature: list[Tensor],
         scales: tuple[float, float],
     ) -> None:
-        settings = self.settings
         self._first_curvature(params, curvature, scales[1])
-        momentum = momenta(self, params)
-        known = [self.state[p]["curvature"] for p in params]
+        momentum, mean = self._momenta(params), [p.data for p in params]
         prior, prior_mean = self._prior(group, params)
-        data = [p.data for p in params]
-        normalised = settings.momentum_form == "normalised"
-        beta1, beta2 = group["momentum"], group["new_curvature_weight"]
-        add_momentum_(momentum, grads, scales[0], data, prior, prior_mean, beta1, normalised=normalised)
-        keep = 1 - beta2 * (self.temperature if settings.form == "poster" else 1.0)
-        add_curvature_(known, curvature, scales[1], beta2, keep)
-        rate = group["lr"] / (1 - beta1 ** (self.steps + 1)) if normalised else group["lr"]
-        below = denominator(known, prior, group["damping"] + (_TINY if group["deterministic"] else 0.0))
-        move_(data, momentum, below, rate)
+        normalised = self.settings.momentum_form == "normalised"
+        new_momentum_(momentum, grads, scales[0], mean, prior, prior_mean, group["momentum"], normalised=normalised)
+        beta2 = group["new_curvature_weight"]
+        decay = beta2 * (self.temperature if self.settings.form == "published" else 1.0)
+        new_curvature_([self.state[p]["curvature"] for p in params], curvature, scales[1], beta2, decay)
+        new_mean_(mean, momentum, self._damped(group, params), self._rate(group))
+
+    def _rate(self, group: Group) -> float:
+        """α; a normalised momentum is divided by 1 − β₁ᵗ, with t the number of updates, this one among them."""
+        normalised = self.settings.momentum_form == "normalised"
+        bias = 1 - group["momentum"] ** (self.updates + 1) if normalised else 1.0
+        return float(group["lr"] / bias)
 
     def _first_curvature(self, params: list[Tensor], curvature: list[Tensor], scale: float) -> None:
         """Before its first update a weight has the initial curvature, or what its first batch says."""
-        for parameter, new in zip(params, curvature, strict=True):
+        for parameter, estimate in zip(params, curvature, strict=True):
             if "curvature" not in self.state[parameter]:
-                first = self.settings.initial_curvature
-                value = new * scale if first is None else torch.full_like(parameter, first)
+                initial = self.settings.initial_curvature
+                value = estimate * scale if initial is None else torch.full_like(parameter.data, initial)
                 self.state[parameter]["curvature"] = value.contiguous()
-
-    def add_param_group(self, param_group: Group) -> None:
-        super().add_param_group(param_group)
-        if self.settings.initial_curvature is not None:  # then noise starts with the first step
-            for p in self.param_groups[-1]["params"]:
-                self.state[p]["curvature"] = torch.full_like(p.data, self.settings.initial_curvature)
 
 
 class VOGN(DiagonalOptimizer):
@@ -190,30 +152,32 @@ class VOGN(DiagonalOptimizer):
     per-example gradients are the empirical Fisher information, not the Gauss-Newton matrix; ``curvature="ggn"`` is that.
 
     Args:
-        model: the network; a DistributedDataParallel wrapper is seen through.
-        lr: α.
+        model: The network; a DistributedDataParallel wrapper is seen through.
+        lr: α, the learning rate.
         n_data: N, the number of training data.
-        params: parameter groups, or None for everything that requires a gradient. A group may set lr, momentum,
+        params: Groups of parameters; None means everything that requires a gradient. A group may set lr, momentum,
             new_curvature_weight, prior_precision, prior_mean, damping and deterministic.
-        mc_samples: K, draws per step; the first step is free of noise (unless initial_curvature is given).
-        momentum: β₁.
-        momentum_form: "heavy_ball" (as published: the rate is in effect α/(1 − β₁)) or "normalised" (with bias correction).
+        mc_samples: K, the number of draws in a step. The first step is free of noise, unless initial_curvature is given.
+        momentum: β₁, the share of the old momentum.
+        momentum_form: "heavy_ball" (as published: the rate is in effect α/(1 − β₁)) or "normalised" (with a correction of the
+            bias by the number of updates).
         new_curvature_weight: β₂, the weight of the *new* curvature.
-        prior_precision: δ.
-        prior_mean: μ₀.
+        prior_precision: δ, the precision of the prior.
+        prior_mean: μ₀, the mean of the prior.
         damping: γ; no weight's noise exceeds √(τ/(Nγ)). Where noise of that size drowns the weights, raise γ together with lr.
         temperature: τ, a number or a `Schedule`; warm up from about 0.1 if training is unstable.
-        augmentation: ρ, multiplies N when the data are augmented.
-        curvature: "squares", "ggn" (needs likelihood), "reparametrised" (needs initial_curvature) or "micro_batch".
-        likelihood: for "ggn".
-        vectors: for "ggn": "exact", "rademacher" or "sampled" (one backward pass each), or "auto".
-        form: "consistent", or "poster" for the equations as printed there (right for τ = 1 only).
-        initial_curvature: s before the first step; None: that of the first batch.
-        batch_norm: "deterministic" (no noise, no prior) or "variational".
-        reduction: how the closure's loss sums over the examples of a batch: "mean" or "sum".
-        max_grad_norm: shortens the mean gradient.
-        sample_groups: groups of processes that draw different weights; 1: all draw the same.
-        generator: gives the seed of the noise; None: derived from PyTorch's seed.
+        augmentation: ρ, which multiplies N when the data are augmented.
+        curvature: The estimate ĥ: "squares", "ggn" (which needs likelihood), "reparametrised" (which needs
+            initial_curvature) or "micro_batch".
+        likelihood: The likelihood of curvature="ggn".
+        vectors: The vectors of curvature="ggn": "exact", "rademacher" or "sampled" (one backward pass each), or "auto".
+        form: "consistent", or "published" for the equations as Osawa et al. 2019 print them (right for τ = 1 only).
+        initial_curvature: s before the first step; None means that of the first batch.
+        batch_norm: How the parameters of BatchNorm are treated: "deterministic" (no noise, no prior) or "variational".
+        reduction: How the closure's loss sums over the examples of a batch: "mean" or "sum".
+        max_grad_norm: The greatest length of the mean gradient; a longer one is shortened.
+        sample_groups: The number of groups of processes that draw different weights; with 1 all draw the same.
+        generator: The generator that gives the seed of the noise; None derives it from PyTorch's seed.
 
     >>> net = nn.Linear(3, 2)
     >>> opt = VOGN(net, lr=0.1, n_data=4)
@@ -225,8 +189,8 @@ class VOGN(DiagonalOptimizer):
     References:
         Khan et al. 2018 (VOGN); Osawa et al. 2019, Algorithm 1.
 
-    Differs from the paper: the temperature enters Σ as for the tempered posterior (MATH 4), unless form="poster"; squares
-    of convolution biases and norm layers are exact.
+    It differs from the paper in two ways: the temperature enters Σ as for the tempered posterior, unless form="published"; and
+    squares of convolution biases and norm layers are exact.
     """
 
     def __init__(
@@ -256,32 +220,7 @@ class VOGN(DiagonalOptimizer):
         sample_groups: int = 1,
         generator: torch.Generator | None = None,
     ):
-        check_model(model, "VOGN")
-        settings = make_settings(
-            n_data=n_data,
-            mc_samples=mc_samples,
-            reduction=reduction,
-            temperature=temperature,
-            augmentation=augmentation,
-            curvature=curvature,
-            likelihood=likelihood,
-            vectors=vectors,
-            form=form,
-            momentum_form=momentum_form,
-            initial_curvature=initial_curvature,
-            max_grad_norm=max_grad_norm,
-            sample_groups=sample_groups,
-        )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "new_curvature_weight": new_curvature_weight,
-            "prior_precision": prior_precision,
-            "prior_mean": prior_mean,
-            "damping": damping,
-            "deterministic": False,
-        }
-        super().__init__(model, make_groups(unwrapped(model), params, batch_norm), defaults, settings, generator)
+        super().__init__(model, params, given(locals()), generator)
 
 
 class OGN(DiagonalOptimizer):
@@ -290,23 +229,23 @@ class OGN(DiagonalOptimizer):
     The posterior is a Laplace approximation at the mean with the running curvature: weights were never perturbed.
 
     Args:
-        model: the network.
-        lr: α.
-        n_data: N; with prior_precision it sets the weight decay δ/N.
-        params: parameter groups, or None.
-        momentum: β₁.
-        momentum_form: "heavy_ball" or "normalised".
+        model: The network; a DistributedDataParallel wrapper is seen through.
+        lr: α, the learning rate.
+        n_data: N, the number of training data; with prior_precision it sets the weight decay δ/N.
+        params: Groups of parameters; None means everything that requires a gradient.
+        momentum: β₁, the share of the old momentum.
+        momentum_form: "heavy_ball" or "normalised", as in `VOGN`.
         new_curvature_weight: β₂, the weight of the *new* curvature.
-        prior_precision: δ.
-        prior_mean: μ₀.
-        damping: γ.
-        curvature: "squares", "ggn" (needs likelihood) or "micro_batch".
-        likelihood: for "ggn".
-        vectors: for "ggn": "exact", "rademacher" or "sampled" (one backward pass each), or "auto".
-        initial_curvature: s before the first step; None: that of the first batch.
-        batch_norm: "deterministic" (no prior) or "variational".
-        reduction: "mean" or "sum".
-        max_grad_norm: shortens the mean gradient.
+        prior_precision: δ, the precision of the prior.
+        prior_mean: μ₀, the mean of the prior.
+        damping: γ, which is added to the curvature.
+        curvature: The estimate ĥ: "squares", "ggn" (which needs likelihood) or "micro_batch".
+        likelihood: The likelihood of curvature="ggn".
+        vectors: The vectors of curvature="ggn": "exact", "rademacher" or "sampled" (one backward pass each), or "auto".
+        initial_curvature: s before the first step; None means that of the first batch.
+        batch_norm: How the parameters of BatchNorm are treated: "deterministic" (no prior) or "variational".
+        reduction: How the closure's loss sums over the examples of a batch: "mean" or "sum".
+        max_grad_norm: The greatest length of the mean gradient; a longer one is shortened.
 
     >>> net = nn.Linear(3, 2)
     >>> opt = OGN(net, lr=0.1, n_data=4)
@@ -335,29 +274,4 @@ class OGN(DiagonalOptimizer):
         reduction: str = "mean",
         max_grad_norm: float | None = None,
     ):
-        check_model(model, "OGN")
-        if curvature == "reparametrised":
-            raise InputError(
-                "OGN draws no weights, so curvature='reparametrised' has nothing to work with; use VOGN or IVON"
-            )
-        settings = make_settings(
-            n_data=n_data,
-            sampling=False,
-            reduction=reduction,
-            curvature=curvature,
-            likelihood=likelihood,
-            vectors=vectors,
-            momentum_form=momentum_form,
-            initial_curvature=initial_curvature,
-            max_grad_norm=max_grad_norm,
-        )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "new_curvature_weight": new_curvature_weight,
-            "prior_precision": prior_precision,
-            "prior_mean": prior_mean,
-            "damping": damping,
-            "deterministic": False,
-        }
-        super().__init__(model, make_groups(unwrapped(model), params, batch_norm), defaults, settings, None)
+        super().__init__(model, params, {**given(locals()), "sampling": False}, None)

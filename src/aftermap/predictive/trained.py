@@ -13,7 +13,7 @@ from aftermap.curvature.structures.base import Factors
 from aftermap.curvature.structures.diagonal import DiagonalBlock
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import evaluation_mode
+from aftermap.models import WeightsWatch, evaluation_mode
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.io import save_posterior
@@ -27,13 +27,15 @@ __all__ = ["TrainedPosterior"]
 class TrainedPosterior:
     """A network with the Gaussian over its weights that training has built; final.
 
+    It holds around the weights that the network has when it is made: predictions refuse a network that was trained further.
+
     Args:
-        model: the network, at the mean.
-        posterior: the Gaussian.
-        factors: the curvature it was made from, as sums over the data.
-        likelihood: for predictions; None: unknown.
-        method: the optimiser's name.
-        damping: parameter -> what damping adds to its precision, Nγ/τ.
+        model: The network, at the mean.
+        posterior: The Gaussian over its weights.
+        factors: The curvature that it was made from, as sums over the data.
+        likelihood: The likelihood of predictions; None means that it is unknown.
+        method: The name of the optimiser.
+        damping: Parameter -> what damping adds to its precision, Nγ/τ.
     """
 
     def __init__(
@@ -48,14 +50,15 @@ class TrainedPosterior:
         self.model, self.posterior, self.factors, self.method = model, posterior, factors, method
         self.damping = dict(damping)
         self._likelihood = likelihood
+        self._weights = WeightsWatch.of(model)
         self._predictor: PosteriorPredictor | None = None
 
     @property
     def likelihood(self) -> Likelihood:
-        """p(y | f).
+        """The likelihood p(y | f).
 
         Raises:
-            InputError: it was not given, and the loss did not tell.
+            InputError: It was not given, and the loss did not tell it.
         """
         if self._likelihood is None:
             raise InputError(
@@ -66,7 +69,17 @@ class TrainedPosterior:
 
     @property
     def predictor(self) -> PosteriorPredictor:
-        """What predicts: model, posterior and likelihood."""
+        """What predicts: model, posterior and likelihood.
+
+        Raises:
+            InputError: The network has changed since this posterior was made.
+        """
+        self._weights.check(
+            self.model,
+            f"{self.method} gave this posterior",
+            "It holds around the weights of that moment: after more training call posterior() of the optimiser again, or restore "
+            "the weights",
+        )
         if self._predictor is None:
             self._predictor = PosteriorPredictor(self.model, self.posterior, self.likelihood)
         return self._predictor
@@ -84,12 +97,16 @@ class TrainedPosterior:
         """Predicts with uncertainty; in evaluation mode, after which the model's modes are as before.
 
         Args:
-            x: inputs as the model takes them.
-            kind: "sampling" (default: the network under draws of the weights, as in training) or "linearised".
-            samples: draws of the weights; for "linearised" of the link.
-            link: for "linearised": auto, mc, probit, pairwise or bridge.
-            differentiable: the result has a gradient in x.
-            generator: for the draws.
+            x: The inputs as the model takes them.
+            kind: "sampling" (the network under draws of the weights, as in training) or "linearised".
+            samples: The number of draws of the weights; for "linearised" those of the link.
+            link: How "linearised" turns the Gaussian over outputs into probabilities: "auto", "mc", "probit", "pairwise" or
+                "bridge".
+            differentiable: Whether the result has a gradient in x.
+            generator: The generator of the draws.
+
+        Raises:
+            InputError: The network has changed since this posterior was made, or the likelihood is unknown.
         """
         predictor = self.predictor
         with evaluation_mode(self.model):
@@ -112,7 +129,7 @@ class TrainedPosterior:
     where = PosteriorPredictor.where
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        """Weights: name -> [count, *shape]."""
+        """Draws of the weights: name -> [count, *shape]."""
         return self.posterior.sample(count, generator)
 
     def as_prior(self, *, damping: float = 0.0) -> tuple[Params, Params]:
@@ -123,7 +140,7 @@ class TrainedPosterior:
         less freely: the weights were never tried farther from the mean than damping allowed.
 
         Args:
-            damping: the share that is kept, 0 to 1.
+            damping: The share of the damping that is kept, from 0 to 1.
 
         >>> from aftermap.optim import VOGN
         >>> net = nn.Linear(3, 2)
@@ -151,11 +168,11 @@ class TrainedPosterior:
         """Writes the posterior as json and safetensors into a folder, whole or not at all; `aftermap.load` reads it.
 
         Args:
-            folder: where.
-            overwrite: replace what is there; on a failure it stays.
-            extras: the caller's own, of plain JSON values, such as thresholds.
-            reference: tensors by name to compare new inputs with, such as quantiles of scores.
-            with_model: keep the network's weights and buffers in the folder, too.
+            folder: The folder that is written.
+            overwrite: Whether a folder that is there is replaced; on a failure it stays as it was.
+            extras: The caller's own plain JSON values, such as thresholds.
+            reference: Tensors by name to compare new inputs with, such as quantiles of scores.
+            with_model: Whether the network's weights and buffers go into the folder, too.
         """
         config = {
             "method": self.method,

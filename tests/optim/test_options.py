@@ -1,0 +1,111 @@
+"""The table of options: every constructor is covered by it, and old words still mean what they meant."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from aftermap.errors import InputError
+from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC
+from aftermap.optim.options import OPTIONS
+from aftermap.optim.vogn import DiagonalOptimizer
+from tests.optim.problems import classifier
+
+ALL = [VOGN, OGN, IVON, KFAC, NoisyKFAC]
+OTHERS = {"self", "model", "params", "generator"}
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_every_argument_is_an_option_and_documented(optimizer: Any) -> None:
+    arguments = [name for name in inspect.signature(optimizer.__init__).parameters if name not in OTHERS]
+    assert set(arguments) <= set(OPTIONS)
+    documentation = inspect.getdoc(optimizer)
+    assert documentation is not None
+    assert all(f"{name}: " in documentation for name in arguments)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_arguments_arrive_in_groups_or_settings(optimizer: Any) -> None:
+    values: dict[str, Any] = {
+        "lr": 0.25,
+        "momentum": 0.5,
+        "new_curvature_weight": 0.125,
+        "prior_precision": 3.0,
+        "prior_mean": 0.5,
+        "damping": 0.75,
+        "n_data": 12.0,
+        "mc_samples": 3,
+        "augmentation": 2.0,
+        "reduction": "sum",
+        "momentum_form": "normalised",
+        "max_grad_norm": 7.0,
+        "batch_norm": "variational",
+        "initial_curvature": 0.3,
+        "form": "published",
+        "clip_radius": 2.0,
+        "rescale_lr": False,
+        "damping_form": "pi",
+        "factor_every": 2,
+        "inverse_every": 4,
+    }
+    arguments = inspect.signature(optimizer.__init__).parameters
+    passed = {name: value for name, value in values.items() if name in arguments}
+    net, _, _ = classifier()
+    opt = optimizer(net, **passed)
+    for name, value in passed.items():
+        assert (opt.param_groups[0][name] if OPTIONS[name].per_group else getattr(opt.settings, name)) == value, name
+    assert opt.settings.sampling == (optimizer not in (OGN, KFAC))
+
+
+def test_an_unknown_option_of_a_new_optimiser() -> None:
+    net, _, _ = classifier()
+    with pytest.raises(InputError, match="'dampling' is not an option of the optimisers; there are lr, momentum"):
+        DiagonalOptimizer(net, None, {"n_data": 3, "dampling": 0.1}, None)
+
+
+def stepped(opt: Any, net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        opt.step(lambda: F.cross_entropy(net(x), y))
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def test_old_words_mean_what_they_meant() -> None:
+    ends = []
+    for form in ("published", "poster", "consistent"):
+        net, x, y = classifier()
+        seed = torch.Generator().manual_seed(1)
+        if form == "poster":
+            with pytest.warns(DeprecationWarning, match="form='poster' is now called 'published'") as seen:
+                opt = VOGN(net, lr=0.02, n_data=11, temperature=0.5, form=form, generator=seed)
+            assert seen[0].filename == __file__
+        else:
+            opt = VOGN(net, lr=0.02, n_data=11, temperature=0.5, form=form, generator=seed)
+        ends.append(stepped(opt, net, x, y))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+    ends = []
+    for damping_form in ("pi", "factored", "exact"):
+        net, x, y = classifier()
+        ends.append(stepped(KFAC(net, lr=0.02, n_data=11, damping_form=damping_form), net, x, y))
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        (IVON, {"clip_radius": 0.0}, "clip_radius=0.0 must be a finite number, above 0"),
+        (IVON, {"rescale_lr": 1}, "rescale_lr=1 must be True or False"),
+        (KFAC, {"damping_form": "ritter"}, "damping_form='ritter' is not known; allowed are 'exact', 'pi'"),
+        (KFAC, {"factor_every": 0}, "factor_every=0 must be a whole number of at least 1"),
+        (NoisyKFAC, {"inverse_every": 2.5}, "inverse_every=2.5 must be a whole number"),
+    ],
+)
+def test_options_of_single_optimisers(optimizer: Any, options: dict[str, Any], message: str) -> None:
+    net, _, _ = classifier()
+    with pytest.raises(InputError, match=message):
+        optimizer(net, n_data=11, **options)
