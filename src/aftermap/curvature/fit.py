@@ -75,7 +75,8 @@ def fit_curvature(
         chunk: vectors back-propagated at a time; None chooses by memory.
         rank: for low_rank.
         small_block: norm layers and parameters without a rule get a full block up to this size, else a diagonal.
-        accumulate: dtype of the sums; None: the model's own, at least float32. Decompositions are in float64 in any case.
+        accumulate: dtype of the sums; None: the model's own, at least float32. Dense blocks and decompositions are in float64 in any
+            case.
         strict: raise if a selected parameter has no layer rule, instead of treating it by per-example gradients.
         unpack: turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
         generator: for rademacher and sampled; None: PyTorch's default generator.

@@ -247,6 +247,7 @@ def test_accumulation_dtype(structure: str) -> None:
     for dtype in (None, torch.float32, torch.float64):
         found = fit(single, narrow, CATEGORICAL, structure, accumulate=dtype)
         wanted = torch.float32 if dtype is None else dtype
+        wanted = torch.float64 if structure == "full" else wanted  # its small eigenvalues need the digits
         sums = [t for b in found.blocks for k, t in b.tensors().items() if k != "rows"]
         assert {t.dtype for t in sums} == {wanted}
         torch.testing.assert_close(found.to_dense(), exact, rtol=2e-3, atol=2e-5)

@@ -24,6 +24,7 @@ Index legend: b example, v output, g group, t shared position, i feature in, o f
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from aftermap.curvature.rules.base import budget
 from aftermap.curvature.rules.convolution import ConvRows
 from aftermap.curvature.rules.linear import DenseRows
 from aftermap.distributed import all_reduce_, is_distributed
-from aftermap.errors import InputError
+from aftermap.errors import InputError, NumericalWarning
 from aftermap.params import Params, flatten
 from aftermap.prior import Prior
 
@@ -277,19 +278,32 @@ class BlockPosterior(ABC):
         Returns:
             For each variant [b, v, v], or [b, v].
         """
-        found: list[list[Tensor]] = [[] for _ in variants]
-        stride = budget(2 * step.vectors * self.size)
+        parts: list[list[Tensor]] = [[] for _ in variants]
+        stride = budget(2 * step.vectors * sum(math.prod(s) for s in self.shapes.values()))
         for start in range(0, step.batch.size, stride):
-            length = min(stride, step.batch.size - start)
-            values = step.per_example(self.names, start, length)  # [v, b, *shape]
-            left = flatten_batch(values, self.names)
-            for place, variant in enumerate(variants):
-                right = flatten_batch(variant.covariance_mv(values), self.names)
-                if diagonal:
-                    found[place].append((left * right).sum(-1).T)
-                else:
-                    found[place].append(torch.einsum("vbp,wbp->bvw", left, right))
-        return [torch.cat(parts) for parts in found]
+            gradients = self.gradient_rows(step.per_example(self.names, start, min(stride, step.batch.size - start)))
+            for covariances, variant in zip(parts, variants, strict=True):
+                covariances.append(variant.output_covariance(gradients, diagonal))
+        return [torch.cat(covariances) for covariances in parts]
+
+    def gradient_rows(self, gradients: Params) -> Tensor:
+        """Gradients of outputs in the uncertain numbers: by name [v, b, *shape] -> [v, b, p]."""
+        return flatten_batch(gradients, self.names)
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J Σ Jᵀ for the gradients of some outputs.
+
+        Args:
+            gradients: What `gradient_rows` returned, [v, b, p].
+            diagonal: Whether only the variances are wanted.
+
+        Returns:
+            [b, v, v], or [b, v].
+        """
+        product = flatten_batch(self.covariance_mv(split_flat(gradients, self.shapes)), self.names)
+        if diagonal:
+            return (gradients * product).sum(-1).T
+        return torch.einsum("vbp,wbp->bvw", gradients, product)
 
 
 def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:
@@ -313,6 +327,69 @@ def join_flat(values: Params, names: Sequence[str], lead: int) -> Tensor:
     return torch.cat(
         [values[n].flatten(lead) if values[n].dim() > lead else values[n][..., None] for n in names], dim=-1
     )
+
+
+# The share of a variance that rounding of the gradients may make up before a warning says so.
+_ROUNDING_SHARE = 0.01
+
+
+def warn_of_rounding(posterior: BlockPosterior, gradients: Tensor, prior: Tensor, variance: Tensor) -> None:
+    """Warns where the rounding of gradients may make up much of the variance of an output.
+
+    Entry j of a gradient is known to a relative error of eps, which adds about eps² · Σ_j J_j² Σ_jj to the variance.
+
+    Args:
+        posterior: It gives the marginal variances Σ_jj.
+        gradients: J [v, b, p] as it was computed.
+        prior: Precisions [p].
+        variance: J Σ Jᵀ [b, v].
+    """
+    squares, share = gradients.detach().to(torch.float64).square(), _ROUNDING_SHARE * variance.detach().T
+    eps = torch.finfo(gradients.dtype).eps
+    # No variance is above the prior's, which is at hand; marginal variances are computed only where they matter.
+    if not bool((eps**2 * (squares @ (1 / prior.detach())) > share).any()):
+        return
+    marginal = torch.cat([v.reshape(-1) for v in posterior.marginal_variance().values()])
+    unclear = eps**2 * (squares @ marginal) > share
+    if bool(unclear.any()):
+        name = str(gradients.dtype).removeprefix("torch.")
+        warnings.warn(
+            f"the variance of {int(unclear.sum())} of {unclear.numel()} outputs is so much smaller than that of the weights that the "
+            f"rounding of {name} gradients may change it. Compute in double precision (model.double() and data in "
+            "float64), or use a larger prior precision",
+            NumericalWarning,
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True)
+class PriorRatio:
+    """A diagonal prior relative to the one that a matrix was whitened with.
+
+    Attributes:
+        vector: The prior's precisions [p].
+        ratio: What the prior is multiplied by in comparison, 0-d; it carries a gradient only if the prior is one number.
+    """
+
+    vector: Tensor
+    ratio: Tensor
+
+    @staticmethod
+    def of(prior: Prior, names: Sequence[str], whitener: Tensor | None, device: torch.device) -> PriorRatio | None:
+        """Compares a prior with whitener²; None where they differ by more than one common factor.
+
+        Args:
+            prior: The new prior.
+            names: The parameters in the order of the matrix.
+            whitener: √ of the precisions that the matrix was whitened with [p]; None: those of ``prior`` itself.
+            device: Where the matrix is.
+        """
+        vector = prior.vector(names, device)
+        ratio = vector / (vector.detach() if whitener is None else whitener.square())
+        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) >= 1e-12:
+            return None
+        # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
+        return PriorRatio(vector, ratio[0] if prior.is_shared(names) else ratio[0].detach())
 
 
 def site_of(step: VectorStep, names: Sequence[str]) -> int | None:

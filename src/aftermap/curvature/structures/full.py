@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aftermap.curvature.passes.backward import Block, ExampleSum
-from aftermap.curvature.structures.base import BlockPosterior, join_flat, split_flat
+from aftermap.curvature.structures.base import BlockPosterior, PriorRatio, join_flat, split_flat, warn_of_rounding
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalError
 from aftermap.linalg import GramSum, psd_eigh, symmetrise
@@ -68,16 +68,20 @@ class FullBlock(Block):
 
 
 class FullSum(ExampleSum):
-    """Sums the outer products of per-example gradients over all of its parameters."""
+    """Sums the outer products of per-example gradients over all of its parameters, in float64.
+
+    A sum in single precision would know the matrix to 1e-7 of its largest eigenvalue. The gradients themselves, squared, know
+    it to 1e-14, and a weak prior needs these digits.
+    """
 
     def __init__(self, label: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         self.label, self.shapes, self.names = label, dict(shapes), tuple(shapes)
         size = sum(math.prod(s) for s in shapes.values())
-        self.sums = GramSum(1, size, dtype, device)
+        self.sums = GramSum(1, size, torch.float64, device)
 
     def add(self, found: Mapping[str, Tensor]) -> None:
         lines = torch.cat([found[n].reshape(math.prod(found[n].shape[:2]), -1) for n in self.names], dim=1)
-        self.sums.add(lines[None])
+        self.sums.add(lines[None].to(torch.float64))
 
     def result(self) -> FullBlock:
         return FullBlock(self.label, self.shapes, self.sums.full()[0])
@@ -111,15 +115,12 @@ class FullBlockPosterior(BlockPosterior):
         return self.source_block
 
     def with_prior(self, prior: Prior, scale: Tensor) -> FullBlockPosterior:
-        device = self.vectors.device
-        vector, scale = prior.vector(self.names, device), scale.to(device)
-        ratio = vector / self.whitener.square()
-        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) < 1e-12:
-            # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
-            common = ratio[0] if prior.is_shared(self.names) else ratio[0].detach()
-            _check_positive(self.source_block, self.values, scale / common)
-            return replace(self, prior=vector, ratio=common, scale=scale)
-        return full_block_posterior(self.source_block, prior, scale, self.dtype)
+        scale = scale.to(self.vectors.device)
+        compared = PriorRatio.of(prior, self.names, self.whitener, self.vectors.device)
+        if compared is None:
+            return full_block_posterior(self.source_block, prior, scale, self.dtype)
+        _check_positive(self.source_block, self.values, scale / compared.ratio)
+        return replace(self, prior=compared.vector, ratio=compared.ratio, scale=scale)
 
     @property
     def _gain(self) -> Tensor:
@@ -160,6 +161,14 @@ class FullBlockPosterior(BlockPosterior):
         root = self._deviation()
         return split_flat(((vector @ root) @ root.T).to(next(iter(values.values())).dtype), self.shapes)
 
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """By a root of the covariance: a sum of squares, in float64."""
+        rows = gradients.to(torch.float64).transpose(0, 1)  # [b, v, p]
+        turned = rows @ self._deviation()
+        variance = turned.square().sum(-1)
+        warn_of_rounding(self, gradients, self.prior, variance)
+        return (variance if diagonal else turned @ turned.transpose(1, 2)).to(gradients.dtype)
+
     def _joined(self, values: Params) -> Tensor:
         name = self.names[0]
         lead = values[name].dim() - len(self.shapes[name])
@@ -177,8 +186,9 @@ def full_block_posterior(block: FullBlock, prior: Prior, scale: Tensor, dtype: t
     """
     matrix = block.to_dense()
     scale = scale.to(matrix.device)
-    vector = prior.vector(tuple(block.shapes), matrix.device)
-    whitener = vector.detach().sqrt()
+    compared = PriorRatio.of(prior, tuple(block.shapes), None, matrix.device)
+    assert compared is not None  # a prior differs from itself by the factor 1
+    whitener = compared.vector.detach().sqrt()
     white = matrix / whitener / whitener[:, None]
     if block.kind == "hessian":
         values, vectors = torch.linalg.eigh(symmetrise(white))
@@ -186,10 +196,7 @@ def full_block_posterior(block: FullBlock, prior: Prior, scale: Tensor, dtype: t
     else:
         what = f"the full curvature of {block.name}"
         values, vectors = psd_eigh(white, what=what, precision=block.matrix.dtype)
-    one = torch.ones((), dtype=torch.float64, device=matrix.device)
-    if vector.requires_grad and prior.is_shared(tuple(block.shapes)):
-        one = vector[0] / vector[0].detach()  # 1, with the gradient of the prior's one number
-    return FullBlockPosterior(block, vector, whitener, values, vectors, one, scale, dtype)
+    return FullBlockPosterior(block, compared.vector, whitener, values, vectors, compared.ratio, scale, dtype)
 
 
 def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:

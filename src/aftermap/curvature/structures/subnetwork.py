@@ -12,7 +12,7 @@ chosen entries alone, s·G_S + D_S (Daxberger et al. 2021, section 4).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack
-from aftermap.curvature.passes.backward import Block, ExampleAccumulator, ExampleSum, VectorStep, same_names
+from aftermap.curvature.passes.backward import Block, ExampleAccumulator, ExampleSum, same_names
 from aftermap.curvature.passes.plan import agreed, probe
 from aftermap.curvature.passes.stream import Stream
-from aftermap.curvature.rules.base import budget
 from aftermap.curvature.structures.base import BlockPosterior, Factors, Treatment
 from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, full_block_posterior
 from aftermap.distributed import together
@@ -154,10 +153,10 @@ class SubsetSum(ExampleSum):
     ):
         self.label, self.shapes, self.names, self.entries = label, dict(shapes), tuple(shapes), dict(entries)
         size = sum(len(p) for p in entries.values())
-        self.sums = GramSum(1, size, dtype, device)
+        self.sums = GramSum(1, size, torch.float64, device)
 
     def add(self, found: Mapping[str, Tensor]) -> None:
-        self.sums.add(gathered(found, self.entries, 2).flatten(0, 1)[None])
+        self.sums.add(gathered(found, self.entries, 2).flatten(0, 1)[None].to(torch.float64))
 
     def result(self) -> SubsetBlock:
         return SubsetBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
@@ -278,24 +277,13 @@ class SubsetBlockPosterior(BlockPosterior):
         dense[places[:, None], places] = self.inner.to_dense().detach()
         return dense
 
-    def functional_covariance(
-        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
-    ) -> list[Tensor]:
-        """J_S Σ_S J_Sᵀ: only the chosen columns of per-example gradients."""
-        found: list[list[Tensor]] = [[] for _ in variants]
-        total = sum(int(torch.Size(s).numel()) for s in self.shapes.values())
-        stride = budget(2 * step.vectors * total)
-        for start in range(0, step.batch.size, stride):
-            length = min(stride, step.batch.size - start)
-            left = gathered(step.per_example(self.names, start, length), self.source_block.entries, 2)  # [v, b, S]
-            for place, variant in enumerate(variants):
-                assert isinstance(variant, SubsetBlockPosterior)
-                right = variant.inner.covariance_mv({_INNER: left})[_INNER]
-                if diagonal:
-                    found[place].append((left * right).sum(-1).T)
-                else:
-                    found[place].append(torch.einsum("vbp,wbp->bvw", left, right))
-        return [torch.cat(parts) for parts in found]
+    def gradient_rows(self, gradients: Params) -> Tensor:
+        """Only the chosen columns of per-example gradients: [v, b, S]."""
+        return gathered(gradients, self.source_block.entries, 2)
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J_S Σ_S J_Sᵀ."""
+        return self.inner.output_covariance(gradients, diagonal)
 
 
 def _inner_prior(block: SubsetBlock, prior: Prior) -> Prior:
