@@ -24,11 +24,11 @@ from aftermap.curvature.passes.backward import VectorStep
 from aftermap.curvature.passes.plan import ROOT
 from aftermap.curvature.rules.base import budget
 from aftermap.curvature.structures.base import BlockPosterior, flatten_batch, join_flat, split_flat
-from aftermap.curvature.structures.ekfac import EigenBlock
+from aftermap.curvature.structures.ekfac import EkfacBlock
 from aftermap.curvature.structures.full import FullBlockPosterior
 from aftermap.curvature.structures.kron import KronBlock
 from aftermap.curvature.structures.low_rank import LowRankBlockPosterior
-from aftermap.curvature.structures.subnetwork import SubsetBlockPosterior, gathered, scattered
+from aftermap.curvature.structures.subnetwork import SubnetworkBlockPosterior, put_entries, take_entries
 from aftermap.draws import normal_like
 from aftermap.errors import UnsupportedError
 from aftermap.linalg import safe_cholesky, symmetrise
@@ -208,7 +208,7 @@ class DensePart(Part):
     def _lines(self, step: VectorStep, start: int, length: int) -> Tensor:
         values = step.per_example(list(self.shapes), start, length)
         if self.entries is not None:
-            return gathered(values, self.entries, 2).to(self.sigma)
+            return take_entries(values, self.entries, 2).to(self.sigma)
         return flatten_batch(values, list(self.shapes)).to(self.sigma)
 
     def covariances(self, step: VectorStep, diagonal: bool) -> Pieces:
@@ -231,7 +231,7 @@ class DensePart(Part):
         shapes = {n: self.shapes[n] for n in names}
         if self.entries is None:
             return split_flat(values, shapes)
-        return scattered(values, {n: self.entries[n] for n in names}, shapes)
+        return put_entries(values, {n: self.entries[n] for n in names}, shapes)
 
     def variance(self, layer: str) -> Params:
         return self._split(layer, self.sigma.diagonal()[self.rows[layer]])
@@ -415,12 +415,12 @@ def _by_owner(names: Sequence[str], model: nn.Module) -> dict[str, tuple[str, ..
 
 
 def _dense(block: BlockPosterior, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> DensePart:
-    entries = block.source_block.entries if isinstance(block, SubsetBlockPosterior) else None
-    inner = block.inner if isinstance(block, SubsetBlockPosterior) else block
+    entries = block.source_block.entries if isinstance(block, SubnetworkBlockPosterior) else None
+    inner = block.inner if isinstance(block, SubnetworkBlockPosterior) else block
     eye = torch.eye(inner.size, dtype=torch.float64, device=block.scale.device)
     covariance = join_flat(inner.covariance_mv(split_flat(eye, inner.shapes)), inner.names, 1).detach()
     vector = prior.vector(block.names, eye.device).detach()
-    if isinstance(block, SubsetBlockPosterior):
+    if isinstance(block, SubnetworkBlockPosterior):
         vector = vector[block.source_block.places.to(vector.device)]
     precision = inner.to_dense().detach() if inner.size <= _CONDITIONAL_LIMIT else None
     ratio = float(block.log_det_ratio().detach())
@@ -429,9 +429,9 @@ def _dense(block: BlockPosterior, layers: Mapping[str, tuple[str, ...]], prior: 
 
 def _part_of(block: BlockPosterior, model: nn.Module, prior: Prior) -> Part:
     layers = _by_owner(block.names, model)
-    if isinstance(block.source, KronBlock | EigenBlock):
+    if isinstance(block.source, KronBlock | EkfacBlock):
         return WholePart(block.source.name, block)
-    if isinstance(block, SubsetBlockPosterior):
+    if isinstance(block, SubnetworkBlockPosterior):
         return _dense(block, layers, prior)
     if isinstance(block, FullBlockPosterior | LowRankBlockPosterior) and len(layers) > 1:
         return _dense(block, layers, prior) if isinstance(block, FullBlockPosterior) else LowRankPart(layers, block)

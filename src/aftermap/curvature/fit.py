@@ -19,12 +19,11 @@ from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.rules.base import LayerRule
 from aftermap.curvature.structures.base import Factors, Treatment
 from aftermap.curvature.structures.diagonal import DiagonalSum, SiteDiagonalAccumulator
-from aftermap.curvature.structures.eigenbasis import eigenbases
 from aftermap.curvature.structures.ekfac import EigenAccumulator
 from aftermap.curvature.structures.full import FullBlock, FullSum
 from aftermap.curvature.structures.hessian import full_hessian
 from aftermap.curvature.structures.kfra import KfraAccumulator
-from aftermap.curvature.structures.kron import APPROACHES, KronAccumulator, KronBlock
+from aftermap.curvature.structures.kron import APPROACHES, KronAccumulator, KronBlock, decompose_bases
 from aftermap.curvature.structures.low_rank import LowRankBlock, low_rank_ggn
 from aftermap.distributed import all_reduce_, is_distributed, same_everywhere, together
 from aftermap.errors import DataError, InputError, UnsupportedError
@@ -299,8 +298,8 @@ def _ekfac(stream: Stream, planned: _Plan, model_dtype: torch.dtype, basis_dtype
     rest = [None if isinstance(b, KronBlock) else b for b in factors.blocks]
     factors = replace(factors, blocks=())  # the factors go as their bases come
     second: list[Accumulator] = [
-        EigenAccumulator(site, basis, model_dtype, planned.dtype)
-        for site, basis in zip(planned.kron_sites, eigenbases(krons, basis_dtype), strict=True)
+        EigenAccumulator(site, planned.found.sites.sites[site].layout, basis, model_dtype, planned.dtype)
+        for site, basis in zip(planned.kron_sites, decompose_bases(krons, basis_dtype), strict=True)
     ]
     with together("summing the eigenvalues of EKFAC"):
         seen = stream.run(planned.found, second, "ekfac eigenvalues")

@@ -18,13 +18,9 @@ from torch import Tensor
 
 from aftermap.curvature.passes.backward import VectorStep
 from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
-from aftermap.curvature.structures.diagonal import DiagonalBlock, DiagonalBlockPosterior
-from aftermap.curvature.structures.eigenbasis import DAMPINGS, decompose
-from aftermap.curvature.structures.ekfac import EigenBlock
-from aftermap.curvature.structures.full import FullBlock, full_block_posterior
-from aftermap.curvature.structures.kron import KronBlock, kron_block_posterior
-from aftermap.curvature.structures.low_rank import LowRankBlock, low_rank_block_posterior
-from aftermap.curvature.structures.subnetwork import SubsetBlock, subset_block_posterior
+from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
+from aftermap.curvature.structures.full import FullBlock
+from aftermap.curvature.structures.low_rank import LowRankBlock
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.params import Params
@@ -215,31 +211,24 @@ class GaussianPosterior(Posterior):
         layers = layers_of(factors)
         parsed = Prior.make(prior, prior_mean, layers, factors.shapes)
         factor = _checked_scale(scale)
-        krons = [b for b in factors.blocks if isinstance(b, KronBlock)]
-        if damping != "exact" and not any(isinstance(b, KronBlock | EigenBlock) for b in factors.blocks):
+        if not any(damping in block.dampings for block in factors.blocks):
             raise InputError(
                 f"damping={damping!r} is for Kronecker factors, and structure={factors.structure!r} has none: use damping='exact'"
             )
-        eigens = dict(zip((id(b) for b in krons), decompose(krons), strict=True))
-        made: list[BlockPosterior] = []
-        for block in factors.blocks:
-            dtype = mean[next(iter(block.shapes))].dtype
-            if isinstance(block, KronBlock | EigenBlock):
-                eigen = eigens.get(id(block))
-                made.append(kron_block_posterior(block, eigen, parsed, factor, factors.n_data, damping, dtype))
-            elif isinstance(block, DiagonalBlock):
-                device = next(iter(block.values.values())).device
-                own = {n: parsed.precision[n].to(device) for n in block.shapes}
-                made.append(DiagonalBlockPosterior(block, own, factor.to(device), dtype))
-            elif isinstance(block, FullBlock):
-                made.append(full_block_posterior(block, parsed, factor, dtype))
-            elif isinstance(block, LowRankBlock):
-                made.append(low_rank_block_posterior(block, parsed, factor, dtype))
-            elif isinstance(block, SubsetBlock):
-                made.append(subset_block_posterior(block, parsed, factor, dtype))
-            else:
-                raise InputError(f"there is no posterior for a {type(block).__name__}")
-        return GaussianPosterior(mean, tuple(made), parsed, factor, layers, damping)
+        matrices = [block.matrices_to_decompose(parsed) for block in factors.blocks]
+        eigens = iter(eigendecompose([pair for pairs in matrices for pair in pairs]))
+        blocks = tuple(
+            block.posterior(
+                parsed,
+                factor,
+                [next(eigens) for _ in pairs],
+                damping=damping,
+                dtype=mean[next(iter(block.shapes))].dtype,
+                n_data=factors.n_data,
+            )
+            for block, pairs in zip(factors.blocks, matrices, strict=True)
+        )
+        return GaussianPosterior(mean, blocks, parsed, factor, layers, damping)
 
     def with_prior(
         self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None

@@ -46,7 +46,9 @@ __all__ = [
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 FORMAT = "aftermap posterior"
-SCHEMA = 1
+SCHEMA = 2
+# Version 1 named some classes differently; `encoding` reads both.
+_READABLE = (1, 2)
 _CONFIG, _POSTERIOR, _REFERENCE = "config.json", "posterior.safetensors", "reference.safetensors"
 _MODEL = "model.safetensors"
 _FILES = (_CONFIG, _POSTERIOR, _REFERENCE, _MODEL, "report.html")
@@ -299,7 +301,7 @@ def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | 
     where = str(place / _CONFIG)
     table, parameters = config["tensors"], config["parameters"]
     tensors = _read_tensors(place, _POSTERIOR, table, config["files"], target)
-    reader = StateReader(tensors, table, where)
+    reader = StateReader(tensors, table, where, config["schema"])
     posterior, factors = (reader.decode(config[k], k) for k in ("posterior", "factors"))
     for made, wanted, key in ((posterior, GaussianPosterior, "posterior"), (factors, Factors, "factors")):
         if not isinstance(made, wanted):
@@ -356,11 +358,11 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} is damaged: it is no JSON ({error})") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise DataError(f'{file} does not belong to a saved posterior: it has no entry "format": "{FORMAT}"')
-    if config.get("schema") != SCHEMA:
+    if config.get("schema") not in _READABLE:
         versions = config.get("versions")
         raise DataError(
-            f"{file} has schema version {config.get('schema')!r}, written by {versions}; aftermap {_version()} reads version "
-            f"{SCHEMA}. Load it with the version that wrote it, or fit again"
+            f"{file} has schema version {config.get('schema')!r}, written by {versions}; aftermap {_version()} reads versions "
+            f"{' and '.join(map(str, _READABLE))}. Load it with the version that wrote it, or fit again"
         )
     wanted: dict[str, tuple[type, ...]] = {
         "versions": (dict,),

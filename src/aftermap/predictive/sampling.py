@@ -26,10 +26,7 @@ from aftermap.batches import Batch
 from aftermap.curvature.passes.plan import Probe, Site
 from aftermap.curvature.passes.record import altered_outputs, capture
 from aftermap.curvature.rules.base import append_ones
-from aftermap.curvature.structures.base import BlockPosterior
-from aftermap.curvature.structures.diagonal import DiagonalBlockPosterior
-from aftermap.curvature.structures.kron import KronBlockPosterior
-from aftermap.draws import normal_like
+from aftermap.curvature.structures.base import BlockPosterior, OutputNoise
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.models import call_model, functional_outputs, gradients_for
 from aftermap.params import Params, swapped
@@ -127,8 +124,8 @@ def locally_sampled_outputs(
             "local=True draws the outputs of Linear layers that have a Kronecker or diagonal block and are called once, on one row "
             "per example; this posterior has none. Use local=False, or structure='kron', 'ekfac' or 'diagonal'"
         )
-    rest = [b for b in posterior.blocks if all(b is not block for block, _ in local.values())]
-    changes = {module: _change(block, site, generator) for module, (block, site) in local.items()}
+    rest = [b for b in posterior.blocks if all(b is not block for block, _, _ in local.values())]
+    changes = {module: _change(noise, site, generator) for module, (_, site, noise) in local.items()}
     drawn = []
     for _ in range(count):
         weights: Params = {}
@@ -142,42 +139,31 @@ def locally_sampled_outputs(
 
 def _local_layers(
     model: nn.Module, posterior: GaussianPosterior, batch: Batch, found: Probe
-) -> dict[nn.Module, tuple[BlockPosterior, Site]]:
+) -> dict[nn.Module, tuple[BlockPosterior, Site, OutputNoise]]:
     """Modules whose outputs can be drawn, with their blocks."""
     with gradients_for(model, posterior.names), capture(found.sites) as calls:
         call_model(model, batch.inputs)
     blocks = {frozenset(b.names): b for b in posterior.blocks}
-    local: dict[nn.Module, tuple[BlockPosterior, Site]] = {}
+    local: dict[nn.Module, tuple[BlockPosterior, Site, OutputNoise]] = {}
     for call in calls:
         site = found.sites.sites[call.site]
         block = blocks.get(frozenset(site.layout.names))
         once = sum(c.site == call.site for c in calls) == 1
         owned = all(found.by_parameter.get(n) == [call.site] for n in site.layout.names)
         plain = type(call.module) is nn.Linear and call.inputs.dim() == 2 and len(call.inputs) == batch.size
-        if (
-            once
-            and owned
-            and plain
-            and "weight" in site.named
-            and isinstance(block, KronBlockPosterior | DiagonalBlockPosterior)
-        ):
-            local[call.module] = (block, site)
+        if block is None or not (once and owned and plain and "weight" in site.named):
+            continue
+        noise = block.output_noise(site.layout)
+        if noise is not None:
+            local[call.module] = (block, site, noise)
     return local
 
 
-def _change(block: BlockPosterior, site: Site, generator: torch.Generator | None) -> _Change:
+def _change(noise: OutputNoise, site: Site, generator: torch.Generator | None) -> _Change:
     """Adds the noise of a layer's weights to its output."""
-    if isinstance(block, KronBlockPosterior):
-        table, outer = (1 / block.precision.detach())[0], block.outer[0]
-        inner = None if block.inner is None else block.inner[0]
-    else:
-        table, outer, inner = site.layout.join(block.marginal_variance())[0], None, None
 
     def change(inputs: Tensor, output: Tensor) -> Tensor:
         rows = append_ones(inputs) if "bias" in site.named else inputs  # [b, i]
-        turned = rows if inner is None else rows @ inner.to(rows.dtype)
-        variance = turned.square() @ table.to(rows.dtype).T
-        noise = variance.sqrt() * normal_like(variance.detach(), generator)
-        return output + (noise if outer is None else noise @ outer.to(rows.dtype).T)
+        return output + noise.draw(rows, generator)
 
     return change

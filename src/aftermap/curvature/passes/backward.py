@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from aftermap.curvature.passes.fallback import per_example_products
 from aftermap.curvature.passes.record import ArrangedCall, Call, arrange, arriving_gradients, backpropagate, last_edges
 from aftermap.curvature.rules.base import budget
 from aftermap.errors import InputError, UnsupportedError
+from aftermap.prior import Prior
 
 if TYPE_CHECKING:
     from aftermap.curvature.passes.plan import Sites
@@ -191,6 +192,7 @@ class Block(ABC):
     """A symmetric matrix over some parameters, in the order of `shapes`, each parameter row-major."""
 
     kind: str
+    dampings: ClassVar[tuple[str, ...]] = ("exact",)
 
     @property
     @abstractmethod
@@ -221,6 +223,35 @@ class Block(ABC):
     @abstractmethod
     def diagonal(self) -> dict[str, Tensor]:
         """The diagonal, by parameter, in float64."""
+
+    def matrices_to_decompose(self, prior: Prior) -> list[tuple[str, Tensor]]:
+        """The positive semi-definite matrices [g, D, D] whose eigendecompositions `posterior` needs, with names for messages.
+
+        They are collected over all blocks and shared out over processes.
+        """
+        return []
+
+    @abstractmethod
+    def posterior(
+        self,
+        prior: Prior,
+        scale: Tensor,
+        eigen: Sequence[tuple[Tensor, Tensor]],
+        *,
+        damping: str,
+        dtype: torch.dtype,
+        n_data: float,
+    ) -> Any:
+        """The `BlockPosterior` with precision s·H + P₀ of this block H.
+
+        Args:
+            prior: P₀, at least over the parameters of the block.
+            scale: s, 0-d float64.
+            eigen: Eigenvalues and eigenvectors of `matrices_to_decompose`, in its order, in float64.
+            damping: How a Kronecker product and the prior are added: one of `dampings`, or "exact".
+            dtype: The precision of samples and of gradients that the posterior will meet: the network's own.
+            n_data: How many data the block is a sum over.
+        """
 
     @property
     def size(self) -> int:

@@ -34,10 +34,11 @@ import torch
 from torch import Tensor
 
 from aftermap.curvature.passes.backward import Block, VectorStep
-from aftermap.curvature.rules.base import budget
+from aftermap.curvature.rules.base import Layout, budget
 from aftermap.curvature.rules.convolution import ConvRows
 from aftermap.curvature.rules.linear import DenseRows
 from aftermap.distributed import all_reduce_, is_distributed
+from aftermap.draws import normal_like
 from aftermap.errors import InputError, NumericalWarning
 from aftermap.params import Params, flatten
 from aftermap.prior import Prior
@@ -286,6 +287,14 @@ class BlockPosterior(ABC):
                 covariances.append(variant.output_covariance(gradients, diagonal))
         return [torch.cat(covariances) for covariances in parts]
 
+    def output_noise(self, layout: Layout) -> OutputNoise | None:
+        """How to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
+
+        Args:
+            layout: How the layer's parameters, which must be those of the block, form [group, out, in].
+        """
+        return None
+
     def gradient_rows(self, gradients: Params) -> Tensor:
         """Gradients of outputs in the uncertain numbers: by name [v, b, *shape] -> [v, b, p]."""
         return flatten_batch(gradients, self.names)
@@ -304,6 +313,31 @@ class BlockPosterior(ABC):
         if diagonal:
             return (gradients * product).sum(-1).T
         return torch.einsum("vbp,wbp->bvw", gradients, product)
+
+
+@dataclass(frozen=True)
+class OutputNoise:
+    """What the uncertain weights of a linear layer do to its outputs, example by example.
+
+    With variances R in the basis U_B ⊗ U_A, an input a gets the noise U_B (√(R ã²) ∘ ε) with ã = U_Aᵀ a and ε ~ N(0, I)
+    (Kingma, Salimans & Welling 2015, eq. 6).
+
+    Attributes:
+        variances: R [o, i].
+        outputs: U_B [o, o]; None for the identity.
+        inputs: U_A [i, i]; None for the identity.
+    """
+
+    variances: Tensor
+    outputs: Tensor | None
+    inputs: Tensor | None
+
+    def draw(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Noise [b, o] for input rows [b, i] (with a trailing 1 where the layer has a bias)."""
+        rotated = rows if self.inputs is None else rows @ self.inputs.to(rows.dtype)
+        variance = rotated.square() @ self.variances.to(rows.dtype).T
+        noise = variance.sqrt() * normal_like(variance.detach(), generator)
+        return noise if self.outputs is None else noise @ self.outputs.to(rows.dtype).T
 
 
 def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:

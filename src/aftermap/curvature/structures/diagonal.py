@@ -17,7 +17,8 @@ from torch import Tensor
 from aftermap.curvature.passes.backward import Accumulator, Block, ExampleSum, VectorStep
 from aftermap.curvature.rules.base import Layout, budget
 from aftermap.curvature.rules.scale import ScaleRows
-from aftermap.curvature.structures.base import BlockPosterior, site_covariance, site_of
+from aftermap.curvature.structures.base import BlockPosterior, OutputNoise, site_covariance, site_of
+from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.draws import normal_like
 from aftermap.linalg import RunningSum
 from aftermap.params import Params
@@ -61,6 +62,13 @@ class DiagonalBlock(Block):
 
     def diagonal(self) -> dict[str, Tensor]:
         return {n: v.to(torch.float64) for n, v in self.values.items()}
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> DiagonalBlockPosterior:
+        device = next(iter(self.values.values())).device
+        precision = {n: prior.precision[n].to(device) for n in self.shapes}
+        return DiagonalBlockPosterior(self, precision, scale.to(device), dtype)
 
 
 class SiteDiagonalAccumulator(Accumulator):
@@ -185,6 +193,9 @@ class DiagonalBlockPosterior(BlockPosterior):
         layout = step.batch.sites.sites[site].layout
         tables = [layout.join(v.marginal_variance()) for v in variants]
         return site_covariance(step, site, tables, None, None, diagonal)
+
+    def output_noise(self, layout: Layout) -> OutputNoise:
+        return OutputNoise(layout.join(self.marginal_variance())[0], None, None)
 
     def marginal_variance(self) -> Params:
         return {n: 1 / p.detach() for n, p in self.precision.items()}

@@ -11,7 +11,7 @@ passes over the data: factors first, then E.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,27 +21,27 @@ from aftermap.curvature.passes.backward import Accumulator, Block, VectorStep
 from aftermap.curvature.passes.record import ArrangedCall
 from aftermap.curvature.rules.base import Layout, Rows, budget
 from aftermap.curvature.rules.linear import DenseRows, OneHotRows
-from aftermap.curvature.structures.eigenbasis import EigenBasis
+from aftermap.curvature.structures.eigenbasis import Eigen, KroneckerEigenbasis
+from aftermap.curvature.structures.kron import KronBlockPosterior, KroneckerEigenvalues
 from aftermap.errors import InputError
 from aftermap.linalg import RunningSum
+from aftermap.prior import Prior
 
-__all__ = ["EigenAccumulator", "EigenBlock"]
+__all__ = ["EigenAccumulator", "EkfacBlock"]
 
 
 @dataclass(frozen=True)
-class EigenBlock(Block):
+class EkfacBlock(Block):
     """(U_B ⊗ U_A) diag(E) (U_B ⊗ U_A)ᵀ for each group; sums add up only in the same basis.
 
     Attributes:
         layout: how the parameters form [group, out, in].
-        input_vectors: U_A [g, i, i], or None for the identity.
-        output_vectors: U_B [g, o, o].
+        basis: U_A and U_B.
         values: E [g, o, i].
     """
 
     layout: Layout
-    input_vectors: Tensor | None
-    output_vectors: Tensor
+    basis: KroneckerEigenbasis
     values: Tensor
     kind: str = "ekfac"
 
@@ -56,19 +56,17 @@ class EigenBlock(Block):
     def tensors(self) -> dict[str, Tensor]:
         return {"values": self.values}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> EigenBlock:
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> EkfacBlock:
         return replace(self, values=tensors["values"])
 
-    def scaled(self, factor: float) -> EigenBlock:
+    def scaled(self, factor: float) -> EkfacBlock:
         return replace(self, values=self.values * factor)
 
     def __add__(self, other: Block) -> Block:
-        if isinstance(other, EigenBlock) and self.shapes == other.shapes:
-            same = torch.equal(self.output_vectors, other.output_vectors) and (
-                self.input_vectors is None
-                or (other.input_vectors is not None and torch.equal(self.input_vectors, other.input_vectors))
-            )
-            if not same:
+        if isinstance(other, EkfacBlock) and self.shapes == other.shapes:
+            mine, theirs = self.basis, other.basis
+            same_inputs = mine.inputs is None or (theirs.inputs is not None and torch.equal(mine.inputs, theirs.inputs))
+            if not (same_inputs and torch.equal(mine.outputs, theirs.outputs)):
                 raise InputError(
                     f"the EKFAC blocks of {self.name} have different eigenbases and cannot be added; "
                     "fit on all data at once, or use structure='kron', whose factors add up"
@@ -77,25 +75,36 @@ class EigenBlock(Block):
 
     def to_dense(self) -> Tensor:
         layout, size = self.layout, self.layout.out * self.layout.in_
-        outer = self.output_vectors.to(torch.float64)
-        dense = torch.zeros(self.size, self.size, dtype=torch.float64, device=outer.device)
+        basis = self.basis.to(torch.float64)
+        dense = torch.zeros(self.size, self.size, dtype=torch.float64, device=basis.outputs.device)
         for g in range(layout.groups):
-            eye = torch.eye(layout.in_, dtype=torch.float64, device=outer.device)
-            inner = eye if self.input_vectors is None else self.input_vectors[g].to(torch.float64)
-            basis = torch.kron(outer[g].contiguous(), inner.contiguous())
+            eye = torch.eye(layout.in_, dtype=torch.float64, device=dense.device)
+            inputs = eye if basis.inputs is None else basis.inputs[g]
+            vectors = torch.kron(basis.outputs[g].contiguous(), inputs.contiguous())
             part = slice(g * size, (g + 1) * size)
-            dense[part, part] = (basis * self.values[g].reshape(-1).to(torch.float64)) @ basis.T
+            dense[part, part] = (vectors * self.values[g].reshape(-1).to(torch.float64)) @ vectors.T
         place = layout.positions()
         ordered = torch.empty_like(dense)
         ordered[place[:, None], place] = dense
         return ordered
 
     def diagonal(self) -> dict[str, Tensor]:
-        outer = self.output_vectors.to(torch.float64).square()
-        found = outer @ self.values.to(torch.float64)
-        if self.input_vectors is not None:
-            found = found @ self.input_vectors.to(torch.float64).square().transpose(-1, -2)
-        return self.layout.split(found)
+        return self.layout.split(self.basis.diagonal(self.values.to(torch.float64)))
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> KronBlockPosterior:
+        if damping != "exact":
+            raise InputError(f"damping={damping!r} needs Kronecker factors; EKFAC has none: use damping='exact'")
+        device = self.values.device
+        return KronBlockPosterior(
+            self,
+            self.layout,
+            self.basis.to(dtype),
+            KroneckerEigenvalues(self.values.to(torch.float64), None, None, n_data),
+            prior.scalar(tuple(self.shapes)).to(device),
+            scale.to(device),
+        )
 
 
 _ROTATED_NUMBERS = 1 << 19
@@ -117,12 +126,12 @@ def _rows(call: ArrangedCall) -> Rows:
 class EigenAccumulator(Accumulator):
     """Sums E of one site in a fixed basis."""
 
-    def __init__(self, site: int, basis: EigenBasis, model_dtype: torch.dtype, dtype: torch.dtype):
-        self.site, self.layout, self.basis = site, basis.layout, basis
+    def __init__(
+        self, site: int, layout: Layout, basis: KroneckerEigenbasis, model_dtype: torch.dtype, dtype: torch.dtype
+    ):
+        self.site, self.layout, self.basis = site, layout, basis
         self.needs = (site,)
-        layout = basis.layout
-        self.outer = basis.output_vectors.to(model_dtype)
-        self.inner = None if basis.input_vectors is None else basis.input_vectors.to(model_dtype)
+        self.outer, self.inner = basis.to(model_dtype).outputs, basis.to(model_dtype).inputs
         shape = (layout.groups, layout.out, layout.in_)
         self.sums = RunningSum([torch.zeros(shape, dtype=dtype, device=self.outer.device)])
 
@@ -164,4 +173,4 @@ class EigenAccumulator(Accumulator):
             DenseRows(some, ones=False).add_outer_squared_(self.sums.room_for(length)[0], turned)
 
     def results(self) -> list[Block]:
-        return [EigenBlock(self.layout, self.basis.input_vectors, self.basis.output_vectors, self.sums.take())]
+        return [EkfacBlock(self.layout, self.basis, self.sums.take())]

@@ -9,7 +9,7 @@ s reuse V and l; another shape of D costs one decomposition.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor
 
 from aftermap.curvature.passes.backward import Block, ExampleSum
 from aftermap.curvature.structures.base import BlockPosterior, PriorRatio, join_flat, split_flat, warn_of_rounding
+from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalError
 from aftermap.linalg import GramSum, psd_eigh, symmetrise
 from aftermap.params import Params
 from aftermap.prior import Prior
 
-__all__ = ["FullBlock", "FullBlockPosterior", "FullSum", "full_block_posterior"]
+__all__ = ["FullBlock", "FullBlockPosterior", "FullSum"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,13 @@ class FullBlock(Block):
 
     def diagonal(self) -> dict[str, Tensor]:
         entries = self.matrix.diagonal().to(torch.float64)
-        parts = entries.split([math.prod(s) for s in self.sizes.values()])
-        return {n: p.reshape(s) for (n, s), p in zip(self.sizes.items(), parts, strict=True)}
+        return split_flat(entries, self.shapes)
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> FullBlockPosterior:
+        """Decomposes the whitened matrix; see `FullBlockPosterior.of`."""
+        return FullBlockPosterior.of(self, prior, scale, dtype)
 
 
 class FullSum(ExampleSum):
@@ -114,11 +120,32 @@ class FullBlockPosterior(BlockPosterior):
     def source(self) -> Block:
         return self.source_block
 
+    @staticmethod
+    def of(block: FullBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> FullBlockPosterior:
+        """Decomposes the whitened matrix.
+
+        Raises:
+            NumericalError: s·M + D is not positive definite (possible for an exact Hessian only).
+        """
+        matrix = block.to_dense()
+        scale = scale.to(matrix.device)
+        compared = PriorRatio.of(prior, tuple(block.shapes), None, matrix.device)
+        assert compared is not None  # a prior differs from itself by the factor 1
+        whitener = compared.vector.detach().sqrt()
+        white = matrix / whitener / whitener[:, None]
+        if block.kind == "hessian":
+            values, vectors = torch.linalg.eigh(symmetrise(white))
+            _check_positive(block, values, scale)
+        else:
+            what = f"the full curvature of {block.name}"
+            values, vectors = psd_eigh(white, what=what, precision=block.matrix.dtype)
+        return FullBlockPosterior(block, compared.vector, whitener, values, vectors, compared.ratio, scale, dtype)
+
     def with_prior(self, prior: Prior, scale: Tensor) -> FullBlockPosterior:
         scale = scale.to(self.vectors.device)
         compared = PriorRatio.of(prior, self.names, self.whitener, self.vectors.device)
         if compared is None:
-            return full_block_posterior(self.source_block, prior, scale, self.dtype)
+            return FullBlockPosterior.of(self.source_block, prior, scale, self.dtype)
         _check_positive(self.source_block, self.values, scale / compared.ratio)
         return replace(self, prior=compared.vector, ratio=compared.ratio, scale=scale)
 
@@ -176,27 +203,6 @@ class FullBlockPosterior(BlockPosterior):
 
     def marginal_variance(self) -> Params:
         return split_flat(self._deviation().detach().square().sum(1), self.shapes)
-
-
-def full_block_posterior(block: FullBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> FullBlockPosterior:
-    """Decomposes the whitened matrix.
-
-    Raises:
-        NumericalError: s·M + D is not positive definite (possible for an exact Hessian only).
-    """
-    matrix = block.to_dense()
-    scale = scale.to(matrix.device)
-    compared = PriorRatio.of(prior, tuple(block.shapes), None, matrix.device)
-    assert compared is not None  # a prior differs from itself by the factor 1
-    whitener = compared.vector.detach().sqrt()
-    white = matrix / whitener / whitener[:, None]
-    if block.kind == "hessian":
-        values, vectors = torch.linalg.eigh(symmetrise(white))
-        _check_positive(block, values, scale)
-    else:
-        what = f"the full curvature of {block.name}"
-        values, vectors = psd_eigh(white, what=what, precision=block.matrix.dtype)
-    return FullBlockPosterior(block, compared.vector, whitener, values, vectors, compared.ratio, scale, dtype)
 
 
 def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:

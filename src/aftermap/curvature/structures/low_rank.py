@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,13 +20,14 @@ from aftermap.curvature.passes.backward import Block
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.rules.base import budget
 from aftermap.curvature.structures.base import BlockPosterior, PriorRatio, join_flat, split_flat, warn_of_rounding
+from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalWarning
 from aftermap.krylov import lanczos_eigh
 from aftermap.params import Params
 from aftermap.prior import Prior
 
-__all__ = ["LowRankBlock", "LowRankBlockPosterior", "low_rank_block_posterior", "low_rank_ggn"]
+__all__ = ["LowRankBlock", "LowRankBlockPosterior", "low_rank_ggn"]
 
 
 def low_rank_ggn(
@@ -158,8 +159,12 @@ class LowRankBlock(Block):
 
     def diagonal(self) -> dict[str, Tensor]:
         entries = self.vectors.to(torch.float64).square() @ self.values.to(torch.float64)
-        parts = entries.split([math.prod(s) for s in self.sizes.values()])
-        return {n: p.reshape(s) for (n, s), p in zip(self.sizes.items(), parts, strict=True)}
+        return split_flat(entries, self.shapes)
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> LowRankBlockPosterior:
+        return LowRankBlockPosterior.of(self, prior, scale, dtype)
 
 
 @dataclass(frozen=True)
@@ -190,11 +195,26 @@ class LowRankBlockPosterior(BlockPosterior):
     def source(self) -> Block:
         return self.source_block
 
+    @staticmethod
+    def of(block: LowRankBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> LowRankBlockPosterior:
+        """Whitens U; for one prior precision it stays as it is."""
+        vectors, values = block.vectors.to(torch.float64), block.values.to(torch.float64)
+        compared = PriorRatio.of(prior, tuple(block.shapes), None, vectors.device)
+        assert compared is not None  # a prior differs from itself by the factor 1
+        whitener = compared.vector.detach().sqrt()
+        if prior.is_scalar(tuple(block.shapes)):
+            basis, squares = vectors, values / whitener[0].square()
+        else:
+            basis, singular, _ = torch.linalg.svd(vectors * values.sqrt() / whitener[:, None], full_matrices=False)
+            squares = singular.square()
+        scale = scale.to(vectors.device)
+        return LowRankBlockPosterior(block, compared.vector, basis, squares, whitener, compared.ratio, scale, dtype)
+
     def with_prior(self, prior: Prior, scale: Tensor) -> LowRankBlockPosterior:
         scale = scale.to(self.basis.device)
         compared = PriorRatio.of(prior, self.names, self.whitener, self.basis.device)
         if compared is None:
-            return low_rank_block_posterior(self.source_block, prior, scale, self.dtype)
+            return LowRankBlockPosterior.of(self.source_block, prior, scale, self.dtype)
         return replace(self, prior=compared.vector, ratio=compared.ratio, scale=scale)
 
     @property
@@ -276,20 +296,3 @@ class LowRankBlockPosterior(BlockPosterior):
         if diagonal:
             return variance.to(gradients.dtype)
         return (inside @ inside.transpose(1, 2) + outside @ outside.transpose(1, 2)).to(gradients.dtype)
-
-
-def low_rank_block_posterior(
-    block: LowRankBlock, prior: Prior, scale: Tensor, dtype: torch.dtype
-) -> LowRankBlockPosterior:
-    """Whitens U; for one prior precision it stays as it is."""
-    vectors, values = block.vectors.to(torch.float64), block.values.to(torch.float64)
-    compared = PriorRatio.of(prior, tuple(block.shapes), None, vectors.device)
-    assert compared is not None  # a prior differs from itself by the factor 1
-    whitener = compared.vector.detach().sqrt()
-    if prior.is_scalar(tuple(block.shapes)):
-        basis, squares = vectors, values / whitener[0].square()
-    else:
-        basis, singular, _ = torch.linalg.svd(vectors * values.sqrt() / whitener[:, None], full_matrices=False)
-        squares = singular.square()
-    scale = scale.to(vectors.device)
-    return LowRankBlockPosterior(block, compared.vector, basis, squares, whitener, compared.ratio, scale, dtype)

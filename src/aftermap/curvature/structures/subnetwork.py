@@ -12,7 +12,7 @@ chosen entries alone, s·G_S + D_S (Daxberger et al. 2021, section 4).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,8 @@ from aftermap.curvature.passes.backward import Block, ExampleAccumulator, Exampl
 from aftermap.curvature.passes.plan import agreed, probe
 from aftermap.curvature.passes.stream import Stream
 from aftermap.curvature.structures.base import BlockPosterior, Factors, Treatment
-from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, full_block_posterior
+from aftermap.curvature.structures.eigenbasis import Eigen
+from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior
 from aftermap.distributed import together
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
@@ -34,19 +35,18 @@ from aftermap.params import Params, named_parameters
 from aftermap.prior import Prior
 
 __all__ = [
-    "SubsetBlock",
-    "SubsetBlockPosterior",
-    "SubsetSum",
-    "fit_subset",
-    "gathered",
-    "scattered",
-    "subset_block_posterior",
+    "SubnetworkBlock",
+    "SubnetworkBlockPosterior",
+    "SubnetworkSum",
+    "fit_subnetwork",
+    "put_entries",
+    "take_entries",
 ]
 
 _INNER = "entries"
 
 
-def gathered(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: int) -> Tensor:
+def take_entries(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: int) -> Tensor:
     """The entries of parameters [..., *shape] with ``lead`` leading dimensions: [..., S]."""
     return torch.cat(
         [
@@ -57,12 +57,12 @@ def gathered(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: 
     )
 
 
-def scattered(
+def put_entries(
     vector: Tensor, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Undoes `gathered`: [..., S] to parameters, zero at every other entry.
+    """Undoes `take_entries`: [..., S] to parameters, zero at every other entry.
 
-    >>> scattered(torch.tensor([5.0]), {"a": torch.tensor([1])}, {"a": (3,)})
+    >>> put_entries(torch.tensor([5.0]), {"a": torch.tensor([1])}, {"a": (3,)})
     {'a': tensor([0., 5., 0.])}
     """
     found, lead = {}, vector.shape[:-1]
@@ -75,7 +75,7 @@ def scattered(
 
 
 @dataclass(frozen=True)
-class SubsetBlock(Block):
+class SubnetworkBlock(Block):
     """A dense matrix over some entries of some parameters.
 
     Attributes:
@@ -116,15 +116,15 @@ class SubsetBlock(Block):
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> SubsetBlock:
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> SubnetworkBlock:
         return replace(self, matrix=tensors["matrix"])
 
-    def scaled(self, factor: float) -> SubsetBlock:
+    def scaled(self, factor: float) -> SubnetworkBlock:
         return replace(self, matrix=self.matrix * factor)
 
     def __add__(self, other: Block) -> Block:
         same_names(self, other)
-        if isinstance(other, SubsetBlock) and not torch.equal(self.places, other.places):
+        if isinstance(other, SubnetworkBlock) and not torch.equal(self.places, other.places):
             raise InputError("two subnetworks over different entries cannot be added; fit both over the same ones")
         return super().__add__(other)
 
@@ -137,10 +137,17 @@ class SubsetBlock(Block):
         return dense
 
     def diagonal(self) -> dict[str, Tensor]:
-        return scattered(self.matrix.diagonal().to(torch.float64), self.entries, self.shapes)
+        return put_entries(self.matrix.diagonal().to(torch.float64), self.entries, self.shapes)
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> SubnetworkBlockPosterior:
+        dense = FullBlock(self.label, {_INNER: (self.size,)}, self.matrix)
+        inner = FullBlockPosterior.of(dense, _inner_prior(self, prior), scale, dtype)
+        return SubnetworkBlockPosterior(self, inner, inner.scale)
 
 
-class SubsetSum(ExampleSum):
+class SubnetworkSum(ExampleSum):
     """Sums the outer products of some entries of per-example gradients."""
 
     def __init__(
@@ -156,14 +163,14 @@ class SubsetSum(ExampleSum):
         self.sums = GramSum(1, size, torch.float64, device)
 
     def add(self, found: Mapping[str, Tensor]) -> None:
-        self.sums.add(gathered(found, self.entries, 2).flatten(0, 1)[None].to(torch.float64))
+        self.sums.add(take_entries(found, self.entries, 2).flatten(0, 1)[None].to(torch.float64))
 
-    def result(self) -> SubsetBlock:
-        return SubsetBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
+    def result(self) -> SubnetworkBlock:
+        return SubnetworkBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
 
 
 @torch.inference_mode(False)
-def fit_subset(
+def fit_subnetwork(
     model: nn.Module,
     data: Iterable[Any],
     likelihood: Likelihood,
@@ -193,7 +200,7 @@ def fit_subset(
     >>> net = nn.Linear(2, 1, bias=False)
     >>> from aftermap.likelihoods import Gaussian
     >>> data = [(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.zeros(2, 1))]
-    >>> fit_subset(net, data, Gaussian(1.0), {"weight": torch.tensor([1])}).blocks[0].matrix
+    >>> fit_subnetwork(net, data, Gaussian(1.0), {"weight": torch.tensor([1])}).blocks[0].matrix
     tensor([[5.]])
     """
     names = [n for n in named_parameters(model) if n in entries]
@@ -206,7 +213,7 @@ def fit_subset(
     found = agreed(found, names)
     device, dtype = check_device(model)
     dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = SubsetSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
+    total = SubnetworkSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
     accumulator = ExampleAccumulator([total], sum(math.prod(s) for s in shapes.values()))
     with together("summing the curvature of a subnetwork"):
         seen = stream.run(found, [accumulator], "subnetwork curvature")
@@ -219,7 +226,7 @@ def fit_subset(
 
 
 @dataclass(frozen=True)
-class SubsetBlockPosterior(BlockPosterior):
+class SubnetworkBlockPosterior(BlockPosterior):
     """A dense block over some entries under a prior.
 
     Attributes:
@@ -228,7 +235,7 @@ class SubsetBlockPosterior(BlockPosterior):
         scale: s, 0-d.
     """
 
-    source_block: SubsetBlock
+    source_block: SubnetworkBlock
     inner: FullBlockPosterior
     scale: Tensor
 
@@ -236,7 +243,7 @@ class SubsetBlockPosterior(BlockPosterior):
     def source(self) -> Block:
         return self.source_block
 
-    def with_prior(self, prior: Prior, scale: Tensor) -> SubsetBlockPosterior:
+    def with_prior(self, prior: Prior, scale: Tensor) -> SubnetworkBlockPosterior:
         inner = self.inner.with_prior(_inner_prior(self.source_block, prior), scale)
         return replace(self, inner=inner, scale=inner.scale)
 
@@ -249,25 +256,25 @@ class SubsetBlockPosterior(BlockPosterior):
     def effective_parameters(self) -> Tensor:
         return self.inner.effective_parameters()
 
-    def _scattered(self, vector: Tensor) -> Params:
-        return scattered(vector, self.source_block.entries, self.shapes)
+    def _put(self, vector: Tensor) -> Params:
+        return put_entries(vector, self.source_block.entries, self.shapes)
 
-    def _gathered(self, values: Params) -> Tensor:
+    def _take(self, values: Params) -> Tensor:
         name = self.names[0]
-        return gathered(values, self.source_block.entries, values[name].dim() - len(self.shapes[name]))
+        return take_entries(values, self.source_block.entries, values[name].dim() - len(self.shapes[name]))
 
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
-        return self._scattered(self.inner.sample(count, generator)[_INNER])
+        return self._put(self.inner.sample(count, generator)[_INNER])
 
     def precision_mv(self, values: Params) -> Params:
         """The precision of the chosen entries times theirs; zero at fixed ones."""
-        return self._scattered(self.inner.precision_mv({_INNER: self._gathered(values)})[_INNER])
+        return self._put(self.inner.precision_mv({_INNER: self._take(values)})[_INNER])
 
     def covariance_mv(self, values: Params) -> Params:
-        return self._scattered(self.inner.covariance_mv({_INNER: self._gathered(values)})[_INNER])
+        return self._put(self.inner.covariance_mv({_INNER: self._take(values)})[_INNER])
 
     def marginal_variance(self) -> Params:
-        return self._scattered(self.inner.marginal_variance()[_INNER])
+        return self._put(self.inner.marginal_variance()[_INNER])
 
     def to_dense(self) -> Tensor:
         """The precision [p, p] over whole parameters; rows and columns of fixed entries are zero."""
@@ -279,24 +286,17 @@ class SubsetBlockPosterior(BlockPosterior):
 
     def gradient_rows(self, gradients: Params) -> Tensor:
         """Only the chosen columns of per-example gradients: [v, b, S]."""
-        return gathered(gradients, self.source_block.entries, 2)
+        return take_entries(gradients, self.source_block.entries, 2)
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
         """J_S Σ_S J_Sᵀ."""
         return self.inner.output_covariance(gradients, diagonal)
 
 
-def _inner_prior(block: SubsetBlock, prior: Prior) -> Prior:
+def _inner_prior(block: SubnetworkBlock, prior: Prior) -> Prior:
     """The prior of the chosen entries as one vector; one shared number stays one, so that a gradient in it is whole."""
     names, shape = tuple(block.sizes), (block.size,)
     value = prior.precision[names[0]]
     if not prior.is_shared(names):
         value = prior.vector(names, block.matrix.device)[block.places.to(block.matrix.device)]
     return Prior({_INNER: value}, {_INNER: torch.zeros((), dtype=torch.float64)}, {_INNER: shape})
-
-
-def subset_block_posterior(block: SubsetBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> SubsetBlockPosterior:
-    """Decomposes the whitened matrix over the entries."""
-    full = FullBlock(block.label, {_INNER: (block.size,)}, block.matrix)
-    inner = full_block_posterior(full, _inner_prior(block, prior), scale, dtype)
-    return SubsetBlockPosterior(block, inner, inner.scale)
