@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,14 +19,12 @@ from torch import Tensor
 from aftermap.curvature.passes.backward import VectorStep
 from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
 from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
-from aftermap.curvature.structures.full import FullBlock
-from aftermap.curvature.structures.low_rank import LowRankBlock
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.params import Params
 from aftermap.prior import Prior, PriorSpec
 
-__all__ = ["GaussianPosterior", "Observation", "Posterior", "layers_of"]
+__all__ = ["GaussianPosterior", "Observation", "Posterior", "by_module", "check_scale", "layers_of"]
 
 
 @dataclass(frozen=True)
@@ -136,12 +134,17 @@ class Posterior(ABC):
 
 def layers_of(factors: Factors) -> dict[str, list[str]]:
     """Layer name -> parameters: the blocks, or for one matrix over everything the modules that own the parameters."""
-    if len(factors.blocks) > 1 or not isinstance(factors.blocks[0], FullBlock | LowRankBlock):
+    if len(factors.blocks) > 1 or not factors.blocks[0].joins_layers:
         return {b.name: list(b.shapes) for b in factors.blocks}
-    found: dict[str, list[str]] = {}
-    for name in factors.names:
-        found.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    return found
+    return by_module(factors.names)
+
+
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Module -> its parameters, by the names alone; a parameter of the network itself stands for itself."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return modules
 
 
 def _checked(mean: Params, shapes: Mapping[str, tuple[int, ...]], what: str) -> Params:
@@ -157,8 +160,8 @@ def _checked(mean: Params, shapes: Mapping[str, tuple[int, ...]], what: str) -> 
     return {n: mean[n].detach().clone() for n in shapes}
 
 
-def _checked_scale(scale: float | Tensor) -> Tensor:
-    """A positive number as a 0-d float64 tensor; its gradient is kept."""
+def check_scale(scale: float | Tensor) -> Tensor:
+    """The scale of a curvature, which must be positive, as a 0-d float64 tensor; its gradient stays."""
     factor = torch.as_tensor(scale, dtype=torch.float64)
     if factor.dim() or not math.isfinite(float(factor.detach())) or float(factor.detach()) <= 0:
         raise InputError(f"the scale of the curvature must be one positive and finite number, got {scale!r}")
@@ -210,7 +213,7 @@ class GaussianPosterior(Posterior):
         mean = _checked(mean, factors.shapes, "the mean")
         layers = layers_of(factors)
         parsed = Prior.make(prior, prior_mean, layers, factors.shapes)
-        factor = _checked_scale(scale)
+        factor = check_scale(scale)
         if not any(damping in block.dampings for block in factors.blocks):
             raise InputError(
                 f"damping={damping!r} is for Kronecker factors, and structure={factors.structure!r} has none: use damping='exact'"
@@ -241,7 +244,7 @@ class GaussianPosterior(Posterior):
             prior = self.prior
             if precision is not None:
                 prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
-        factor = self.scale if scale is None else _checked_scale(scale)
+        factor = self.scale if scale is None else check_scale(scale)
         blocks = tuple(b.with_prior(prior, factor) for b in self.blocks)
         return replace(self, blocks=blocks, prior=prior, scale=factor)
 
@@ -289,22 +292,22 @@ class GaussianPosterior(Posterior):
         }
 
     def precision_mv(self, values: Params) -> Params:
-        found: Params = {}
+        product: Params = {}
         for block in self.blocks:
-            found.update(block.precision_mv({n: values[n] for n in block.names}))
-        return {n: found[n] for n in self.names}
+            product.update(block.precision_mv({n: values[n] for n in block.names}))
+        return {n: product[n] for n in self.names}
 
     def covariance_mv(self, values: Params) -> Params:
-        found: Params = {}
+        product: Params = {}
         for block in self.blocks:
-            found.update(block.covariance_mv({n: values[n] for n in block.names}))
-        return {n: found[n] for n in self.names}
+            product.update(block.covariance_mv({n: values[n] for n in block.names}))
+        return {n: product[n] for n in self.names}
 
     def marginal_variance(self) -> Params:
-        found: Params = {}
+        variance: Params = {}
         for block in self.blocks:
-            found.update(block.marginal_variance())
-        return {n: found[n] for n in self.names}
+            variance.update(block.marginal_variance())
+        return {n: variance[n] for n in self.names}
 
     def to_dense(self) -> Tensor:
         starts, total = {}, 0

@@ -63,10 +63,10 @@ BLOCK_KINDS: dict[str, tuple[str, ...]] = {
 
 def _with_basis(value: Mapping[str, Any], inputs: str, outputs: str) -> dict[str, Any]:
     """Puts two entries for eigenvectors into one for the basis."""
-    kept = {k: v for k, v in value.items() if k not in (inputs, outputs)}
+    others = {k: v for k, v in value.items() if k not in (inputs, outputs)}
     if inputs not in value or outputs not in value:
-        return kept  # the check of the entries says what is missing
-    return {**kept, "basis": {"$class": "KroneckerEigenbasis", "inputs": value[inputs], "outputs": value[outputs]}}
+        return others  # the check of the entries says what is missing
+    return {**others, "basis": {"$class": "KroneckerEigenbasis", "inputs": value[inputs], "outputs": value[outputs]}}
 
 
 # How version 1 named classes and entries that have other names now.

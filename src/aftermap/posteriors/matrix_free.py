@@ -22,14 +22,14 @@ from torch import Tensor
 
 from aftermap.curvature.passes.backward import VectorStep
 from aftermap.curvature.passes.products import GGNOperator
-from aftermap.curvature.structures.base import join_flat, split_flat
+from aftermap.curvature.structures.base import covariances_by_example, join_flat, paired_products, split_flat
 from aftermap.distributed import rank, same_everywhere
 from aftermap.draws import normal_like, signs_like
 from aftermap.errors import InputError, ShapeError
 from aftermap.krylov import TraceEstimate
 from aftermap.linalg import safe_cholesky, symmetrise
 from aftermap.params import Params, flatten
-from aftermap.posteriors.base import GaussianPosterior, Posterior
+from aftermap.posteriors.base import GaussianPosterior, Posterior, by_module, check_scale
 from aftermap.posteriors.solver import (
     SOLVE_NUMBERS,
     LinearSystem,
@@ -279,14 +279,14 @@ class MatrixFreePosterior(Posterior):
         """
         mean = {n: p.detach().clone() for n, p in operator.params.items()}
         shapes = {n: tuple(p.shape) for n, p in mean.items()}
-        layers = _modules(shapes) if preconditioner is None else preconditioner.layers
+        layers = by_module(shapes) if preconditioner is None else preconditioner.layers
         if prior is not None or preconditioner is None:
             parsed = Prior.make(1.0 if prior is None else prior, prior_mean, layers, shapes)
         else:
             parsed = preconditioner.prior
         if scale is None:
             scale = 1.0 if preconditioner is None else preconditioner.scale
-        factor = _checked_scale(scale)
+        factor = check_scale(scale)
         helper = Preconditioner.make(preconditioner, parsed, factor, shapes, operator.device)
         settings = MatrixFreeSettings() if settings is None else settings
         if generator is not None:
@@ -306,7 +306,7 @@ class MatrixFreePosterior(Posterior):
             prior = self.prior
             if precision is not None:
                 prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
-        factor = self.scale if scale is None else _checked_scale(scale)
+        factor = self.scale if scale is None else check_scale(scale)
         helper = Preconditioner.make(self.preconditioner.posterior, prior, factor, self.shapes, self.operator.device)
         return replace(self, prior=prior, scale=factor, preconditioner=helper, _own=_Own())
 
@@ -340,9 +340,9 @@ class MatrixFreePosterior(Posterior):
         if missing:
             raise InputError(f"no values for {', '.join(missing[:5])}; give one tensor for each of the parameters")
         for name, shape in self.shapes.items():
-            given = tuple(values[name].shape)
-            if given[len(given) - len(shape) :] != shape:
-                raise ShapeError(f"the values for {name} have shape {given}, which does not end in {shape}")
+            value_shape = tuple(values[name].shape)
+            if value_shape[len(value_shape) - len(shape) :] != shape:
+                raise ShapeError(f"the values for {name} have shape {value_shape}, which does not end in {shape}")
         name = self.names[0]
         lead = values[name].shape[: values[name].dim() - len(self.shapes[name])]
         rows = join_flat(values, self.names, len(lead)).to(torch.float64)
@@ -350,8 +350,8 @@ class MatrixFreePosterior(Posterior):
 
     def _apply(self, values: Params, function: Callable[[Tensor], Tensor]) -> Params:
         rows, lead = self._rows(values)
-        found = symmetric_product(rows, function)
-        parts = split_flat(found.reshape(*lead, -1), self.shapes)
+        product = symmetric_product(rows, function)
+        parts = split_flat(product.reshape(*lead, -1), self.shapes)
         return {n: v.to(values[n].dtype) for n, v in parts.items()}
 
     def precision_mv(self, values: Params) -> Params:
@@ -368,8 +368,8 @@ class MatrixFreePosterior(Posterior):
     def solve(self, values: Params) -> tuple[Params, SolveReport]:
         """Like `covariance_mv`, with a report of what was reached."""
         rows, lead = self._rows(values)
-        found, report = self._system.solve(rows)
-        parts = split_flat(found.reshape(*lead, -1), self.shapes)
+        solution, report = self._system.solve(rows)
+        parts = split_flat(solution.reshape(*lead, -1), self.shapes)
         return {n: v.to(values[n].dtype) for n, v in parts.items()}, report
 
     # Samples.
@@ -468,13 +468,13 @@ class MatrixFreePosterior(Posterior):
         """
         if check_estimator(method) == "samples":
             rows = self.fixed_samples()
-            each = rows * self._system.curvature(rows)
+            draws = rows * self._system.curvature(rows)
         else:
             base, noise = self._prior_shares()
-            each = 1 - base - noise
-        parts = split_flat(each, self.shapes)
+            draws = 1 - base - noise
+        parts = split_flat(draws, self.shapes)
         by_layer = {k: join_flat(parts, v, 1).sum(1) for k, v in self.layers.items()}
-        return mean_estimate(each.sum(1)), {k: mean_estimate(v) for k, v in by_layer.items()}
+        return mean_estimate(draws.sum(1)), {k: mean_estimate(v) for k, v in by_layer.items()}
 
     def effective_parameters(self) -> dict[str, float]:
         """γ by layer (MacKay): how many directions of a layer the data determine; exact for few parameters."""
@@ -492,12 +492,12 @@ class MatrixFreePosterior(Posterior):
                 "hutchinson": random signs; better where the data say little, but it may be negative where they say much.
         """
         if check_estimator(method) == "samples":
-            each = self.fixed_samples().square()
+            draws = self.fixed_samples().square()
         else:
             base, noise = self._prior_shares()
-            each = (base + noise) / self._prior_vector().detach()
-        error = each.std(0) / math.sqrt(len(each)) if len(each) > 1 else torch.full_like(each[0], math.nan)
-        return split_flat(each.mean(0), self.shapes), split_flat(error, self.shapes)
+            draws = (base + noise) / self._prior_vector().detach()
+        error = draws.std(0) / math.sqrt(len(draws)) if len(draws) > 1 else torch.full_like(draws[0], math.nan)
+        return split_flat(draws.mean(0), self.shapes), split_flat(error, self.shapes)
 
     def marginal_variance(self) -> Params:
         """The diagonal of the covariance: exact for few parameters, else from the fixed samples."""
@@ -524,37 +524,20 @@ class MatrixFreePosterior(Posterior):
             For each variant a list of one [b, v, v] (or [b, v]).
         """
         variants = [self] if variants is None else list(variants)
-        found: list[list[Tensor]] = [[] for _ in variants]
         stride = max(1, SOLVE_NUMBERS // (step.vectors * self.n_params))
-        for start in range(0, step.batch.size, stride):
-            length = min(stride, step.batch.size - start)
-            lines = join_flat(step.per_example(self.names, start, length), self.names, 2).detach()  # [v, b, P]
-            for place, variant in enumerate(variants):
-                found[place].append(variant._covariance_of(lines, diagonal))
-        return [[torch.cat(parts)] for parts in found]
 
-    def _covariance_of(self, lines: Tensor, diagonal: bool) -> Tensor:
-        left = lines.to(torch.float64)
+        def rows(gradients: Params) -> Tensor:
+            return join_flat(gradients, self.names, 2).detach()
+
+        return [[c] for c in covariances_by_example(step, self.names, stride, rows, variants, diagonal)]
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J Σ Jᵀ for the gradients of some outputs [v, b, P], by solves or fixed samples: [b, v, v], or [b, v]."""
+        left = gradients.to(torch.float64)
         if self.settings.kind == "samples":
             moved = left @ self.fixed_samples().T / math.sqrt(self.settings.samples)  # [v, b, S]
             left = right = moved
         else:
             right = self._system.solve(left.reshape(-1, self.n_params))[0].reshape(left.shape)
-        if diagonal:
-            return (left * right).sum(-1).T.to(lines.dtype)
-        return symmetrise(torch.einsum("vbp,wbp->bvw", left, right)).to(lines.dtype)
-
-
-def _checked_scale(scale: float | Tensor) -> Tensor:
-    factor = torch.as_tensor(scale, dtype=torch.float64)
-    if factor.dim() or not math.isfinite(float(factor.detach())) or float(factor.detach()) <= 0:
-        raise InputError(f"the scale of the curvature must be one positive and finite number, got {scale!r}")
-    return factor
-
-
-def _modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Module -> its parameters."""
-    found: dict[str, list[str]] = {}
-    for name in shapes:
-        found.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    return found
+        covariance = paired_products(left, right, diagonal)
+        return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)

@@ -270,7 +270,7 @@ def test_ekfac_keeps_its_bases_in_the_dtype_of_the_model(dtype: torch.dtype) -> 
     found = fit_curvature(model, [(x, y)], "classification", structure="ekfac", progress=False)
     assert len(found.blocks) == 2
     for block in found.blocks:
-        for vectors in (block.input_vectors, block.output_vectors):
+        for vectors in (block.basis.inputs, block.basis.outputs):
             assert vectors.dtype == dtype
             eye = torch.eye(vectors.shape[-1], dtype=torch.float64)
             atol = 1e-6 if dtype == torch.float32 else 1e-13

@@ -189,10 +189,17 @@ class BatchStep:
 
 
 class Block(ABC):
-    """A symmetric matrix over some parameters, in the order of `shapes`, each parameter row-major."""
+    """A symmetric matrix over some parameters, in the order of `shapes`, each parameter row-major.
+
+    Attributes:
+        kind: A word for tables and saved folders.
+        dampings: The ways in which a posterior may add the prior to the block.
+        joins_layers: Whether a block may hold several layers with the terms between them.
+    """
 
     kind: str
     dampings: ClassVar[tuple[str, ...]] = ("exact",)
+    joins_layers: ClassVar[bool] = False
 
     @property
     @abstractmethod

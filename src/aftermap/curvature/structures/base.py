@@ -26,9 +26,9 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -131,8 +131,8 @@ class Factors:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters, in the order of `names`."""
-        found = {n: s for b in self.blocks for n, s in b.shapes.items()}
-        return {n: found[n] for n in self.names}
+        shapes = {n: s for b in self.blocks for n, s in b.shapes.items()}
+        return {n: shapes[n] for n in self.names}
 
     @property
     def n_params(self) -> int:
@@ -155,10 +155,10 @@ class Factors:
 
     def diagonal(self) -> dict[str, Tensor]:
         """The diagonal by parameter, in float64."""
-        found: dict[str, Tensor] = {}
+        diagonals: dict[str, Tensor] = {}
         for block in self.blocks:
-            found.update(block.diagonal())
-        return {n: found[n] for n in self.names}
+            diagonals.update(block.diagonal())
+        return {n: diagonals[n] for n in self.names}
 
     def trace(self) -> float:
         """Σ of the diagonal: the mean curvature seen by a random direction, times P."""
@@ -279,13 +279,8 @@ class BlockPosterior(ABC):
         Returns:
             For each variant [b, v, v], or [b, v].
         """
-        parts: list[list[Tensor]] = [[] for _ in variants]
         stride = budget(2 * step.vectors * sum(math.prod(s) for s in self.shapes.values()))
-        for start in range(0, step.batch.size, stride):
-            gradients = self.gradient_rows(step.per_example(self.names, start, min(stride, step.batch.size - start)))
-            for covariances, variant in zip(parts, variants, strict=True):
-                covariances.append(variant.output_covariance(gradients, diagonal))
-        return [torch.cat(covariances) for covariances in parts]
+        return covariances_by_example(step, self.names, stride, self.gradient_rows, variants, diagonal)
 
     def output_noise(self, layout: Layout) -> OutputNoise | None:
         """How to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
@@ -310,9 +305,7 @@ class BlockPosterior(ABC):
             [b, v, v], or [b, v].
         """
         product = flatten_batch(self.covariance_mv(split_flat(gradients, self.shapes)), self.names)
-        if diagonal:
-            return (gradients * product).sum(-1).T
-        return torch.einsum("vbp,wbp->bvw", gradients, product)
+        return paired_products(gradients, product, diagonal)
 
 
 @dataclass(frozen=True)
@@ -338,6 +331,50 @@ class OutputNoise:
         variance = rotated.square() @ self.variances.to(rows.dtype).T
         noise = variance.sqrt() * normal_like(variance.detach(), generator)
         return noise if self.outputs is None else noise @ self.outputs.to(rows.dtype).T
+
+
+class HasOutputCovariance(Protocol):
+    """Whatever knows the covariance of outputs from their gradients."""
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J Σ Jᵀ for [v, b, p]: [b, v, v], or [b, v]."""
+        ...
+
+
+def covariances_by_example(
+    step: VectorStep,
+    names: Sequence[str],
+    stride: int,
+    gradient_rows: Callable[[Params], Tensor],
+    variants: Sequence[HasOutputCovariance],
+    diagonal: bool,
+) -> list[Tensor]:
+    """J Σ Jᵀ from per-example gradients, some examples at a time.
+
+    Args:
+        step: The outputs' vectors v, back-propagated.
+        names: The parameters whose gradients are wanted.
+        stride: How many examples fit into memory.
+        gradient_rows: It turns gradients by name [v, b, *shape] into [v, b, p].
+        variants: Posteriors over these parameters.
+        diagonal: Whether only the variances are wanted.
+
+    Returns:
+        For each variant [b, v, v], or [b, v].
+    """
+    parts: list[list[Tensor]] = [[] for _ in variants]
+    for start in range(0, step.batch.size, stride):
+        gradients = gradient_rows(step.per_example(names, start, min(stride, step.batch.size - start)))
+        for covariances, variant in zip(parts, variants, strict=True):
+            covariances.append(variant.output_covariance(gradients, diagonal))
+    return [torch.cat(covariances) for covariances in parts]
+
+
+def paired_products(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
+    """Σ_p left_p right_p of rows [v, b, p] of the same example: [b, v, v], or [b, v] for equal v."""
+    if diagonal:
+        return (left * right).sum(-1).T
+    return torch.einsum("vbp,wbp->bvw", left, right)
 
 
 def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:

@@ -172,11 +172,11 @@ class DiagonalBlockPosterior(BlockPosterior):
         return torch.stack([(1 - self.prior[n] / p).sum() for n, p in self.precision.items()]).sum()
 
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
-        found = {}
+        draws = {}
         for name, precision in self.precision.items():
             deviation = precision.detach().rsqrt().to(self.dtype)
-            found[name] = normal_like(deviation.expand(count, *deviation.shape), generator) * deviation
-        return found
+            draws[name] = normal_like(deviation.expand(count, *deviation.shape), generator) * deviation
+        return draws
 
     def precision_mv(self, values: Params) -> Params:
         return {n: values[n] * p.to(values[n].dtype) for n, p in self.precision.items()}

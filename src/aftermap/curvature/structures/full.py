@@ -41,6 +41,7 @@ class FullBlock(Block):
     sizes: Mapping[str, tuple[int, ...]]
     matrix: Tensor
     kind: str = "full"
+    joins_layers = True
 
     @property
     def name(self) -> str:

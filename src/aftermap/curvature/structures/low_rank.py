@@ -127,6 +127,7 @@ class LowRankBlock(Block):
     vectors: Tensor
     values: Tensor
     kind: str = "low_rank"
+    joins_layers = True
 
     @property
     def name(self) -> str:
@@ -242,7 +243,7 @@ class LowRankBlockPosterior(BlockPosterior):
         """√D [p]."""
         return self.whitener * self.ratio.sqrt()
 
-    def _informed_parts(self, white: Tensor) -> tuple[Tensor, Tensor]:
+    def informed_parts(self, white: Tensor) -> tuple[Tensor, Tensor]:
         """Splits [..., p]: coordinates in the directions that data inform [..., k], and the rest [..., p].
 
         Twice is enough: after one projection the rest still holds what rounding left of the informed directions, which a weak
@@ -255,7 +256,7 @@ class LowRankBlockPosterior(BlockPosterior):
 
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
         like = torch.empty(count, self.size, dtype=torch.float64, device=self.basis.device)
-        inside, outside = self._informed_parts(normal_like(like, generator))
+        inside, outside = self.informed_parts(normal_like(like, generator))
         white = outside + (inside * self._gain.detach().rsqrt()) @ self.basis.T
         return split_flat((white / self._root.detach()).to(self.dtype), self.shapes)
 
@@ -265,7 +266,7 @@ class LowRankBlockPosterior(BlockPosterior):
         return split_flat((product * self._root).to(next(iter(values.values())).dtype), self.shapes)
 
     def covariance_mv(self, values: Params) -> Params:
-        inside, outside = self._informed_parts(self._joined(values) / self._root)
+        inside, outside = self.informed_parts(self._joined(values) / self._root)
         product = outside + (inside / self._gain) @ self.basis.T
         return split_flat((product / self._root).to(next(iter(values.values())).dtype), self.shapes)
 
@@ -282,14 +283,14 @@ class LowRankBlockPosterior(BlockPosterior):
         for some in few.split(max(1, budget(2 * self.size))):
             units = torch.zeros(len(some), self.size, dtype=torch.float64, device=self.basis.device)
             units[torch.arange(len(some)), some] = 1.0
-            outside[some] = self._informed_parts(units)[1].square().sum(1)
+            outside[some] = self.informed_parts(units)[1].square().sum(1)
         variance = outside + inside @ (1 / self._gain.detach())
         return split_flat(variance / self._root.detach().square(), self.shapes)
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
         """k numbers per output in the informed directions, and the prior's variance of the rest: sums of squares, in float64."""
         white = gradients.to(torch.float64).transpose(0, 1) / self._root  # [b, v, p]
-        inside, outside = self._informed_parts(white)
+        inside, outside = self.informed_parts(white)
         inside = inside * self._gain.rsqrt()
         variance = inside.square().sum(-1) + outside.square().sum(-1)
         warn_of_rounding(self, gradients, self.prior, variance)

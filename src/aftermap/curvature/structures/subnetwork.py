@@ -65,13 +65,13 @@ def put_entries(
     >>> put_entries(torch.tensor([5.0]), {"a": torch.tensor([1])}, {"a": (3,)})
     {'a': tensor([0., 5., 0.])}
     """
-    found, lead = {}, vector.shape[:-1]
+    values, lead = {}, vector.shape[:-1]
     parts = vector.split([len(p) for p in entries.values()], dim=-1)
     for (name, place), part in zip(entries.items(), parts, strict=True):
         flat = vector.new_zeros(*lead, math.prod(shapes[name]))
         flat[..., place.to(vector.device)] = part
-        found[name] = flat.reshape(*lead, *shapes[name])
-    return found
+        values[name] = flat.reshape(*lead, *shapes[name])
+    return values
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ class SubnetworkBlock(Block):
     @property
     def places(self) -> Tensor:
         """The entries' places in the concatenation of the flattened parameters [S]."""
-        found, start = [], 0
+        places, start = [], 0
         for name, shape in self.sizes.items():
-            found.append(self.entries[name].cpu() + start)
+            places.append(self.entries[name].cpu() + start)
             start += math.prod(shape)
-        return torch.cat(found)
+        return torch.cat(places)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
