@@ -114,7 +114,7 @@ class TransposedBasis(KronBlockPosterior):
 class ForgottenScale(KronBlockPosterior):
     @property
     def precision(self) -> Tensor:
-        return self.eigen.precision(torch.ones_like(self.scale), self.prior, self.damping)
+        return super(ForgottenScale, replace(self, scale=torch.ones_like(self.scale))).precision
 
 
 @dataclass(frozen=True)

@@ -142,22 +142,17 @@ class KronBlock(Block):
         outputs = self.outputs.to(torch.float64).diagonal(dim1=-2, dim2=-1)
         return self.layout.split(outputs[:, :, None] * inputs[:, None, :])
 
-    @property
-    def has_diagonal_inputs(self) -> bool:
-        """Whether A is diagonal: its eigenvectors are the unit vectors."""
-        return self.inputs.dim() == 2
-
     def matrices_to_decompose(self, prior: Prior | None = None) -> list[tuple[str, Tensor]]:
         """B, and A where it is not diagonal."""
         outputs = (f"the output factor of {self.name}", self.outputs)
-        return [outputs] if self.has_diagonal_inputs else [outputs, (f"the input factor of {self.name}", self.inputs)]
+        return [outputs] if self.inputs.dim() == 2 else [outputs, (f"the input factor of {self.name}", self.inputs)]
 
     def posterior(
         self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
     ) -> KronBlockPosterior:
         """Eigenvectors take ``dtype``, as they meet the network's gradients; eigenvalues stay in float64."""
         mu, output_vectors = eigen[0]
-        if self.has_diagonal_inputs:
+        if self.inputs.dim() == 2:  # the diagonal of A, whose eigenvectors are the unit vectors
             lam, basis = self.input_mean(), KroneckerEigenbasis(None, output_vectors)
         else:
             lam, basis = eigen[1][0] / self.row_counts()[:, None], KroneckerEigenbasis(eigen[1][1], output_vectors)
@@ -180,7 +175,7 @@ def decompose_bases(blocks: list[KronBlock], dtype: torch.dtype) -> list[Kroneck
         blocks: The list is emptied, so that a factor can go when its basis exists and never both exist of all layers.
         dtype: The precision of the eigenvectors.
     """
-    diagonal_inputs = [block.has_diagonal_inputs for block in blocks]
+    diagonal_inputs = [block.inputs.dim() == 2 for block in blocks]
     matrices = [pair for block in blocks for pair in block.matrices_to_decompose()]
     blocks.clear()
     vectors = iter([eigenvectors for _, eigenvectors in eigendecompose(matrices, dtype, release=True)])
@@ -314,33 +309,22 @@ class KroneckerEigenvalues:
         """[g, o, i]."""
         if self.table is not None:
             return self.table
-        outputs, inputs = self._factors()
-        return outputs[:, :, None] * inputs[:, None, :]
-
-    def _factors(self) -> tuple[Tensor, Tensor]:
         if self.outputs is None or self.inputs is None:
-            raise InputError("eigenvalues of a Kronecker block need the table E, or both μ and λ; this one has neither")
-        return self.outputs, self.inputs
+            raise InputError("the eigenvalues of a Kronecker block are incomplete: they need the table E, or both μ and λ")
+        return self.outputs[:, :, None] * self.inputs[:, None, :]
 
     def exceed(self, least: Tensor) -> tuple[Tensor, Tensor]:
         """Where any eigenvalue of an output direction [g, o], and of an input direction [g, i], is above ``least``."""
-        if self.table is None:
-            outputs, inputs = self._factors()
+        if self.outputs is not None and self.inputs is not None:
+            outputs, inputs = self.outputs, self.inputs
             return outputs * inputs.amax(-1, keepdim=True) > least, inputs * outputs.amax(-1, keepdim=True) > least
-        above = self.table > least
+        above = self.values() > least
         return above.any(-1), above.any(-2)
 
     def to(self, dtype: torch.dtype) -> KroneckerEigenvalues:
         """The same in another precision."""
         table, outputs, inputs = (None if t is None else t.to(dtype) for t in (self.table, self.outputs, self.inputs))
         return KroneckerEigenvalues(table, outputs, inputs, self.n_data)
-
-    def precision(self, scale: Tensor, prior: Tensor, damping: str) -> Tensor:
-        """Eigenvalues of the posterior precision [g, o, i]."""
-        if self.table is not None:
-            return scale * self.table + prior
-        mu, lam = self._factors()
-        return damped_eigenvalues(mu, lam, scale=scale, prior=prior, damping=damping, n_data=self.n_data)
 
 
 @dataclass(frozen=True)
@@ -372,7 +356,11 @@ class KronBlockPosterior(BlockPosterior):
     @property
     def precision(self) -> Tensor:
         """Eigenvalues of the precision [g, o, i]."""
-        return self.eigen.precision(self.scale, self.prior, self.damping)
+        mu, lam = self.eigen.outputs, self.eigen.inputs
+        if mu is None or lam is None:
+            return self.scale * self.eigen.values() + self.prior
+        n_data = self.eigen.n_data
+        return damped_eigenvalues(mu, lam, scale=self.scale, prior=self.prior, damping=self.damping, n_data=n_data)
 
     def with_prior(self, prior: Prior, scale: Tensor) -> KronBlockPosterior:
         device = self.basis.outputs.device
@@ -392,8 +380,8 @@ class KronBlockPosterior(BlockPosterior):
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
         dtype = self.basis.outputs.dtype
         # Sums of positive numbers lose nothing in the samples' own precision, and the table is as large as the network.
-        precision = self.eigen.to(dtype).precision(self.scale.to(dtype), self.prior.to(dtype), self.damping)
-        table = precision.detach().rsqrt_()
+        rounded = replace(self, eigen=self.eigen.to(dtype), scale=self.scale.to(dtype), prior=self.prior.to(dtype))
+        table = rounded.precision.detach().rsqrt_()
         pieces = self.layout.pieces
         columns_drawn = [table.new_empty(count, *table.shape[:2], p.stop - p.start) for p in pieces]
         informed = self._informed(table)
