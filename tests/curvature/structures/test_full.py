@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 from aftermap.errors import NumericalWarning
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Gaussian
+from aftermap.posteriors import GaussianPosterior
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -41,6 +43,21 @@ def test_single_precision_agrees_with_double_under_a_weak_prior(precision: float
     single = Laplace(net, **options).fit([(x, y)]).predict(x[:200])
     assert single.epistemic.dtype == torch.float32
     assert_close(single.epistemic.double(), exact.epistemic, rtol=1e-3, atol=0)
+
+
+def test_a_sum_of_two_precisions_is_trusted_as_far_as_the_lower_one():
+    """Sums in float32, such as those of folders that earlier versions saved, may be updated with sums in float64."""
+    x = normal(30, 3).float()
+    laplace = Laplace(network(x, x[:, :1]), Gaussian(0.1), structure="full").fit([(x, x[:, :1])])
+    (block,) = laplace.factors.blocks
+    assert block.matrix.dtype == torch.float64
+    old = block.with_tensors({"matrix": block.matrix.float()})
+    for total in (old + block, block + old):
+        assert total.matrix.dtype == torch.float32
+        assert_close(total.matrix, 2 * old.matrix)
+        mean = {n: p.detach() for n, p in laplace.model.named_parameters()}
+        GaussianPosterior.from_factors(replace(laplace.factors, blocks=(total,)), mean, 1e-3)
+    assert (block + block).matrix.dtype == torch.float64
 
 
 def test_a_prior_that_single_precision_cannot_resolve_is_named():

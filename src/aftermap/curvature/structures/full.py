@@ -24,7 +24,7 @@ from aftermap.linalg import GramSum, psd_eigh, symmetrise
 from aftermap.params import Params
 from aftermap.prior import Prior
 
-__all__ = ["FullBlock", "FullBlockPosterior", "FullSum"]
+__all__ = ["FullBlock", "FullBlockPosterior", "FullSum", "coarser_dtype"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class FullBlock(Block):
     """A dense symmetric matrix.
 
     Attributes:
-        label: a name for tables.
-        sizes: parameters and shapes, in the order of the matrix.
-        matrix: [p, p].
+        label: The name of the block in tables.
+        sizes: The parameters and their shapes, in the order of the matrix.
+        matrix: The sum over data [p, p]; in float64 since gradients of any precision are multiplied there.
     """
 
     label: str
@@ -60,6 +60,13 @@ class FullBlock(Block):
     def scaled(self, factor: float) -> FullBlock:
         return replace(self, matrix=self.matrix * factor)
 
+    def __add__(self, other: Block) -> Block:
+        """The sum, in the lower of two precisions: its dtype says how far its eigenvalues can be trusted."""
+        total = super().__add__(other)
+        if isinstance(total, FullBlock) and isinstance(other, FullBlock):
+            return replace(total, matrix=total.matrix.to(coarser_dtype(self.matrix, other.matrix)))
+        return total
+
     def to_dense(self) -> Tensor:
         return symmetrise(self.matrix.to(torch.float64))
 
@@ -72,6 +79,11 @@ class FullBlock(Block):
     ) -> FullBlockPosterior:
         """Decomposes the whitened matrix; see `FullBlockPosterior.of`."""
         return FullBlockPosterior.of(self, prior, scale, dtype)
+
+
+def coarser_dtype(left: Tensor, right: Tensor) -> torch.dtype:
+    """The dtype of the two tensors with the larger rounding."""
+    return max(left.dtype, right.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 class FullSum(ExampleSum):
@@ -99,13 +111,14 @@ class FullBlockPosterior(BlockPosterior):
     """A dense block under a prior.
 
     Attributes:
-        source_block: the curvature M.
-        prior: D as a vector [p].
-        whitener: √D of the decomposition [p]; the present prior is ratio · whitener².
-        values: l [p]; vectors: V [p, p], float64.
-        ratio: 0-d.
+        source_block: The curvature M.
+        prior: The prior's precisions D as a vector [p].
+        whitener: √D at the time of the decomposition [p]; the present prior is ratio · whitener².
+        values: The eigenvalues l [p] of the whitened matrix, in float64.
+        vectors: Its eigenvectors V [p, p], in float64.
+        ratio: The present prior relative to that of the decomposition, 0-d.
         scale: s, 0-d.
-        dtype: of samples.
+        dtype: The precision of samples.
     """
 
     source_block: FullBlock

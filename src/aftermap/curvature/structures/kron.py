@@ -310,7 +310,9 @@ class KroneckerEigenvalues:
         if self.table is not None:
             return self.table
         if self.outputs is None or self.inputs is None:
-            raise InputError("the eigenvalues of a Kronecker block are incomplete: they need the table E, or both μ and λ")
+            raise InputError(
+                "the eigenvalues of a Kronecker block are incomplete: they need the table E, or both μ and λ"
+            )
         return self.outputs[:, :, None] * self.inputs[:, None, :]
 
     def exceed(self, least: Tensor) -> tuple[Tensor, Tensor]:
@@ -332,13 +334,13 @@ class KronBlockPosterior(BlockPosterior):
     """A Kronecker block under a prior.
 
     Attributes:
-        source_block: the curvature.
-        layout: how parameters form [g, o, i].
+        source_block: The curvature.
+        layout: How the parameters form [g, o, i].
         basis: U_A and U_B, in the network's dtype.
-        eigen: the eigenvalues of the curvature, in float64.
-        prior: δ, 0-d.
+        eigen: The eigenvalues of the curvature, in float64.
+        prior: The prior precision δ of the layer, 0-d.
         scale: s, 0-d.
-        damping: exact, factored or pi.
+        damping: How the prior is added: exact, factored or pi.
     """
 
     source_block: Block

@@ -173,14 +173,14 @@ class LowRankBlockPosterior(BlockPosterior):
     """A low-rank block under a prior.
 
     Attributes:
-        source_block: U and l.
-        prior: D as a vector [p].
-        basis: Q [p, k], float64, orthonormal.
-        values: σ² for s = 1 and the decomposition's prior [k].
-        whitener: √D of the decomposition [p].
-        ratio: present prior over the decomposition's, 0-d.
+        source_block: The curvature, U and l.
+        prior: The prior's precisions D as a vector [p].
+        basis: The orthonormal directions Q [p, k] that the data inform, in float64.
+        values: σ² [k] for s = 1 and the prior of the decomposition.
+        whitener: √D at the time of the decomposition [p].
+        ratio: The present prior relative to that of the decomposition, 0-d.
         scale: s, 0-d.
-        dtype: of samples.
+        dtype: The precision of samples.
     """
 
     source_block: LowRankBlock

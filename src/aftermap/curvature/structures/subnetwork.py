@@ -25,7 +25,7 @@ from aftermap.curvature.passes.plan import agreed, probe
 from aftermap.curvature.passes.stream import Stream
 from aftermap.curvature.structures.base import BlockPosterior, Factors, Treatment
 from aftermap.curvature.structures.eigenbasis import Eigen
-from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior
+from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, coarser_dtype
 from aftermap.distributed import together
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
@@ -126,7 +126,10 @@ class SubnetworkBlock(Block):
         same_names(self, other)
         if isinstance(other, SubnetworkBlock) and not torch.equal(self.places, other.places):
             raise InputError("two subnetworks over different entries cannot be added; fit both over the same ones")
-        return super().__add__(other)
+        total = super().__add__(other)
+        if isinstance(total, SubnetworkBlock) and isinstance(other, SubnetworkBlock):
+            return replace(total, matrix=total.matrix.to(coarser_dtype(self.matrix, other.matrix)))
+        return total
 
     def to_dense(self) -> Tensor:
         """[p, p] over whole parameters; rows and columns of fixed entries are zero."""
