@@ -411,9 +411,9 @@ def _read_tensors(
         )
     wrong = []
     for key, tensor in tensors.items():
-        expected = {k: v for k, v in table[key].items() if k != "order"}
-        if described(tensor) != expected:
-            wrong.append(f"{key} is {_short(described(tensor))}, should be {_short(expected)}")
+        description = {k: v for k, v in table[key].items() if k != "order"}
+        if described(tensor) != description:
+            wrong.append(f"{key} is {_short(described(tensor))}, should be {_short(description)}")
     if wrong:
         raise DataError(f"{file} does not fit {_CONFIG}: " + "; ".join(wrong[:5]))
     if _digest(file) != expected.get("sha256"):
