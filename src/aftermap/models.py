@@ -8,9 +8,10 @@ to the mean or to a draw of the weights.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +34,8 @@ __all__ = [
     "evaluating",
     "evaluation_mode",
     "functional_outputs",
-    "gradients_for",
     "model_errors_explained",
+    "only_require_grad",
     "prepare_forward_mode",
     "update_bn",
 ]
@@ -48,12 +49,10 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Tensor:
     A tensor is passed as it is, a tuple as positional and a mapping as keyword arguments. From a returned object or
     mapping the ``logits`` are taken (Hugging Face models), from a tuple or list its only tensor.
     """
-    if isinstance(inputs, Mapping):
-        outputs = model(**inputs)
-    elif isinstance(inputs, tuple):
-        outputs = model(*inputs)
-    else:
-        outputs = model(inputs)
+    args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
+    kwargs = inputs if isinstance(inputs, Mapping) else {}
+    with _eager():
+        outputs = model(*args, **kwargs)
     if isinstance(outputs, Tensor):
         return outputs
     if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
@@ -68,6 +67,15 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Tensor:
         f"the model returned {describe(outputs)}; it must return a tensor [N, ..., C] or an object with .logits. "
         "Wrap it in a module that picks the output"
     )
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Inside, torch.compile'd modules run as they were written: a compiled graph has no hooks, and may be specialised."""
+    # Whoever has compiled something has imported this; importing it here would take a second.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -123,7 +131,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def gradients_for(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+def only_require_grad(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Inside, exactly the named parameters require gradients: frozen parts build no graph and cost no memory."""
     before = {n: p.requires_grad for n, p in model.named_parameters()}
     wanted = set(names)

@@ -61,10 +61,10 @@ def test_fit_says_cost_first_and_saves_everything(files: Files, fitted: Path, tm
         "posterior.safetensors",
         "reference.safetensors",
     ]
-    told = json.loads((fitted / "config.json").read_text())["laplace"]["extras"]
-    assert told["model"]["spec"] == files.model
-    assert told["task"] == "classification"
-    assert Threshold.from_dict(told["thresholds"]["entropy"]).n_data == 80
+    extras = json.loads((fitted / "config.json").read_text())["laplace"]["extras"]
+    assert extras["model"]["spec"] == files.model
+    assert extras["task"] == "classification"
+    assert Threshold.from_dict(extras["thresholds"]["entropy"]).n_data == 80
     loaded = load_fitted(fitted)
     quantiles = loaded.reference["entropy"]
     assert quantiles.shape == (201,)

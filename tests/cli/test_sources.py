@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from aftermap.cli.fit import build_for, resolve_task
-from aftermap.cli.sources import Batches, DataOptions, first_batch, open_source, parse_ood, parse_size
+from aftermap.cli.sources import Batches, DataFormat, first_batch, open_source, parse_ood, parse_size
 from aftermap.data import Examples
 from aftermap.errors import DataError, InputError
 from tests.cli.common import Files
 
-HOW = DataOptions(batch_size=64)
+HOW = DataFormat(batch_size=64)
 
 
 def test_files_and_parts(files: Files) -> None:
@@ -27,7 +27,7 @@ def test_files_and_parts(files: Files) -> None:
     assert train.examples is not None
     assert test.examples is not None
     assert (len(train.examples), len(test.examples)) == (90, 30)
-    limited = open_source("toy:moons:all", "train", DataOptions(limit=10))
+    limited = open_source("toy:moons:all", "train", DataFormat(limit=10))
     assert limited.examples is not None
     assert len(limited.examples) == 10
 
@@ -72,13 +72,13 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 def test_targets_of_the_task(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("a,y\n1,0\n2,3\n")
-    as_numbers = open_source(str(file), "train", DataOptions(target="y", task="regression"))
+    as_numbers = open_source(str(file), "train", DataFormat(target="y", task="regression"))
     assert as_numbers.examples is not None
     assert as_numbers.examples.targets is not None
     assert as_numbers.examples.targets.dtype == torch.float32
     file.write_text("a,y\n1,0.0\n2,3.5\n")
     with pytest.raises(InputError, match=r"needs class indices, but targets such as 3.5"):
-        open_source(str(file), "train", DataOptions(target="y", task="classification"))
+        open_source(str(file), "train", DataFormat(target="y", task="classification"))
 
 
 def test_each_process_has_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +120,9 @@ def test_the_task_follows_from_targets_and_outputs(files: Files) -> None:
     cases = [("builtin:iris", "classification"), ("builtin:diabetes", "regression")]
     for spec, expected in cases:
         source = open_source(spec, "train", HOW)
-        model, told = build_for("builtin:mlp", None, source, HOW, device, 0)
+        model, model_config = build_for("builtin:mlp", None, source, HOW, device, 0)
         assert resolve_task("auto", model, source) == expected
-        assert told["options"]["rescale"] == (expected == "regression")
+        assert model_config["options"]["rescale"] == (expected == "regression")
     place = files.model.removesuffix(":build")
     moons, blobs = open_source("toy:moons", "train", HOW), open_source("toy:blobs", "train", HOW)
     one, _ = build_for(f"{place}:one", None, moons, HOW, device, 0)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import aftermap.cli.training as training
 from aftermap.cli.app import app
 from aftermap.cli.store import load_fitted
-from aftermap.cli.training import CHECKPOINT, OPTIMIZERS
+from aftermap.cli.training import CHECKPOINT, RATES
 from aftermap.optim import TrainedPosterior
 from tests.cli.common import answer, invoke, words
 from tests.processes import free_port
@@ -45,7 +45,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize(
-    "optimizer", [o if o in ("vogn", "adam") else pytest.param(o, marks=pytest.mark.slow) for o in OPTIMIZERS]
+    "optimizer", [o if o in ("vogn", "adam") else pytest.param(o, marks=pytest.mark.slow) for o in RATES]
 )
 def test_killed_and_restarted_it_ends_where_it_would_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str

@@ -228,7 +228,12 @@ def test_a_posterior_without_its_network(files: Files, posterior: Path, tmp_path
     config = json.loads((posterior / "config.json").read_text())
     config["laplace"]["extras"]["model"]["spec"] = "gone.nets:build"
     (posterior / "config.json").write_text(json.dumps(config))
-    assert "there is no module 'gone'" in words(invoke("predict", str(posterior), str(files.test), code=2).stderr)
+    assert "gone.nets:build, which is not found" in words(
+        invoke("predict", str(posterior), str(files.test), code=2).stderr
+    )
+    assert "there is no module 'gone'" in words(
+        invoke("predict", str(posterior), str(files.test), "--trust-code", code=2).stderr
+    )
     invoke("predict", str(posterior), str(files.test), "--model", files.model, "-o", str(tmp_path / "a.csv"))
     (posterior / "model.safetensors").unlink()
     assert "model.safetensors is missing" in words(

@@ -239,7 +239,10 @@ def test_devices() -> None:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"structure": "kfac"}, "structure='kfac' is not known; allowed are 'kron'"),
+        (
+            {"structure": "kfac"},
+            "structure='kfac' is not known; allowed are 'diagonal', .*'kron'.*Did you mean 'ekfac'",
+        ),
         ({"curvature": "fisher"}, "curvature='fisher' is not known; allowed are 'auto'"),
         ({"approach": "mean"}, "approach='mean' is not known; allowed are 'expand', 'reduce'"),
         ({"samples": 0}, "samples=0 must be a whole number of at least 1"),

@@ -55,7 +55,7 @@ def test_scales(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"structure": "dense"}, "structure='dense' is not known; allowed are 'kron'"),
+        ({"structure": "dense"}, "structure='dense' is not known; allowed are 'diagonal', .*'kron'"),
         ({"curvature": "fisher"}, "curvature='fisher' is not known"),
         ({"damping": "none"}, "damping='none' is not known; allowed are 'exact'"),
         ({"approach": "mean"}, "approach='mean' is not known"),

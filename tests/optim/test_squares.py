@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.curvature.fit import fit_curvature
-from aftermap.curvature.passes.closure import ClosureWatcher, Moments
-from aftermap.curvature.passes.per_example import ggn_squares, per_example_gradients
+from aftermap.curvature.passes.closure import ClosureReader
+from aftermap.curvature.passes.gradient_reader import ClosureStatistics
+from aftermap.curvature.passes.per_example import per_example_gradients
+from aftermap.curvature.structures.diagonal import ggn_diagonal_of_closure
 from aftermap.errors import StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Categorical
 
@@ -159,24 +161,26 @@ def loop(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return {name: torch.stack([r[i] for r in rows]) for i, name in enumerate(names)}
 
 
-def watch(watcher: ClosureWatcher, net: nn.Module, x: Tensor, y: Tensor, reduction: str, *, own: bool) -> Moments:
-    with watcher.watching() as seen:
+def read(
+    reader: ClosureReader, net: nn.Module, x: Tensor, y: Tensor, reduction: str, *, own: bool
+) -> ClosureStatistics:
+    with reader.reading() as reading:
         loss = F.cross_entropy(net(x), y, reduction=reduction)
         if own:
             loss.backward()
         else:
-            seen.differentiate(loss)
-    return seen.finish()
+            reading.differentiate(loss)
+    return reading.finish()
 
 
 @pytest.mark.parametrize("name", [*CASES, *TOKENS])
 def test_sums_and_squares_are_those_of_single_examples(name: str) -> None:
     net, x, y = make(name)
     expected = loop(net, x, y)
-    watcher = ClosureWatcher(net, list(expected))
+    reader = ClosureReader(net, list(expected))
     # The first closure verifies and falls back, the second uses rules alone, the third calls backward itself.
     for reduction, own, scale in (("mean", False, N), ("sum", False, 1), ("mean", True, N), ("sum", True, 1)):
-        found = watch(watcher, net, x, y, reduction, own=own)
+        found = read(reader, net, x, y, reduction, own=own)
         assert found.size == N
         assert found.sums.keys() == found.squares.keys() == expected.keys()
         for key, each in expected.items():
@@ -204,10 +208,10 @@ def test_weights_multiply_per_example_gradients() -> None:
 
 def test_which_parameters_have_no_rule_is_known_after_the_first_closure() -> None:
     net, x, y = make("bare tensors")
-    watcher = ClosureWatcher(net, [n for n, _ in net.named_parameters()])
-    watch(watcher, net, x, y, "mean", own=False)
-    assert watcher.plan is not None
-    assert set(watcher.plan.reasons) == {"scale", "layer.weight"}
+    reader = ClosureReader(net, [n for n, _ in net.named_parameters()])
+    read(reader, net, x, y, "mean", own=False)
+    assert reader.plan is not None
+    assert set(reader.plan.uncovered) == {"scale", "layer.weight"}
 
 
 def test_batch_norm_in_training_has_exact_sums_and_squares_of_its_rows() -> None:
@@ -215,50 +219,50 @@ def test_batch_norm_in_training_has_exact_sums_and_squares_of_its_rows() -> None
     net.train()
     names, params = zip(*net.named_parameters(), strict=True)
     before = {k: b.clone() for k, b in net.named_buffers()}
-    watcher = ClosureWatcher(net, list(names))
+    reader = ClosureReader(net, list(names))
     with pytest.warns(StatisticalWarning, match="1 BatchNorm layers .* are in training mode"):
-        found = watch(watcher, net, x, y, "sum", own=False)
+        found = read(reader, net, x, y, "sum", own=False)
     truth = torch.autograd.grad(F.cross_entropy(net(x), y, reduction="sum"), params)
     for key, each in zip(names, truth, strict=True):
         assert_close(found.sums[key], each)
     # One forward pass of the closure and one above: looking at the model left no trace in the statistics.
     assert int(net[1].num_batches_tracked) == int(before["1.num_batches_tracked"]) + 2
-    watch(watcher, net, x, y, "sum", own=False)  # no second warning
+    read(reader, net, x, y, "sum", own=False)  # no second warning
     assert net.training
 
 
 def test_two_calls_of_the_model_in_one_closure_are_refused() -> None:
     net, x, y = make("linear")
-    watcher = ClosureWatcher(net, [n for n, _ in net.named_parameters()])
-    with watcher.watching() as seen:
-        seen.differentiate(F.cross_entropy(net(x), y) + F.cross_entropy(net(-x), y))
+    reader = ClosureReader(net, [n for n, _ in net.named_parameters()])
+    with reader.reading() as reading:
+        reading.differentiate(F.cross_entropy(net(x), y) + F.cross_entropy(net(-x), y))
     with pytest.raises(UnsupportedError, match="called the model 2 times"):
-        seen.finish()
+        reading.finish()
 
 
 def test_a_look_without_gradient_is_not_a_call() -> None:
     net, x, y = make("linear")
-    watcher = ClosureWatcher(net, [n for n, _ in net.named_parameters()])
-    with watcher.watching() as seen:
+    reader = ClosureReader(net, [n for n, _ in net.named_parameters()])
+    with reader.reading() as reading:
         with torch.no_grad():
             net(x[:3])
-        seen.differentiate(F.cross_entropy(net(x), y))
-    assert seen.finish().size == N
+        reading.differentiate(F.cross_entropy(net(x), y))
+    assert reading.finish().size == N
 
 
 def test_nothing_of_the_model_changes() -> None:
     net, x, y = make("attention")
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    watcher = ClosureWatcher(net, [n for n, _ in net.named_parameters()])
+    reader = ClosureReader(net, [n for n, _ in net.named_parameters()])
 
     def fail() -> None:
-        with watcher.watching():
+        with reader.reading():
             net(x)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    watch(watcher, net, x, y, "mean", own=False)
+    read(reader, net, x, y, "mean", own=False)
     assert all(not m._forward_hooks and "forward" not in m.__dict__ for m in net.modules())
     assert all(p.grad is None and p.requires_grad and not p._backward_hooks for p in net.parameters())
     assert net.training
@@ -268,25 +272,25 @@ def test_nothing_of_the_model_changes() -> None:
 
 def test_inputs_are_let_go_as_the_backward_pass_goes_on() -> None:
     net, x, y = make("linear")
-    watcher = ClosureWatcher(net, [n for n, _ in net.named_parameters()])
-    watch(watcher, net, x, y, "mean", own=False)
-    with watcher.watching() as seen:
+    reader = ClosureReader(net, [n for n, _ in net.named_parameters()])
+    read(reader, net, x, y, "mean", own=False)
+    with reader.reading() as reading:
         loss = F.cross_entropy(net(x), y)
-        assert [c.inputs.numel() for c in seen.seen.calls] == [N * 5, N * 6]
-        seen.differentiate(loss)
-        assert [c.inputs.numel() for c in seen.seen.calls] == [0, 0]
+        assert [c.inputs.numel() for c in reading.record.calls] == [N * 5, N * 6]
+        reading.differentiate(loss)
+        assert [c.inputs.numel() for c in reading.record.calls] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["linear", "conv2d", "bare tensors", "reused", "group norm"])
 def test_the_ggn_of_a_closure_is_that_of_the_engine(name: str) -> None:
     net, x, y = make(name)
     names = [n for n, _ in net.named_parameters()]
-    watcher = ClosureWatcher(net, names, passive=True)
-    with watcher.watching() as seen:
+    reader = ClosureReader(net, names, gradients_only=True)
+    with reader.reading() as reading:
         loss = F.cross_entropy(net(x), y)
-        seen.differentiate(loss, keep=True)
-    seen.finish()
-    found = ggn_squares(seen, Categorical(), "exact", 1, None)
+        reading.differentiate(loss, keep=True)
+    reading.finish()
+    found = ggn_diagonal_of_closure(reading, Categorical(), "exact", 1, None)
     expected = fit_curvature(net.eval(), [(x, y)], "classification", structure="diagonal", curvature="exact").diagonal()
     for key in names:
         assert_close(found[key], expected[key], rtol=1e-7, atol=1e-12)

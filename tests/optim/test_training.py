@@ -295,7 +295,7 @@ def test_bfloat16_autocast(preset: type[VariationalOptimizer]) -> None:
     if preset is VOGN:
         watcher = opt._read()
         assert watcher.plan is not None  # type: ignore[union-attr]
-        assert not watcher.plan.reasons  # type: ignore[union-attr]
+        assert not watcher.plan.uncovered  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("preset", [VOGN, IVON])

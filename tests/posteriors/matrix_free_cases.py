@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from aftermap.batches import unpack_batch
 from aftermap.curvature import reference
 from aftermap.curvature.fit import fit_curvature
-from aftermap.curvature.passes.plan import probe
+from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.likelihoods import Categorical, Gaussian, Likelihood
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, MatrixFreeSettings
@@ -105,7 +105,7 @@ CASES = {
 
 def latent(model: nn.Module, posterior: Any, x: Tensor, **options: Any) -> LatentGaussian:
     batch = unpack_batch((x, torch.zeros(len(x))))
-    return latent_gaussians(model, posterior, batch, probe(model, posterior.names, batch), **options)[0]
+    return latent_gaussians(CheckedPlan(model, posterior.names, batch), posterior, batch, **options)[0]
 
 
 def gap_problem(seed: int) -> tuple[nn.Module, Tensor, Tensor]:

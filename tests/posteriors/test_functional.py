@@ -7,9 +7,9 @@ import torch
 from torch.func import functional_call, jacrev
 
 from aftermap.batches import Batch
-from aftermap.curvature.passes.plan import probe
+from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.posteriors import GaussianPosterior
-from aftermap.predictive.linearised import jacobian_steps
+from aftermap.predictive.linearised import output_gradients
 from tests.posteriors.cases import CASES, build, made, posterior_of
 
 
@@ -30,13 +30,13 @@ def test_functional_covariance(case: str) -> None:
     posterior = posterior_of(case, 0.7, scale=1.7)
     batch = Batch(data[0][0], None, None, len(data[0][0]))
     variants = [posterior, posterior.with_prior(2.3, scale=0.4)]
-    found = probe(model, list(posterior.names), batch)
+    checked = CheckedPlan(model, list(posterior.names), batch)
     full: list[list[torch.Tensor]] = [[], []]
     variances: list[list[torch.Tensor]] = [[], []]
-    for _, _, _, step in jacobian_steps(model, posterior.names, batch, found):
-        for place, parts in enumerate(posterior.functional_covariance(step, variants)):
+    for _, _, _, gradients in output_gradients(checked, batch):
+        for place, parts in enumerate(posterior.functional_covariance(gradients, variants)):
             full[place].append(torch.stack(parts).sum(0))
-        for place, parts in enumerate(posterior.functional_covariance(step, variants, diagonal=True)):
+        for place, parts in enumerate(posterior.functional_covariance(gradients, variants, diagonal=True)):
             variances[place].append(torch.stack(parts).sum(0))
     for place, variant in enumerate(variants):
         wanted = dense(variant, case)

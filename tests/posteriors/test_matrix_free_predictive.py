@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from aftermap.batches import unpack_batch
 from aftermap.curvature import reference
 from aftermap.curvature.fit import fit_curvature
-from aftermap.curvature.passes.plan import probe
+from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.likelihoods import Gaussian
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, MatrixFreeSettings
@@ -63,7 +63,7 @@ def test_variants_equal_separate_posteriors() -> None:
     posterior = case.matrix_free()
     variants = [posterior.with_prior(0.4), posterior.with_prior(3.0, scale=0.5)]
     batch = unpack_batch((case.asked, torch.zeros(6)))
-    found = latent_gaussians(case.model, posterior, batch, probe(case.model, case.names, batch), variants=variants)
+    found = latent_gaussians(CheckedPlan(case.model, case.names, batch), posterior, batch, variants=variants)
     for each, (prior, scale) in zip(found, [(0.4, 1.3), (3.0, 0.5)], strict=True):
         assert_close(each.cov, dense_covariance(case, case.precision(prior, scale)), rtol=1e-6, atol=1e-9)
 
@@ -74,7 +74,7 @@ def test_joint_covariance_function_samples_and_derivatives() -> None:
     J = reference.jacobian(case.model, case.asked).flatten(0, 1)
     truth = J @ torch.linalg.inv(case.precision()) @ J.T
     batch = unpack_batch((case.asked, torch.zeros(6)))
-    _, joint = joint_covariance(case.model, posterior, batch, probe(case.model, case.names, batch))
+    _, joint = joint_covariance(CheckedPlan(case.model, case.names, batch), posterior, batch)
     assert_close(joint.reshape(24, 24), truth, rtol=1e-6, atol=1e-9)
     count = 1500
     drawn = function_samples(case.model, posterior, case.asked, count, generator(1)).reshape(count, 24)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature import reference
-from aftermap.curvature.passes.record import altered_outputs
+from aftermap.curvature.passes.record import outputs_replaced
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Gaussian
@@ -133,6 +133,6 @@ def test_hooks_are_gone_after_an_exception() -> None:
     def fails(inputs: Tensor, output: Tensor) -> Tensor:
         raise RuntimeError("out of luck")
 
-    with pytest.raises(RuntimeError, match="out of luck"), altered_outputs({net: fails}):
+    with pytest.raises(RuntimeError, match="out of luck"), outputs_replaced({net: fails}):
         net(normal(2, 3))
     check_unchanged(net, before)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from aftermap.analysis.parts import Part
 from aftermap.analysis.weights import LayerWeights
 from aftermap.batches import Batch
-from aftermap.curvature.passes.backward import BatchStep
-from aftermap.curvature.passes.plan import Probe
+from aftermap.curvature.passes.backward import LayerGradients
+from aftermap.curvature.passes.plan import CheckedPlan
+from aftermap.curvature.passes.record import ForwardRecord
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params
-from aftermap.predictive.linearised import jacobian_steps
+from aftermap.predictive.linearised import output_gradients
 
 __all__ = ["Contributions", "Layer", "LayerResult", "LayerSums", "contributions", "layer_results", "layers_of"]
 
@@ -117,11 +118,10 @@ def _users(model: nn.Module) -> dict[str, list[str]]:
 
 
 def contributions(
-    model: nn.Module,
+    checked: CheckedPlan,
     parts: Sequence[Part],
     layers: Sequence[Layer],
     batch: Batch,
-    found: Probe,
     likelihood: Likelihood,
     *,
     diagonal: bool | None = None,
@@ -130,16 +130,14 @@ def contributions(
     """One pass of a batch through the network, with every layer's part of the covariance of its outputs.
 
     Args:
-        model: in eval mode.
+        checked: The plan of the network, in eval mode.
         parts: the posterior.
         layers: in order.
         batch: the inputs.
-        found: the probe of the model.
         likelihood: for Λ.
         diagonal: variances only; None: from `MAX_COVARIANCE` outputs on.
         targets: for a Λ that depends on them (class weights, ignored positions); None leaves these out.
     """
-    names = [n for layer in layers for n in layer.parameters]
     kinds = [k for k in KINDS if k == "own" or _has(parts, k)]
     means: list[Tensor] = []
     total: dict[int, list[Tensor]] = {}
@@ -148,16 +146,16 @@ def contributions(
     calls: dict[str, int] = {}
     curvature = torch.empty(0)
     only = diagonal
-    for part, position, values, step in jacobian_steps(model, names, batch, found):
+    for part, position, values, gradients in output_gradients(checked, batch):
         only = values.shape[-1] > MAX_COVARIANCE if only is None else only
         if position == 0:
             means.append(values)
-            calls = calls or _calls(step.batch, layers)
+            calls = calls or _calls(gradients.record, layers)
             if not only:
                 width = values.shape[-1]
                 curvature = likelihood.hessian(values, None if targets is None else targets[part])
                 curvature = curvature.to(torch.float64).reshape(len(values), -1, width, width)
-        by_kind = _by_layer(parts, layers, step, only, kinds)
+        by_kind = _by_layer(parts, layers, gradients, only, kinds)
         whole = torch.stack([*by_kind["own"], *by_kind.get("cross", [])]).sum(0)
         total.setdefault(position, []).append(whole.to(values.dtype))
         for kind, each in by_kind.items():
@@ -193,12 +191,12 @@ def _positions(found: dict[int, list[Tensor]]) -> Tensor:
 
 
 def _by_layer(
-    parts: Sequence[Part], layers: Sequence[Layer], step: object, diagonal: bool, kinds: Sequence[str]
+    parts: Sequence[Part], layers: Sequence[Layer], gradients: LayerGradients, diagonal: bool, kinds: Sequence[str]
 ) -> dict[str, list[Tensor]]:
     """Kind -> one covariance per layer, summed over its parts."""
     found: dict[str, dict[str, Tensor]] = {k: {} for k in kinds}
     for part in parts:
-        pieces = part.covariances(step, diagonal)  # type: ignore[arg-type]
+        pieces = part.covariances(gradients, diagonal)
         for kind in kinds:
             given = getattr(pieces, kind)
             if kind == "conditional" and not part.crosses:
@@ -209,11 +207,12 @@ def _by_layer(
     return {k: [by.get(layer.name, zero) for layer in layers] for k, by in found.items()}
 
 
-def _calls(step: BatchStep, layers: Sequence[Layer]) -> dict[str, int]:
+def _calls(record: ForwardRecord, layers: Sequence[Layer]) -> dict[str, int]:
+    """How often each layer was called for one example."""
     counted = {}
     for layer in layers:
-        sites = {s for n in layer.parameters for s in step.by_parameter.get(n, ())}
-        counted[layer.name] = len({call.edge for s in sites for call in step.calls[s]})
+        numbers = {k for n in layer.parameters for k in record.plan.layers_of_parameter.get(n, ())}
+        counted[layer.name] = len({call.edge for k in numbers for call in record.calls[k]})
     return counted
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.curvature.passes.backward import VectorStep
-from aftermap.curvature.passes.plan import ROOT
+from aftermap.curvature.passes.backward import LayerGradients
+from aftermap.curvature.passes.plan import WHOLE_MODEL
 from aftermap.curvature.rules.base import budget
 from aftermap.curvature.structures.base import BlockPosterior, flatten_batch, join_flat, split_flat
 from aftermap.curvature.structures.ekfac import EkfacBlock
@@ -70,7 +70,7 @@ class Part(ABC):
     conditions: bool = False
 
     @abstractmethod
-    def covariances(self, step: VectorStep, diagonal: bool) -> Pieces:
+    def covariances(self, gradients: LayerGradients, diagonal: bool) -> Pieces:
         """What each layer adds to the covariance of the outputs."""
 
     @abstractmethod
@@ -106,8 +106,8 @@ class WholePart(Part):
         """Its one layer."""
         return {self.layer: self.block.names}
 
-    def covariances(self, step: VectorStep, diagonal: bool) -> Pieces:
-        return Pieces({self.layer: self.block.functional_covariance(step, [self.block], diagonal)[0]})
+    def covariances(self, gradients: LayerGradients, diagonal: bool) -> Pieces:
+        return Pieces({self.layer: self.block.functional_covariance(gradients, [self.block], diagonal)[0]})
 
     def variance(self, layer: str) -> Params:
         return self.block.marginal_variance()
@@ -126,17 +126,17 @@ class WholePart(Part):
 class Collector:
     """Adds up bilinear forms, some examples at a time."""
 
-    def __init__(self, step: VectorStep, diagonal: bool, size: int):
-        self.step, self.diagonal = step, diagonal
-        self.stride = budget(3 * step.vectors * size)
+    def __init__(self, gradients: LayerGradients, diagonal: bool, size: int):
+        self.gradients, self.diagonal = gradients, diagonal
+        self.stride = budget(3 * gradients.n_vectors * size)
         self.found: dict[str, dict[str, list[Tensor]]] = {"own": {}, "cross": {}, "conditional": {}}
         self._start = -1
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """(first example, how many)."""
-        for start in range(0, self.step.batch.size, self.stride):
+        for start in range(0, self.gradients.record.size, self.stride):
             self._start = start
-            yield start, min(self.stride, self.step.batch.size - start)
+            yield start, min(self.stride, self.gradients.record.size - start)
 
     def add(self, kind: str, layer: str, left: Tensor, right: Tensor) -> None:
         """Adds left · rightᵀ for [v, b, p]; the second call for the same examples adds to the first."""
@@ -205,16 +205,16 @@ class DensePart(Part):
             self.roots[layer] = safe_cholesky(own, what=f"the precision of {layer}")
             self.inverses[layer] = torch.cholesky_inverse(self.roots[layer])
 
-    def _lines(self, step: VectorStep, start: int, length: int) -> Tensor:
-        values = step.per_example(list(self.shapes), start, length)
+    def _lines(self, gradients: LayerGradients, start: int, length: int) -> Tensor:
+        values = gradients.per_example(list(self.shapes), start, length)
         if self.entries is not None:
             return take_entries(values, self.entries, 2).to(self.sigma)
         return flatten_batch(values, list(self.shapes)).to(self.sigma)
 
-    def covariances(self, step: VectorStep, diagonal: bool) -> Pieces:
-        found = Collector(step, diagonal, sum(math.prod(s) for s in self.shapes.values()))
+    def covariances(self, gradients: LayerGradients, diagonal: bool) -> Pieces:
+        found = Collector(gradients, diagonal, sum(math.prod(s) for s in self.shapes.values()))
         for start, length in found.chunks():
-            lines = self._lines(step, start, length)  # [v, b, S]
+            lines = self._lines(gradients, start, length)  # [v, b, S]
             right = lines @ self.sigma
             for layer, rows in self.rows.items():
                 part = lines[..., rows]
@@ -280,12 +280,12 @@ class LowRankPart(Part):
             left, singular, _ = torch.linalg.svd(scaled, full_matrices=False)
             self.conditional[layer] = left, 1 + singular.square()
 
-    def covariances(self, step: VectorStep, diagonal: bool) -> Pieces:
+    def covariances(self, gradients: LayerGradients, diagonal: bool) -> Pieces:
         block = self.block
-        found = Collector(step, diagonal, block.size)
+        found = Collector(gradients, diagonal, block.size)
         # Sums over the informed directions and over the rest, never a difference of the two: it would cancel for a weak prior.
         for start, length in found.chunks():
-            lines = flatten_batch(step.per_example(block.names, start, length), block.names).to(self.root)
+            lines = flatten_batch(gradients.per_example(block.names, start, length), block.names).to(self.root)
             white = lines / self.root
             inside, outside = block.informed_parts(white)  # [v, b, k] and [v, b, p]
             for layer, rows in self.rows.items():
@@ -357,11 +357,11 @@ class SolvedPart(Part):
         values = split_flat(lines, posterior.shapes)
         return join_flat(posterior.covariance_mv(values), posterior.names, 2)
 
-    def covariances(self, step: VectorStep, diagonal: bool) -> Pieces:
+    def covariances(self, gradients: LayerGradients, diagonal: bool) -> Pieces:
         posterior = self.posterior
-        found = Collector(step, diagonal, posterior.n_params * (1 + len(self.rows)))
+        found = Collector(gradients, diagonal, posterior.n_params * (1 + len(self.rows)))
         for start, length in found.chunks():
-            lines = flatten_batch(step.per_example(posterior.names, start, length), posterior.names)
+            lines = flatten_batch(gradients.per_example(posterior.names, start, length), posterior.names)
             lines = lines.to(torch.float64).detach()
             # All layers alone, and all together, in one solve: every iteration is one pass over the data.
             masked = [torch.zeros_like(lines) for _ in self.rows]
@@ -405,7 +405,7 @@ def _owner(name: str, model: nn.Module) -> str:
     path = name.rpartition(".")[0]
     if path:
         return path
-    return ROOT if next(model.children(), None) is None else name
+    return WHOLE_MODEL if next(model.children(), None) is None else name
 
 
 def _by_owner(names: Sequence[str], model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -83,10 +83,8 @@ def perturbations(
     count, linear = 0.0, torch.zeros(len(layers), dtype=torch.float64)
     for batch in batches():
         _need_targets(batch)
-        probe, likelihood = predictor.probe(batch), predictor.likelihood
-        found = contributions(
-            predictor.model, parts, layers, batch, probe, likelihood, diagonal=False, targets=batch.targets
-        )
+        checked, likelihood = predictor.plan(batch), predictor.likelihood
+        found = contributions(checked, parts, layers, batch, likelihood, diagonal=False, targets=batch.targets)
         weight = torch.ones(batch.size) if batch.weight is None else batch.weight.cpu()
         count += float(weight.sum())
         nats = found.nats.get("conditional", found.nats["own"])  # [L, n, T]

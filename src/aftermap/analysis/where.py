@@ -89,7 +89,7 @@ def where(
     with evaluating(model):
         for batch in _batches(inner, loader, unpack):
             with model_errors_explained(model, lambda batch=batch: batch.inputs):  # type: ignore[misc]
-                found = contributions(model, parts, layers, batch, inner.probe(batch), likelihood)
+                found = contributions(inner.plan(batch), parts, layers, batch, likelihood)
             seen.add(batch, found, likelihood, samples, torch.Generator().manual_seed(seed))
         inputs = seen.inputs.result(inner, saliency, torch.Generator().manual_seed(seed))
         if train is not None:

@@ -20,35 +20,25 @@ from aftermap.cli.where import where
 
 __all__ = ["EXAMPLES", "app"]
 
-EXAMPLES = {
-    "demo": "aftermap demo",
-    "doctor": "aftermap doctor --model mypkg.nets:build --weights model.pt",
-    "fit": "aftermap fit --model mypkg.nets:build --weights model.pt --train train.npz --val val.npz -o posterior/",
-    "tune": "aftermap tune posterior/ --val val.npz",
-    "predict": "aftermap predict posterior/ new.csv -o scored.csv",
-    "evaluate": "aftermap evaluate posterior/ --test test.npz --ood other=ood.npz",
-    "report": "aftermap report posterior/ --test test.npz --ood other=ood.npz",
-    "where": "aftermap where posterior/ --test test.npz",
-    "train": "torchrun --nproc-per-node 2 -m aftermap train --model builtin:lenet --data fashion-mnist --optimizer vogn --epochs 5 -o run/",
-    "select": "aftermap select small=mypkg.nets:small big=mypkg.nets:big --train train.npz",
-    "reproduce": "aftermap reproduce ritter2018/toy",
-    "bench": "aftermap bench --quick",
-}
-_PANELS = {
-    "demo": "Start here",
-    "doctor": "Start here",
-    "fit": "Make a network Bayesian",
-    "tune": "Make a network Bayesian",
-    "train": "Make a network Bayesian",
-    "select": "Make a network Bayesian",
-    "predict": "Use it",
-    "evaluate": "Use it",
-    "report": "Use it",
-    "where": "Use it",
-    "reproduce": "Research",
-    "bench": "Research",
-}
-_PASSING = {"allow_extra_args": True, "ignore_unknown_options": True}
+_START, _BAYES, _USE, _RESEARCH = "Start here", "Make a network Bayesian", "Use it", "Research"
+_TRAIN = "--model builtin:lenet --data fashion-mnist --optimizer vogn --epochs 5 -o run/"
+_FIT = "--model mypkg.nets:build --weights model.pt --train train.npz --val val.npz -o posterior/"
+# Each command with its panel in the help and an example.
+_COMMANDS: tuple[tuple[Any, str, str], ...] = (
+    (demo, _START, "aftermap demo"),
+    (doctor, _START, "aftermap doctor --model mypkg.nets:build --weights model.pt"),
+    (fit, _BAYES, f"aftermap fit {_FIT}"),
+    (tune, _BAYES, "aftermap tune posterior/ --val val.npz"),
+    (train, _BAYES, f"torchrun --nproc-per-node 2 -m aftermap train {_TRAIN}"),
+    (select, _BAYES, "aftermap select small=mypkg.nets:small big=mypkg.nets:big --train train.npz"),
+    (predict, _USE, "aftermap predict posterior/ new.csv -o scored.csv"),
+    (evaluate, _USE, "aftermap evaluate posterior/ --test test.npz --ood other=ood.npz"),
+    (report, _USE, "aftermap report posterior/ --test test.npz --ood other=ood.npz"),
+    (where, _USE, "aftermap where posterior/ --test test.npz"),
+    (reproduce, _RESEARCH, "aftermap reproduce ritter2018/toy"),
+    (bench, _RESEARCH, "aftermap bench --quick"),
+)
+EXAMPLES = {command.__name__: example for command, _, example in _COMMANDS}
 
 app = typer.Typer(
     name="aftermap",
@@ -68,19 +58,15 @@ def _version(value: bool) -> None:
 @app.callback(epilog="Exit codes: 0 good, 2 bad input, 3 a self-check failed, 4 worse than --baseline.")
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Say the version.")
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Say the version and exit.")
     ] = False,
 ) -> None:
     """Your network found the MAP. aftermap finds out what it does not know."""
 
 
-def _register(command: Any, **settings: Any) -> None:
-    name = command.__name__
-    app.command(name, epilog=f"Example: `{EXAMPLES[name]}`", rich_help_panel=_PANELS[name], **settings)(command)
-
-
-_COMMANDS: tuple[Any, ...] = (demo, doctor, fit, tune, train, select, predict, evaluate, report, where)
-for _command in _COMMANDS:
-    _register(_command)
-for _command in (reproduce, bench):
-    _register(_command, context_settings=_PASSING)
+for _command, _panel, _example in _COMMANDS:
+    # The arguments of experiments and benchmarks are handed on.
+    _settings = {"allow_extra_args": True, "ignore_unknown_options": True} if _panel == _RESEARCH else None
+    app.command(_command.__name__, epilog=f"Example: `{_example}`", rich_help_panel=_panel, context_settings=_settings)(
+        _command
+    )

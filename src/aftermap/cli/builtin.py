@@ -25,8 +25,8 @@ class Standardise(nn.Module):
     """(x − mean) / deviation with fixed numbers per column or channel; `inverse` for outputs: mean + deviation · x.
 
     Args:
-        size: how many columns or channels.
-        inverse: the other direction.
+        size: The number of columns or channels.
+        inverse: Whether outputs are brought back to their units, instead of inputs to the scale 1.
     """
 
     mean: Tensor
@@ -65,8 +65,8 @@ class Network(nn.Module, ABC):
         """Outputs of standardised inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.scale(self.body(self.standardise(x)))
-        return found
+        outputs: Tensor = self.scale(self.body(self.standardise(x)))
+        return outputs
 
 
 class _Sequential(Network):
@@ -75,8 +75,8 @@ class _Sequential(Network):
         self.layers = nn.Sequential(*layers)
 
     def body(self, x: Tensor) -> Tensor:
-        found: Tensor = self.layers(x)
-        return found
+        outputs: Tensor = self.layers(x)
+        return outputs
 
 
 class Block(nn.Module):
@@ -119,8 +119,8 @@ class ResNet20(Network):
 
     def body(self, x: Tensor) -> Tensor:
         x = self.layer3(self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x))))))
-        found: Tensor = self.fc(x.mean((2, 3)))
-        return found
+        outputs: Tensor = self.fc(x.mean((2, 3)))
+        return outputs
 
 
 def mlp(shape: Sequence[int], outputs: int) -> Network:
@@ -188,13 +188,13 @@ def build_network(name: str, shape: Sequence[int], outputs: int, *, rescale: boo
     """A built-in network for inputs of a shape [...] and a number of outputs.
 
     Args:
-        name: a key of ``NETWORKS``.
-        shape: of one input.
-        outputs: C.
-        rescale: give outputs in the units of regression targets.
+        name: A key of ``NETWORKS``.
+        shape: The shape of one input.
+        outputs: The number of outputs.
+        rescale: Whether outputs are in the units of regression targets.
 
     Raises:
-        InputError: an unknown name, or a shape that does not fit.
+        InputError: The name is unknown, or the shape does not fit.
     """
     if name not in NETWORKS:
         raise InputError(f"there is no network builtin:{name}; there are {', '.join('builtin:' + n for n in NETWORKS)}")

@@ -1,4 +1,4 @@
-"""What is said, and where: results on standard output, everything else on standard error, one process speaks."""
+"""What is said, and where: results on standard output, everything else on standard error, and only one process speaks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import json
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -21,7 +21,18 @@ from rich.table import Table
 from aftermap.distributed import rank
 from aftermap.errors import AftermapError, InputError
 
-__all__ = ["BAD_INPUT", "CHECK_FAILED", "GOOD", "INTERRUPTED", "WORSE", "Speaker", "confirmed", "guarded"]
+__all__ = [
+    "BAD_INPUT",
+    "CHECK_FAILED",
+    "GOOD",
+    "INTERRUPTED",
+    "WORSE",
+    "Reporter",
+    "confirmed",
+    "guarded",
+    "plain_table",
+    "replaced_file",
+]
 
 GOOD, BAD_INPUT, CHECK_FAILED, WORSE, INTERRUPTED = 0, 2, 3, 4, 130
 P = ParamSpec("P")
@@ -29,11 +40,11 @@ P = ParamSpec("P")
 _out, _err = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
-class Speaker:
+class Reporter:
     """Says what a command has to say.
 
     Args:
-        as_json: one JSON value on standard output and nothing else there; words go to standard error.
+        as_json: Whether standard output gets one JSON value and nothing else; then words go to standard error.
     """
 
     def __init__(self, as_json: bool = False):
@@ -51,12 +62,12 @@ class Speaker:
     def line(self, text: str = "", style: str | None = None) -> None:
         """A sentence of the result."""
         if rank() == 0:
-            _say(self._words, text, style)
+            _print(self._words, text, style)
 
     def note(self, text: str) -> None:
         """A sentence about the work, on standard error."""
         if rank() == 0:
-            _say(_err, text, "dim")
+            _print(_err, text, "dim")
 
     def table(self, table: Table) -> None:
         """A table of the result."""
@@ -64,12 +75,12 @@ class Speaker:
             self._words.print(table)
 
     def result(self, content: Any) -> None:
-        """The whole result for machines; said only if asked for."""
+        """The whole result for machines, said only if --json asks for it."""
         if self.as_json and rank() == 0:
             typer.echo(json.dumps(content, indent=2, allow_nan=False, default=str))
 
 
-def _say(console: Console, text: str, style: str | None = None, label: str = "", label_style: str = "") -> None:
+def _print(console: Console, text: str, style: str | None = None, label: str = "", label_style: str = "") -> None:
     """On a terminal lines end between words, so that a path can be copied; elsewhere a sentence is one line."""
     shown = label + text
     if console.is_terminal:
@@ -87,7 +98,7 @@ def _say(console: Console, text: str, style: str | None = None, label: str = "",
 def _complain(text: str, kind: str = "error") -> None:
     if rank() == 0:
         colour = "red" if kind == "error" else "yellow"
-        _say(_err, text, None, f"{kind}: ", f"bold {colour}")
+        _print(_err, text, None, f"{kind}: ", f"bold {colour}")
 
 
 def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
@@ -146,15 +157,17 @@ def _warnings_in_words() -> Iterator[None]:
         yield
 
 
-def confirmed(place: Path, *, force: bool, what: str) -> bool:
-    """Whether ``place`` may be written: it is not there, --force was given, or the person at the terminal says yes.
+def confirmed(place: Path | None, *, force: bool, what: str) -> bool:
+    """Makes sure that ``place`` may be written: it is not there, --force was given, or the person at the terminal says yes.
 
     Returns:
         Whether something is to be replaced.
 
     Raises:
-        InputError: it is there, and nobody allowed to replace it.
+        InputError: It is there, and nobody allowed to replace it.
     """
+    if place is None:
+        return False
     there = place.exists() and not (place.is_dir() and not any(place.iterdir()))
     if not there or force:
         return there
@@ -166,6 +179,26 @@ def confirmed(place: Path, *, force: bool, what: str) -> bool:
     ):
         return True
     raise InputError(f"{place} exists; {what} does not replace it. Choose another name with -o, or add --force")
+
+
+@contextmanager
+def replaced_file(file: Path) -> Iterator[Path]:
+    """A neighbour of ``file`` to write to, which takes its place when the body has ended without an exception."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.part")
+    try:
+        yield part
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def plain_table(*names: str, right: Collection[str] = (), **settings: Any) -> Table:
+    """A table without lines; the columns in ``right`` hold numbers and end at the same place."""
+    table = Table(header_style="bold", pad_edge=False, box=None, **settings)
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
 
 
 def _stdin_is_terminal() -> bool:

@@ -9,17 +9,16 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-import typer
 from torch import nn
 
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, build_network
-from aftermap.cli.console import Speaker, guarded
-from aftermap.cli.evaluate import judge
-from aftermap.cli.fit import FitSettings, fit_posterior, prior_in_words
-from aftermap.cli.report import look_where, write_for
-from aftermap.cli.sources import Batches, DataOptions, Source
-from aftermap.cli.store import Fitted, calibrate, describe_data, save_fitted
+from aftermap.cli.console import Reporter
+from aftermap.cli.evaluate import compare_with_map
+from aftermap.cli.fit import PosteriorOptions, fit_posterior, prior_in_words
+from aftermap.cli.report import where_for_report, write_for
+from aftermap.cli.sources import Batches, DataFormat, Source
+from aftermap.cli.store import Fitted, calibrate, describe_fit, save_fitted
 from aftermap.data import Examples, builtin, photograph_patches, split
 from aftermap.evaluation import rotate
 from aftermap.posteriors.io import replaced_folder
@@ -34,12 +33,12 @@ _RATIOS = tuple(10.0**k for k in range(-7, 1))
 _SCALES = tuple(10 ** (k / 2) for k in range(10))
 
 
-@guarded
+@o.command(without=("device", "force", "config"))
 def demo(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the report.")] = Path("demo"),
-    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Of training the network.")] = 30,
-    seed: o.Seed = 0,
-    as_json: o.Json = False,
+    output: Annotated[Path, o.option("The folder for the report.", "--output", "-o")] = Path("demo"),
+    epochs: Annotated[int, o.option("The number of passes that train the network.", min=1)] = 30,
+    *,
+    run: o.RunOptions,
 ) -> int:
     """See it at work in a minute: train a small network on handwritten digits, make it Bayesian, test it, write a report.
 
@@ -48,61 +47,56 @@ def demo(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the tensors are small: several threads would only wait for each other
     try:
-        return _show(output, epochs, seed, Speaker(as_json))
+        return _show(output, epochs, run.seed, run.reporter)
     finally:
         torch.set_num_threads(threads)
 
 
-def _show(output: Path, epochs: int, seed: int, speaker: Speaker) -> int:
+def _show(output: Path, epochs: int, seed: int, reporter: Reporter) -> int:
     """The whole way."""
     started = time.perf_counter()
     parts = split(builtin("digits"), validation=0.2, test=0.25)
     sources = {name: _source(part, f"builtin:digits:{name}") for name, part in parts.items()}
-    model, told = _network(parts["train"], epochs, seed)
+    model, model_config = _network(parts["train"], epochs, seed)
     trained = time.perf_counter()
-    speaker.line(f"trained a small network on {len(parts['train']):,} digits in {trained - started:.0f} s")
-    settings = FitSettings(structure="kron", tune=False)
-    laplace = fit_posterior(model, sources["train"], None, "classification", settings, speaker, seed)
+    reporter.line(f"trained a small network on {len(parts['train']):,} digits in {trained - started:.0f} s")
+    options = PosteriorOptions(structure="kron", tune=False)
+    laplace = fit_posterior(model, sources["train"], None, "classification", options, reporter, seed)
     laplace.tune(sources["validation"].batches, precisions=_RATIOS, scales=_SCALES)
-    speaker.line(
+    reporter.line(
         f"made it Bayesian in {time.perf_counter() - trained:.0f} s: {laplace.structure}, {prior_in_words(laplace)}"
     )
-    speaker.line(
+    reporter.line(
         "(tuned on held-out digits among priors no stronger than the data; tune's own grid is wider, and a stronger prior may win there)"
     )
-    extras: dict[str, Any] = {
-        "model": told,
-        "data": describe_data(sources["train"], DataOptions()),
-        "task": "classification",
-        "seed": seed,
-    }
-    options = Fitted(laplace, model, extras, {}).predict_options("auto", 200)
-    extras["thresholds"], reference = calibrate(laplace, sources["validation"].batches, options, 0.05, seed)
+    extras = describe_fit(model_config, sources["train"], DataFormat(), "classification", seed)
+    predictive = Fitted(laplace, model, extras, {}).predict_options("auto", 200)
+    extras["thresholds"], reference = calibrate(laplace, sources["validation"].batches, predictive, 0.05, seed)
     fitted = Fitted(laplace, model, extras, reference)
     test = parts["test"]
     unusual = {
         "rotated": _source(replace(test, inputs=rotate(test.inputs, 90.0), targets=None), "digits on their side"),
         "photographs": _source(photograph_patches(len(test), 8, seed=seed), "patches of photographs"),
     }
-    found = judge(fitted, sources["test"], unusual, options=options, seed=seed)
-    looked = look_where(fitted, sources["test"], seed)
+    compared = compare_with_map(fitted, sources["test"], unusual, options=predictive, seed=seed)
+    shares = where_for_report(fitted, sources["test"], seed)
     with replaced_folder(output, overwrite=True, known=_FILES) as place:
         save_fitted(laplace, place / "posterior", extras, reference, overwrite=False)
-        found.bayesian.to_json(place / "results.json", table=False)
+        compared.bayesian.to_json(place / "results.json", table=False)
         title = "What a small network knows about digits"
         write_for(
-            place / "report.html", fitted, found, looked, sources["test"], title=title, options=options, seed=seed
+            place / "report.html", fitted, compared, shares, sources["test"], title=title, options=predictive, seed=seed
         )
-    found.say(speaker, f"digits, {len(test):,} test images")
-    speaker.line()
-    speaker.line("where the uncertainty sits (share of the predictive variance):")
-    for layer in looked.layers:
+    compared.report_to(reporter, "test digits")
+    reporter.line()
+    reporter.line("where the uncertainty sits (share of the predictive variance):")
+    for layer in shares.layers:
         share = layer.predictive_share
-        speaker.line(f"  {layer.name:12}{share:6.1%}  {'█' * round(30 * share)}")
-    speaker.line()
-    speaker.line(f"report: {output / 'report.html'} ({time.perf_counter() - started:.0f} s in all)")
-    speaker.result({**found.to_dict(), "report": str(output / "report.html")})
-    return found.code
+        reporter.line(f"  {layer.name:12}{share:6.1%}  {'█' * round(30 * share)}")
+    reporter.line()
+    reporter.line(f"report: {output / 'report.html'} ({time.perf_counter() - started:.0f} s in all)")
+    reporter.result({**compared.to_dict(), "report": str(output / "report.html")})
+    return compared.code
 
 
 def _source(examples: Examples, spec: str) -> Source:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import importlib.util
 import math
 import platform
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
-import typer
 from rich.table import Table
 from torch import Tensor, nn
 
 from aftermap.cli import options as o
-from aftermap.cli.console import GOOD, Speaker, guarded
+from aftermap.cli.console import GOOD, Reporter, plain_table
 from aftermap.cli.fit import build_for, resolve_task
-from aftermap.cli.models import check_device, make_model
+from aftermap.cli.models import make_model
 from aftermap.cli.sources import Batches, Source, first_batch, open_source, parse_size
 from aftermap.curvature import fit_curvature
 from aftermap.data import Examples
@@ -38,89 +38,77 @@ _EXTRAS = {
 _SIDES = (32, 28, 224, 64, 8, 16, 96)
 
 
-@guarded
-def doctor(
-    model: o.OptionalModel = None,
-    weights: o.Weights = None,
-    train: o.Train = None,
-    data: o.DataSet = None,
+@dataclass(frozen=True)
+class ExaminedModel:
+    """The network that the doctor looks at, if there is one."""
+
+    panel: ClassVar[str] = "Model"
+    model: Annotated[
+        str | None,
+        o.option(f"How the network is built: {o.FACTORY}. Without it there is none.", metavar="SPEC"),
+    ] = None
+    weights: o.Weights = None
+    task: o.Task = "auto"
     input_shape: Annotated[
-        str | None, typer.Option("--input-shape", metavar="CxHxW", help="Of one input, where there are no data.")
-    ] = None,
+        str | None, o.option("The shape of one input, where there are no data.", metavar="CxHxW")
+    ] = None
     n_data: Annotated[
-        int, typer.Option("--n-data", min=1, help="Training examples to estimate for, where there are no data.")
-    ] = 10_000,
-    task: o.Task = "auto",
-    target: o.Target = None,
-    drop: o.Drop = None,
-    data_dir: o.DataDir = None,
-    image_size: o.ImageSize = None,
-    channels: o.Channels = None,
-    batch_size: o.BatchSize = 256,
-    seed: o.Seed = 0,
-    device: o.Device = "cpu",
-    as_json: o.Json = False,
-    config: o.Config = None,
-) -> int:
+        int,
+        o.option("The number of training examples to estimate for, where there are no data.", min=1),
+    ] = 10_000
+
+
+@o.command(without=("val", "force"))
+def doctor(examined: ExaminedModel, sets: o.TrainData, data: o.DataOptions, run: o.RunOptions) -> int:
     """Look at a network before any work: its layers, how each will be treated, and the cost of every structure.
 
     Without a model: versions and what is installed. Without data the shape of an input is guessed from the first layer.
     """
-    speaker = Speaker(as_json)
+    reporter = run.reporter
     facts = _environment()
-    speaker.line(", ".join(f"{k} {v}" for k, v in facts["versions"].items()) + f"; {facts['devices']}")
+    reporter.line(", ".join(f"{k} {v}" for k, v in facts["versions"].items()) + f"; {facts['devices']}")
     missing = [k for k, there in facts["extras"].items() if not there]
     if missing:
-        speaker.line(f"extras that are not installed: {', '.join(missing)} (pip install 'aftermap[{missing[0]}]')")
+        reporter.line(f"extras that are not installed: {', '.join(missing)} (pip install 'aftermap[{missing[0]}]')")
+    model, device = examined.model, run.checked_device()
     if model is None:
-        speaker.line("add --model pkg.module:factory to look at a network")
-        speaker.result(facts)
+        reporter.line("add --model pkg.module:factory to look at a network")
+        reporter.result(facts)
         return GOOD
-    where = check_device(device)
-    reading = o.data_options(
-        target=target,
-        drop=drop,
-        data_dir=data_dir,
-        image_size=image_size,
-        channels=channels,
-        batch_size=batch_size,
-        task=task,
-    )
-    spec = train or data
+    data_format = data.format(task=examined.task, drop=sets.drop)
+    spec = sets.train or sets.data
     if spec is not None:
-        source = open_source(spec, "train", reading)
-        network, _ = build_for(model, weights, source, reading, where, seed)
-        resolved = resolve_task(task, network, source)
+        source = open_source(spec, "train", data_format)
+        network, _ = build_for(model, examined.weights, source, data_format, device, run.seed)
+        task = resolve_task(examined.task, network, source)
     else:
-        network = make_model(model, options=_options(model, input_shape), weights=weights, device=where, seed=seed)
-        source, resolved = _random(network, input_shape, task, n_data, batch_size, seed)
-        speaker.note(
-            "no data: random inputs of shape "
-            + _shape(source)
-            + "; say --train DATA or --input-shape for the real ones"
+        shape = parse_size(examined.input_shape, "--input-shape")
+        network = make_model(
+            model, options=_options(model, shape), weights=examined.weights, device=device, seed=run.seed
         )
-    content = _look(network, source, resolved, speaker)
-    speaker.result({**facts, "model": model, "task": resolved, **content})
+        source, task = _random(network, shape, examined.task, examined.n_data, data.batch_size, run.seed)
+        reporter.note(
+            f"no data: random inputs of shape {_shape(source)}; say --train DATA or --input-shape for the real ones"
+        )
+    reporter.result({**facts, "model": model, "task": task, **_examine(network, source, task, reporter)})
     return GOOD
 
 
-def _look(network: nn.Module, source: Source, resolved: str, speaker: Speaker) -> dict[str, Any]:
+def _examine(network: nn.Module, source: Source, task: str, reporter: Reporter) -> dict[str, Any]:
     """How each layer is treated, and what every structure costs."""
-    likelihood = parse_likelihood(resolved)
+    likelihood = parse_likelihood(task)
     some = _first(source)
     factors = fit_curvature(network, [some], likelihood, structure="kron")
-    speaker.line()
-    speaker.line(
-        f"{type(network).__name__}, {resolved}: {factors.n_params:,} parameters in {len(factors.blocks)} blocks"
-    )
-    speaker.table(_layers(factors))
+    reporter.line()
+    reporter.line(f"{type(network).__name__}, {task}: {factors.n_params:,} parameters in {len(factors.blocks)} blocks")
+    reporter.table(_layers(factors))
     frozen = [n for n, p in network.named_parameters() if n not in factors.names]
     if frozen:
-        speaker.line(f"left out (frozen, or no numbers): {', '.join(frozen[:8])}")
+        reporter.line(f"left out (frozen, or no numbers): {', '.join(frozen[:8])}")
     costs = estimate_costs(network, source.batches, likelihood)
-    speaker.line()
-    speaker.table(_costs(costs))
-    speaker.line("time on this machine for " + _count(source) + " examples; memory of the posterior alone")
+    reporter.line()
+    reporter.table(_costs(costs))
+    reporter.line("time on this machine for " + _count(source) + " examples; memory of the posterior alone")
     treatment = {n: {"block": t.block, "rule": t.rule, "note": t.note} for n, t in factors.treatment.items()}
     described = [
         {"structure": c.structure, "params": c.params, "n_params": c.n_params, "seconds": c.seconds, "bytes": c.bytes}
@@ -143,7 +131,7 @@ def _environment() -> dict[str, Any]:
     return {"versions": versions, "extras": extras, "devices": devices}
 
 
-def _options(model: str, input_shape: str | None) -> dict[str, Any]:
+def _options(model: str, shape: tuple[int, ...] | None) -> dict[str, Any]:
     if not model.startswith("builtin:"):
         return {}
     usual = {
@@ -152,24 +140,23 @@ def _options(model: str, input_shape: str | None) -> dict[str, Any]:
         "builtin:cnn": (1, 8, 8),
         "builtin:mlp": (4,),
     }
-    shape = parse_size(input_shape, "--input-shape") or usual.get(model, (3, 32, 32))
-    return {"shape": list(shape), "outputs": 10}
+    return {"shape": list(shape or usual.get(model, (3, 32, 32))), "outputs": 10}
 
 
 def _random(
-    network: nn.Module, input_shape: str | None, task: str, n_data: int, batch_size: int, seed: int
+    network: nn.Module, input_shape: tuple[int, ...] | None, task: str, n_data: int, batch_size: int, seed: int
 ) -> tuple[Source, str]:
     """Inputs of the right shape with targets of the right kind."""
-    shape, outputs = _guess(network, parse_size(input_shape, "--input-shape"))
+    shape, outputs = _guess(network, input_shape)
     wide = int(outputs.shape[-1])
-    resolved = ("classification" if wide > 1 else "regression") if task == "auto" else task
+    chosen_task = ("classification" if wide > 1 else "regression") if task == "auto" else task
     generator = torch.Generator().manual_seed(seed)
     size = min(batch_size, n_data)
     if shape is None:
         raise InputError("say the shape of one input: --input-shape 3x32x32")
     x = torch.randn(size, *shape, generator=generator).to(next(network.parameters()).dtype)
     where = tuple(outputs.shape[1:-1])
-    if resolved == "classification":
+    if chosen_task == "classification":
         y = torch.randint(wide, (size, *where), generator=generator)
     else:
         y = torch.randint(2, (size, *where, wide), generator=generator).float()
@@ -184,34 +171,34 @@ def _random(
         def __iter__(self) -> Any:
             return (batch for _ in range(len(self)) for batch in examples.batches(size))
 
-    return Source("random", "random inputs", Batches(Repeated(), size), examples), resolved
+    return Source("random", "random inputs", Batches(Repeated(), size), examples), chosen_task
 
 
 def _guess(network: nn.Module, shape: tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, Tensor]:
-    tried: list[tuple[int, ...]] = [] if shape is None else [shape]
+    candidates: list[tuple[int, ...]] = [] if shape is None else [shape]
     if shape is None:
         first = next((m for m in network.modules() if any(True for _ in m.parameters(recurse=False))), None)
         if isinstance(first, nn.Linear):
-            tried = [(first.in_features,)]
+            candidates = [(first.in_features,)]
         elif isinstance(first, nn.Conv2d):
-            tried = [(first.in_channels, side, side) for side in _SIDES]
+            candidates = [(first.in_channels, side, side) for side in _SIDES]
         elif isinstance(first, nn.Conv1d):
-            tried = [(first.in_channels, side) for side in _SIDES]
+            candidates = [(first.in_channels, side) for side in _SIDES]
     dtype = next((p.dtype for p in network.parameters()), torch.float32)
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     reason = ""
-    for candidate in tried:
+    for candidate in candidates:
         try:
             with torch.no_grad():
                 return candidate, call_model(network, torch.zeros(2, *candidate, dtype=dtype, device=device))
         except Exception as error:  # whatever a network raises on a shape that is not its own
             reason = f": {type(error).__name__}: {str(error).splitlines()[0]}"
-    said = (
+    problem = (
         "the shape of an input cannot be guessed"
         if shape is None
         else f"the network does not take inputs of shape {list(shape)}"
     )
-    raise InputError(f"{said}{reason}. Say --input-shape 3x32x32, or give data with --train")
+    raise InputError(f"{problem}{reason}. Say --input-shape 3x32x32, or give data with --train")
 
 
 def _first(source: Source) -> Any:
@@ -237,11 +224,7 @@ def _count(source: Source) -> str:
 
 
 def _layers(factors: Any) -> Table:
-    table = Table(header_style="bold", pad_edge=False, box=None)
-    table.add_column("layer")
-    table.add_column("parameters", justify="right")
-    table.add_column("curvature")
-    table.add_column("treated by")
+    table = plain_table("layer", "parameters", "curvature", "treated by", right=("parameters",))
     for block in factors.blocks:
         first = factors.treatment[next(iter(block.shapes))]
         note = f" ({first.note})" if first.note else ""
@@ -251,14 +234,10 @@ def _layers(factors: Any) -> Table:
 
 
 def _costs(costs: list[Cost]) -> Table:
-    table = Table(header_style="bold", pad_edge=False, box=None)
-    table.add_column("structure")
-    table.add_column("parameters", justify="right")
-    table.add_column("time", justify="right")
-    table.add_column("memory", justify="right")
+    table = plain_table("structure", "parameters", "time", "memory", right=("parameters", "time", "memory"))
     for cost in costs:
-        _, _, said = str(cost).rpartition(": about ")
-        seconds, _, memory = said.partition(" and ")
+        _, _, estimate = str(cost).rpartition(": about ")
+        seconds, _, memory = estimate.partition(" and ")
         table.add_row(
             cost.structure + ("" if cost.params == "all" else ", last layer"), f"{cost.n_params:,}", seconds, memory
         )

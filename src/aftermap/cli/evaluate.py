@@ -7,35 +7,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.table import Table
 
 from aftermap.analysis.report import MARKS, Verdict, comparison, verdict
 from aftermap.baselines import Deterministic
 from aftermap.cli import options as o
-from aftermap.cli.console import CHECK_FAILED, GOOD, WORSE, Speaker, confirmed, guarded
+from aftermap.cli.console import CHECK_FAILED, GOOD, WORSE, Reporter, confirmed, plain_table
 from aftermap.cli.fit import try_model
-from aftermap.cli.models import check_device
-from aftermap.cli.sources import DataOptions, Source, open_source, parse_ood
-from aftermap.cli.store import Fitted, load_fitted
+from aftermap.cli.sources import Source, open_source, parse_ood
+from aftermap.cli.store import Fitted
 from aftermap.errors import InputError
 from aftermap.evaluation import Results, Threshold
 from aftermap.evaluation import evaluate as evaluate_predictor
 
-__all__ = ["Judgement", "against_baseline", "evaluate", "judge", "open_test"]
+__all__ = ["MapComparison", "against_baseline", "compare_with_map", "evaluate", "open_test"]
 
 _COLOURS = {"better": "green", "worse": "red", "same": "dim", "": ""}
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """Both evaluations and what follows from them.
+class MapComparison:
+    """The evaluations of the network alone and of its posterior, and what follows from them.
 
     Attributes:
-        bayesian: of the posterior.
-        map: of the network alone.
-        verdict: in words.
-        threshold: for flagging, if one is known.
+        bayesian: The results of the posterior.
+        map: The results of the network alone.
+        verdict: The comparison in words.
+        threshold: The threshold for flagging, if one is known.
     """
 
     bayesian: Results
@@ -50,27 +48,23 @@ class Judgement:
 
     def table(self, title: str) -> Table:
         """MAP against Bayesian, number by number."""
-        table = Table(
-            title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False, box=None
-        )
-        table.add_column("")
-        table.add_column("MAP", justify="right")
-        table.add_column("Bayesian", justify="right")
+        table = plain_table("", "MAP", "Bayesian", right=("MAP", "Bayesian"), title=title, title_justify="left")
+        table.title_style = "bold"
         table.add_column("")
         for row in comparison(self.bayesian, self.map):
             mark = MARKS.get(row.mark, "")
             colour = _COLOURS.get(row.mark, "")
-            said = f"[{colour}]{mark}[/]" if colour else mark
-            table.add_row(row.label, row.text("map"), row.text("bayesian"), said)
+            text = f"[{colour}]{mark}[/]" if colour else mark
+            table.add_row(row.label, row.text("map"), row.text("bayesian"), text)
         return table
 
-    def say(self, speaker: Speaker, title: str) -> None:
-        """Prints the table and the verdict."""
-        speaker.line()
-        speaker.table(self.table(title))
-        speaker.line()
+    def report_to(self, reporter: Reporter, name: str) -> None:
+        """Prints the table, under the name of the data, and the verdict."""
+        reporter.line()
+        reporter.table(self.table(f"{name}, {self.bayesian.n_data:,} examples"))
+        reporter.line()
         good = self.verdict.level != "worse"
-        speaker.line(str(self.verdict), style="bold green" if good else "bold red")
+        reporter.line(str(self.verdict), style="bold green" if good else "bold red")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for machines."""
@@ -87,7 +81,7 @@ class Judgement:
         }
 
 
-def judge(
+def compare_with_map(
     fitted: Fitted,
     test: Source,
     ood: Mapping[str, Source],
@@ -96,39 +90,39 @@ def judge(
     score: str = "entropy",
     seed: int = 0,
     n_resamples: int = 200,
-) -> Judgement:
+) -> MapComparison:
     """Evaluates the network alone and the posterior on the same data."""
-    found: dict[str, Results] = {}
+    results: dict[str, Results] = {}
     network = Deterministic(fitted.model, fitted.predictor.likelihood)
     pairs: list[tuple[str, Any, Mapping[str, Any]]] = [("MAP", network, {}), ("Bayesian", fitted.predictor, options)]
-    for name, predictor, own in pairs:
-        found[name] = evaluate_predictor(
+    for name, predictor, predict_options in pairs:
+        results[name] = evaluate_predictor(
             predictor,
             test.batches.named(f"{name}: test"),
             ood={n: s.batches.named(f"{name}: {n}") for n, s in ood.items()},
             name=name,
-            options=own,
+            options=predict_options,
             n_resamples=n_resamples,
             seed=seed,
         )
     threshold = fitted.threshold(score)
-    said = verdict(found["Bayesian"], found["MAP"], threshold=threshold)
-    return Judgement(found["Bayesian"], found["MAP"], said, threshold)
+    words = verdict(results["Bayesian"], results["MAP"], threshold=threshold)
+    return MapComparison(results["Bayesian"], results["MAP"], words, threshold)
 
 
 def against_baseline(bayesian: Results, baseline: str, network: Results) -> tuple[int, str]:
     """Whether results are worse than a baseline beyond chance, in the scores that both have.
 
     Args:
-        bayesian: the results.
+        bayesian: The results of the posterior.
         baseline: "map", or a file of results.
-        network: of the network alone, for "map".
+        network: The results of the network alone, for "map".
 
     Returns:
         Exit code 0 or 4, and a sentence.
 
     Raises:
-        InputError: results of other data, or nothing in common.
+        InputError: The baseline has results of other data, or nothing in common with these.
     """
     other = network if baseline == "map" else _read(baseline)
     hashes = [r.provenance.get("data_hash") for r in (bayesian, other)]
@@ -158,104 +152,71 @@ def _read(baseline: str) -> Results:
     return Results.from_json(file)
 
 
-@guarded
+@o.command()
 def evaluate(
-    posterior: o.Posterior,
-    test: o.Test = None,
-    ood: o.Ood = None,
+    saved: o.SavedPosterior,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the results of the posterior as JSON.")
+        Path | None, o.option("The JSON file for the results of the posterior.", "--output", "-o")
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(
-            "--baseline", help="map, or a file of results: exit code 4 if the posterior is worse beyond chance."
+        o.option(
+            "What to compare with, map or a file of results. The exit code is 4 if the posterior is worse beyond chance."
         ),
     ] = None,
-    score: o.Score = "entropy",
-    model: o.OptionalModel = None,
-    weights: o.Weights = None,
-    kind: o.Kind = "auto",
-    samples: o.Samples = 100,
-    resamples: Annotated[int, typer.Option("--resamples", min=0, help="Of the bootstrap intervals; 0: none.")] = 200,
-    target: o.Target = None,
-    data_dir: o.DataDir = None,
-    download: o.Download = False,
-    image_size: o.ImageSize = None,
-    channels: o.Channels = None,
-    limit: o.Limit = None,
-    batch_size: o.BatchSize = 256,
-    seed: o.Seed = 0,
-    device: o.Device = "cpu",
-    force: o.Force = False,
-    as_json: o.Json = False,
-    config: o.Config = None,
+    resamples: Annotated[int, o.option("The number of resamples for bootstrap intervals; 0 gives none.", min=0)] = 200,
+    *,
+    sets: o.TestData,
+    data: o.DataOptions,
+    predictive: o.PredictiveOptions,
+    run: o.RunOptions,
 ) -> int:
     """Evaluate a posterior beside the network alone: accuracy, calibration, detection of unusual data, and a verdict.
 
     Exit code 3 if the posterior is worse than the network alone beyond tolerance, 4 if it is worse than --baseline.
     """
-    speaker = Speaker(as_json)
-    if output is not None:
-        confirmed(output, force=force, what="evaluate")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
-    reading = fitted.data_options(
-        o.data_options(
-            target=target,
-            data_dir=data_dir,
-            download=download,
-            image_size=image_size,
-            channels=channels,
-            limit=limit,
-            batch_size=batch_size,
-        )
-    )
-    source, others = open_test(fitted, test, ood, reading)
-    found = judge(
+    reporter = run.reporter
+    confirmed(output, force=run.force, what="evaluate")
+    fitted = saved.load(run.checked_device())
+    source, ood = open_test(fitted, sets, data)
+    compared = compare_with_map(
         fitted,
         source,
-        others,
-        options=fitted.predict_options(kind, samples),
-        score=score,
-        seed=seed,
+        ood,
+        options=fitted.predict_options(predictive.kind, predictive.samples),
+        score=predictive.score,
+        seed=run.seed,
         n_resamples=resamples,
     )
-    found.say(speaker, f"{source.name}, {found.bayesian.n_data:,} examples")
-    code = found.code
-    content = found.to_dict()
+    compared.report_to(reporter, source.name)
+    code, content = compared.code, compared.to_dict()
     if baseline is not None:
-        worse, said = against_baseline(found.bayesian, baseline, found.map)
-        speaker.line(said, style="bold red" if worse else None)
-        content["baseline"] = said
+        worse, words = against_baseline(compared.bayesian, baseline, compared.map)
+        reporter.line(words, style="bold red" if worse else None)
+        content["baseline"] = words
         code = code or worse
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        found.bayesian.to_json(output)
-        speaker.line(f"results written to {output}")
-    speaker.result(content)
+        compared.bayesian.to_json(output)
+        reporter.line(f"results written to {output}")
+    reporter.result(content)
     return code
 
 
-def open_test(
-    fitted: Fitted, test: str | None, ood: list[str] | None, reading: DataOptions
-) -> tuple[Source, dict[str, Source]]:
-    """Test data, by default the test part of the set that was trained on, and data that should look unusual."""
-    train = str(fitted.extras.get("data", {}).get("train") or "")
-    chosen = test
-    if chosen is None:
-        if (
-            not train
-            or Path(train).expanduser().exists()
-            or (":" in train and not train.startswith(("builtin:", "toy:")))
-        ):
+def open_test(fitted: Fitted, sets: o.TestData, data: o.DataOptions) -> tuple[Source, dict[str, Source]]:
+    """The test data, by default the test part of the set that was trained on, and data that should look unusual."""
+    data_format, spec = fitted.complete(data.format()), sets.test
+    if spec is None:
+        train = str(fitted.extras.get("data", {}).get("train") or "")
+        of_the_library = train.startswith(("builtin:", "toy:")) or ":" not in train
+        if not train or Path(train).expanduser().exists() or not of_the_library:
             raise InputError("say which data to test on: --test DATA")
-        chosen = train.removesuffix(":train")
-    source = open_source(chosen, "test", reading, what="--test")
+        spec = train.removesuffix(":train")
+    source = open_source(spec, "test", data_format, what="--test")
     try_model(fitted.model, source)
-    # Unusual data may have other classes, or none.
-    foreign = replace(reading, classes=None, target=None)
-    others = {
+    foreign = replace(data_format, classes=None, target=None)  # unusual data may have other classes, or none
+    ood = {
         name: open_source(spec, "test", foreign, need_targets=False, what=f"--ood {name}")
-        for name, spec in parse_ood(ood or []).items()
+        for name, spec in parse_ood(sets.ood or []).items()
     }
-    return source, others
+    return source, ood

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
-import typer
-from torch import Tensor, nn
+from torch import nn
 
 from aftermap.batches import iterate, unpack_batch
 from aftermap.cli import options as o
-from aftermap.cli.console import CHECK_FAILED, GOOD, Speaker, confirmed, guarded
-from aftermap.cli.models import check_device, make_model
-from aftermap.cli.sources import DataOptions, Source, first_batch, open_source
-from aftermap.cli.store import Fitted, calibrate, describe_data, load_fitted, save_fitted
-from aftermap.distributed import process_group, rank, together, world_size
+from aftermap.cli.console import Reporter, confirmed
+from aftermap.cli.models import make_model
+from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
+from aftermap.cli.store import Fitted, describe_fit, finish
+from aftermap.distributed import process_group, together
 from aftermap.errors import AftermapError, InputError
-from aftermap.laplace import CheckReport, Laplace, check_predictive, describe_costs, estimate_costs
+from aftermap.laplace import Laplace, describe_costs, estimate_costs
 from aftermap.laplace import fit as fit_automatically
 from aftermap.likelihoods import Gaussian, Likelihood, parse_likelihood
 from aftermap.models import call_model
@@ -27,99 +26,98 @@ from aftermap.models import check_device as device_of_model
 
 __all__ = [
     "STRUCTURES",
-    "FitSettings",
+    "PosteriorOptions",
+    "TuneOptions",
     "build_for",
     "fit",
     "fit_posterior",
-    "open_parts",
+    "likelihood_of",
     "prior_in_words",
     "resolve_task",
-    "self_check",
     "try_model",
     "tune",
 ]
 
 STRUCTURES = ("auto", "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "hessian")
-_FIT = "Posterior"
-_Structure = Annotated[
-    str, typer.Option("--structure", rich_help_panel=_FIT, help=f"Of the curvature: {', '.join(STRUCTURES)}.")
-]
-_Params = Annotated[
-    str, typer.Option("--params", rich_help_panel=_FIT, help="all, last_layer, or a regular expression for names.")
-]
-_Noise = Annotated[
-    float | None,
-    typer.Option("--noise", rich_help_panel=_FIT, help="Standard deviation of regression noise, before tuning."),
-]
-_Tune = Annotated[bool, typer.Option("--tune/--no-tune", rich_help_panel=_FIT, help="Find the prior (and noise).")]
-_Method = Annotated[
-    str, typer.Option("--method", rich_help_panel=_FIT, help="Of tuning: auto, evidence or validation.")
-]
-_Seconds = Annotated[float | None, typer.Option("--seconds", rich_help_panel=_FIT, help="That the fit may take.")]
-_FalseAlarms = Annotated[
-    float, typer.Option("--false-alarms", rich_help_panel=_FIT, help="Share of usual inputs that may be flagged.")
-]
-_PriorPrecision = Annotated[float, typer.Option("--prior-precision", rich_help_panel=_FIT, help="Before tuning.")]
-_Memory = Annotated[float, typer.Option("--memory", rich_help_panel=_FIT, help="GB that the posterior may take.")]
+_FalseAlarms = Annotated[float, o.option("The share of usual inputs that may be flagged."), o.Fraction()]
 
 
 @dataclass(frozen=True)
-class FitSettings:
-    """How a posterior is fitted.
+class PosteriorOptions:
+    """How a posterior is fitted."""
 
-    Attributes:
-        structure: "auto", or a structure of `Laplace`.
-        params: "all", "last_layer", or a regular expression.
-        prior_precision: before tuning.
-        noise: of a regression, before tuning; None: the residuals of the network.
-        tune: whether.
-        method: of tuning: "auto", "evidence" or "validation".
-        memory: bytes that the posterior may take.
-        seconds: that the fit may take.
-    """
+    panel: ClassVar[str] = "Posterior"
+    structure: Annotated[str, o.option("The approximation of the curvature."), o.OneOf(STRUCTURES)] = "auto"
+    params: Annotated[
+        str,
+        o.option("Which weights are uncertain: all, last_layer, or a regular expression for their names."),
+    ] = "all"
+    prior_precision: Annotated[float, o.option("The prior precision, or where tuning starts from.")] = 1.0
+    noise: Annotated[
+        float | None,
+        o.option("The standard deviation of regression noise, or where tuning starts from [that of the residuals]."),
+    ] = None
+    tune: Annotated[bool, o.option("Whether the prior (and the noise) is tuned after the fit.", "--tune/--no-tune")] = (
+        True
+    )
+    method: Annotated[str, o.option("How the prior is tuned."), o.OneOf(("auto", "evidence", "validation"))] = "auto"
+    memory: Annotated[
+        float,
+        o.option("The most GB that the posterior may take. Larger structures are not considered."),
+    ] = 4.0
+    seconds: Annotated[
+        float | None,
+        o.option("The most seconds that the fit may take. Structures that need longer are not considered."),
+    ] = None
+    false_alarms: _FalseAlarms = 0.05
 
-    structure: str = "auto"
-    params: str = "all"
-    prior_precision: float = 1.0
-    noise: float | None = None
-    tune: bool = True
-    method: str = "auto"
-    memory: float = 4 * 2**30
-    seconds: float | None = None
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """How the prior of a saved posterior is tuned."""
+
+    panel: ClassVar[str] = "Posterior"
+    prior_precision: Annotated[float | None, o.option("The prior precision to set, instead of searching for one.")] = (
+        None
+    )
+    method: Annotated[
+        str, o.option("How the prior is tuned."), o.OneOf(("auto", "evidence", "lbfgs", "validation"))
+    ] = "auto"
+    false_alarms: _FalseAlarms = 0.05
 
 
 def build_for(
-    spec: str, weights: Any, source: Source, options: DataOptions, device: torch.device, seed: int
+    spec: str, weights: Any, source: Source, data_format: DataFormat, device: torch.device, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The network for some data, and what must be kept to build it again.
+    """The network for some data, and what must be saved to build it again.
 
     Returns:
         The network, and {"spec", "options"}.
     """
-    given: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if spec.startswith("builtin:"):
         if source.examples is None or source.examples.targets is None:
             raise InputError(
                 f"--model {spec} is built for data in memory with targets; {source.spec} is a stream of batches"
             )
         targets = source.examples.targets
-        classes = source.examples.is_classes and options.task in ("auto", "classification")
+        classes = source.examples.is_classes and data_format.task in ("auto", "classification")
         if classes:
             known = source.examples.classes
             outputs = max(int(targets.max()) + 1, len(known) if known else 0)
         else:
             outputs = 1 if targets.dim() == 1 else targets.shape[1]
-        regression = not classes and options.task in ("auto", "regression")
-        given = {"shape": list(source.examples.inputs.shape[1:]), "outputs": outputs, "rescale": regression}
-    model = make_model(spec, options=given, weights=weights, device=device, seed=seed)
-    return model, {"spec": spec, "options": given}
+        regression = not classes and data_format.task in ("auto", "regression")
+        options = {"shape": list(source.examples.inputs.shape[1:]), "outputs": outputs, "rescale": regression}
+    model = make_model(spec, options=options, weights=weights, device=device, seed=seed)
+    return model, {"spec": spec, "options": options}
 
 
 def try_model(model: nn.Module, source: Source) -> tuple[Any, torch.Tensor]:
     """Runs the first batch through the network; its targets and the outputs.
 
     Raises:
-        InputError: the network does not take it.
+        InputError: The network does not take it.
     """
     device, _ = device_of_model(model)
     batch = unpack_batch(first_batch(source)).to(device)
@@ -140,7 +138,7 @@ def resolve_task(task: str, model: nn.Module, source: Source) -> str:
     """The task by the targets and the outputs, where it was not said.
 
     Raises:
-        InputError: the model does not take the data, or the targets could be classes or numbers.
+        InputError: The model does not take the data, or the targets could be classes or numbers.
     """
     targets, outputs = try_model(model, source)
     if task != "auto":
@@ -159,13 +157,17 @@ def resolve_task(task: str, model: nn.Module, source: Source) -> str:
     return "classification"
 
 
-def _likelihood(task: str, noise: float | None, model: nn.Module, train: Source) -> Likelihood:
-    """With noise to start tuning from: the network's own residuals, so that the units of the targets do not matter."""
-    if task != "regression":
-        if noise is not None:
-            raise InputError(f"--noise belongs to a regression, but the task is {task}")
-        return parse_likelihood(task)
-    return Gaussian(noise=_residual(model, train) if noise is None else noise)
+def likelihood_of(task: str, noise: float | None, estimate: Callable[[], float]) -> Likelihood:
+    """The likelihood of a task; ``estimate`` gives the noise of a regression where none was said.
+
+    Raises:
+        InputError: A noise for a task that has none.
+    """
+    if task == "regression":
+        return Gaussian(noise=estimate() if noise is None else noise)
+    if noise is not None:
+        raise InputError(f"--noise belongs to a regression, but the task is {task}")
+    return parse_likelihood(task)
 
 
 def _residual(model: nn.Module, train: Source, most: int = 2000) -> float:
@@ -185,317 +187,173 @@ def _residual(model: nn.Module, train: Source, most: int = 2000) -> float:
 
 
 def fit_posterior(
-    model: nn.Module, train: Source, val: Source | None, task: str, settings: FitSettings, speaker: Speaker, seed: int
+    model: nn.Module,
+    train: Source,
+    validation: Source | None,
+    task: str,
+    options: PosteriorOptions,
+    reporter: Reporter,
+    seed: int,
 ) -> Laplace:
     """Says the cost, fits and tunes; `.report` tells how it was chosen where that was left to the library."""
-    likelihood = _likelihood(task, settings.noise, model, train)
+    # Tuning starts from the network's own residuals, so that the units of the targets do not matter.
+    likelihood = likelihood_of(task, options.noise, lambda: _residual(model, train))
     batches = train.batches.named("", shared=True)
-    held = None if val is None else val.batches.named("")
-    if settings.method == "validation" and held is None:
+    held_out = None if validation is None else validation.batches.named("")
+    if options.method == "validation" and held_out is None:
         raise InputError("--method validation needs held-out data: add --val")
-    if settings.structure == "auto" and settings.tune and settings.method == "auto":
+    if options.structure == "auto" and options.tune and options.method == "auto":
         return fit_automatically(
             model,
             batches,
-            held,
+            held_out,
             likelihood,
-            params=settings.params,
-            memory_limit=settings.memory,
-            time_limit=settings.seconds,
+            params=options.params,
+            memory_limit=options.memory * 2**30,
+            time_limit=options.seconds,
             verbose=None,
-            on_cost=speaker.note,
-            prior_precision=settings.prior_precision,
+            on_cost=reporter.note,
+            prior_precision=options.prior_precision,
         )
-    structure = "kron" if settings.structure == "auto" else settings.structure
-    params = "all" if settings.params == "last_layer" else settings.params
+    structure = "kron" if options.structure == "auto" else options.structure
+    params, which = ("all", "last_layer") if options.params == "last_layer" else (options.params, "all")
     costs = estimate_costs(model, batches, likelihood, params=params)
-    which = "last_layer" if settings.params == "last_layer" else "all"
-    chosen = next((c for c in costs if (c.structure, c.params) == (structure, which)), None)
-    speaker.note(f"{structure}: no estimate of its cost" if chosen is None else describe_costs(chosen, costs))
-    if chosen is not None and chosen.bytes > settings.memory:
-        raise InputError(
-            f"{chosen}, more than --memory {settings.memory / 2**30:g} GB. Choose another --structure, or allow more"
-        )
+    cost = next((c for c in costs if (c.structure, c.params) == (structure, which)), None)
+    reporter.note(f"{structure}: no estimate of its cost" if cost is None else describe_costs(cost, costs))
+    if cost is not None and cost.bytes > options.memory * 2**30:
+        raise InputError(f"{cost}, more than --memory {options.memory:g} GB. Choose another --structure, or allow more")
     laplace = Laplace(
-        model, likelihood, structure=structure, params=settings.params, prior_precision=settings.prior_precision
+        model, likelihood, structure=structure, params=options.params, prior_precision=options.prior_precision
     )
     laplace.fit(batches, generator=torch.Generator().manual_seed(seed))
-    if settings.tune:
-        laplace.tune(held, method=None if settings.method == "auto" else settings.method)
+    if options.tune:
+        laplace.tune(held_out, method=None if options.method == "auto" else options.method)
     return laplace
-
-
-def self_check(predictor: Any, source: Source, options: Mapping[str, Any]) -> CheckReport:
-    """MAP against Bayesian on at most 1,000 examples."""
-    device, dtype = device_of_model(predictor.model)
-    return check_predictive(
-        predictor, iterate(source.batches.named("self-check"), device=device, dtype=dtype), **options
-    )
 
 
 def prior_in_words(laplace: Laplace) -> str:
     """Prior precision, noise and data scale in one line."""
     values = [float(v.mean()) for v in laplace.prior_precision.values()]
     low, high = min(values), max(values)
-    said = f"prior precision {low:.3g}" if high <= low * 1.001 else f"prior precision {low:.3g} to {high:.3g} by layer"
+    text = f"prior precision {low:.3g}" if high <= low * 1.001 else f"prior precision {low:.3g} to {high:.3g} by layer"
     if laplace.data_scale != 1.0:
-        said += f", data scale {laplace.data_scale:.3g}"
+        text += f", data scale {laplace.data_scale:.3g}"
     if laplace.observation.tunable:
-        said += f", noise {float(laplace.observation.level):.3g}"
-    return said
+        text += f", noise {float(laplace.observation.level):.3g}"
+    return text
 
 
-@guarded
+@o.command(without=("score",))
 def fit(
-    model: o.Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the posterior.")],
-    train: o.Train = None,
-    val: o.Validation = None,
-    data: o.DataSet = None,
-    weights: o.Weights = None,
-    task: o.Task = "auto",
-    structure: _Structure = "auto",
-    params: _Params = "all",
-    prior_precision: _PriorPrecision = 1.0,
-    noise: _Noise = None,
-    tune: _Tune = True,
-    method: _Method = "auto",
-    memory: _Memory = 4.0,
-    seconds: _Seconds = None,
-    false_alarms: _FalseAlarms = 0.05,
-    kind: o.Kind = "auto",
-    samples: o.Samples = 100,
-    target: o.Target = None,
-    drop: o.Drop = None,
-    data_dir: o.DataDir = None,
-    download: o.Download = False,
-    image_size: o.ImageSize = None,
-    channels: o.Channels = None,
-    limit: o.Limit = None,
-    batch_size: o.BatchSize = 256,
-    seed: o.Seed = 0,
-    device: o.Device = "cpu",
-    force: o.Force = False,
-    as_json: o.Json = False,
-    config: o.Config = None,
+    output: Annotated[Path, o.option("The folder for the posterior.", "--output", "-o")],
+    model: o.ModelOptions,
+    sets: o.TrainData,
+    data: o.DataOptions,
+    posterior: PosteriorOptions,
+    predictive: o.PredictiveOptions,
+    run: o.RunOptions,
 ) -> int:
     """Make a trained network Bayesian: estimate the cost, fit, tune, check, save.
 
     The folder holds all that predict, evaluate, report and where need, the network's weights included. With torchrun each
     process takes its part of the training data.
     """
-    speaker = Speaker(as_json)
-    o.one_of("--structure", structure, STRUCTURES)
-    o.one_of("--method", method, ("auto", "evidence", "validation"))
-    if not 0 < false_alarms < 1:
-        raise InputError(f"--false-alarms {false_alarms} must lie between 0 and 1; write 5 % as 0.05")
-    overwrite = confirmed(output, force=force, what="fit")
-    where = check_device(device)
-    reading = o.data_options(
-        target=target,
-        drop=drop,
-        data_dir=data_dir,
-        download=download,
-        image_size=image_size,
-        channels=channels,
-        limit=limit,
-        batch_size=batch_size,
-        task=task,
-    )
-    settings = FitSettings(structure, params, prior_precision, noise, tune, method, memory * 2**30, seconds)
-    with process_group(where):
-        training, held = open_parts(train, val, data, reading)
-        network, told = build_for(model, weights, training, reading, where, seed)
-        if weights is None:
-            speaker.note(f"no --weights: the weights are those that {model} leaves; they should be trained ones")
-        resolved = resolve_task(task, network, training)
-        laplace = fit_posterior(network, training, held, resolved, settings, speaker, seed)
-        extras = {"model": told, "data": describe_data(training, reading), "task": resolved, "seed": seed}
+    reporter, device = run.reporter, run.checked_device()
+    overwrite = confirmed(output, force=run.force, what="fit")
+    data_format = data.format(task=model.task, drop=sets.drop)
+    with process_group(device):
+        training, validation = open_parts(sets.train, sets.val, sets.data, data_format)
+        network, model_config = build_for(model.model, model.weights, training, data_format, device, run.seed)
+        if model.weights is None:
+            reporter.note(f"no --weights: the weights are those that {model.model} leaves; they should be trained ones")
+        task = resolve_task(model.task, network, training)
+        laplace = fit_posterior(network, training, validation, task, posterior, reporter, run.seed)
+        reporter.line(
+            f"fitted: {laplace.structure}, {laplace.posterior.n_params:,} parameters, {laplace.n_data:,g} data; "
+            + prior_in_words(laplace)
+        )
+        fitted = Fitted(laplace, network, describe_fit(model_config, training, data_format, task, run.seed), {})
         with together("saving the posterior"):
-            return _finish(laplace, extras, training, held, output, overwrite, false_alarms, (kind, samples), speaker)
-
-
-def open_parts(
-    train: str | None, val: str | None, data: str | None, reading: DataOptions
-) -> tuple[Source, Source | None]:
-    """Training data, and held-out data if there are any.
-
-    Raises:
-        InputError: none or both of --train and --data.
-    """
-    if (train is None) == (data is None):
-        raise InputError("say which data: --train (and --val), or --data for a set that is cut into parts")
-    if data is not None:
-        if val is not None:
-            raise InputError("--val goes with --train; --data has its own validation part")
-        training = open_source(data, "train", reading)
-        held = _known(reading, training)
-        same_file = training.examples is not None and not _has_parts(data)
-        if same_file or training.examples is None:
-            raise InputError(f"--data {data} has no parts of its own: use --train and --val")
-        return training, open_source(data, "validation", held)
-    training = open_source(str(train), "train", reading, what="--train")
-    if val is None:
-        return training, None
-    return training, open_source(val, "validation", _known(reading, training), what="--val")
-
-
-def _has_parts(spec: str) -> bool:
-    return not Path(spec).expanduser().exists() and not spec.endswith((":train", ":validation", ":test", ":all"))
-
-
-def _known(reading: DataOptions, training: Source) -> DataOptions:
-    """Columns and classes of later data are those of the training data."""
-    examples = training.examples
-    if examples is None:
-        return reading
-    return replace(reading, columns=examples.columns, classes=examples.classes)
-
-
-def _finish(
-    laplace: Laplace,
-    extras: dict[str, Any],
-    training: Source,
-    held: Source | None,
-    output: Path,
-    overwrite: bool,
-    false_alarms: float,
-    predictive: tuple[str, int],
-    speaker: Speaker,
-) -> int:
-    """Checks, chooses thresholds, saves and says so."""
-    extras["processes"] = world_size()
-    fitted = Fitted(laplace, laplace.model, extras, {})
-    options = fitted.predict_options(*predictive)
-    checked = self_check(laplace, training if held is None else held, options)
-    extras["self_check"] = {
-        "passed": not checked.collapsed,
-        "on": "training data" if held is None else "validation data",
-        "message": checked.message,
-    }
-    reference: dict[str, Any] = {}
-    if held is not None:
-        extras["thresholds"], reference = calibrate(
-            laplace, held.batches.named("thresholds"), options, false_alarms, extras["seed"]
-        )
-    extras["predict"] = options
-    if rank() == 0:
-        save_fitted(laplace, output, extras, reference, overwrite=overwrite)
-    chosen = f"{laplace.structure}, {laplace.posterior.n_params:,} parameters, {laplace.n_data:,g} data"
-    speaker.line(f"fitted: {chosen}; {prior_in_words(laplace)}")
-    state, style = ("passed", None) if not checked.collapsed else ("FAILED", "bold red")
-    speaker.line(f"self-check on {extras['self_check']['on']} {state}: {checked.message}", style=style)
-    threshold = fitted.threshold("entropy") or fitted.threshold("variance")
-    if threshold is None:
-        speaker.line("no threshold for flagging: add --val, held-out data to choose it on")
-    else:
-        speaker.line(
-            f"flag above {threshold.value:.3g} {threshold.score.replace('_', ' ')} = {threshold.false_alarm_rate:.0%} false alarms "
-            f"on data like the {threshold.n_data:,} of {held.name if held else ''}"
-        )
-    speaker.line(f"saved in {output}; next: aftermap report {output} --test DATA")
-    speaker.result(
+            code, content = finish(
+                fitted,
+                output,
+                validation=validation,
+                training=training,
+                options=fitted.predict_options(predictive.kind, predictive.samples),
+                false_alarms=posterior.false_alarms,
+                seed=run.seed,
+                overwrite=overwrite,
+                reporter=reporter,
+            )
+    reporter.result(
         {
-            "posterior": str(output),
+            **content,
+            **_describe(laplace),
             "structure": laplace.structure,
             "n_params": laplace.posterior.n_params,
             "n_data": laplace.n_data,
-            "data_scale": laplace.data_scale,
-            "prior_precision": {n: float(v.mean()) for n, v in laplace.prior_precision.items()},
             "noise": float(laplace.observation.level) if laplace.observation.tunable else None,
-            **{k: extras.get(k) for k in ("task", "self_check", "thresholds")},
+            "task": task,
         }
     )
-    return CHECK_FAILED if checked.collapsed else GOOD
+    return code
 
 
-@guarded
+def _describe(laplace: Laplace) -> dict[str, Any]:
+    return {
+        "prior_precision": {n: float(v.mean()) for n, v in laplace.prior_precision.items()},
+        "data_scale": laplace.data_scale,
+    }
+
+
+@o.command(without=("train", "data", "drop", "score"))
 def tune(
-    posterior: o.Posterior,
-    val: o.Validation = None,
-    method: Annotated[str, typer.Option("--method", help="auto, evidence, lbfgs or validation.")] = "auto",
-    prior_precision: Annotated[
-        float | None, typer.Option("--prior-precision", help="Set it instead of searching for it.")
-    ] = None,
+    saved: o.SavedPosterior,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for the result; without it the posterior is replaced.")
+        Path | None, o.option("The folder for the result. Without it the posterior is replaced.", "--output", "-o")
     ] = None,
-    false_alarms: Annotated[
-        float, typer.Option("--false-alarms", help="Share of usual inputs that may be flagged.")
-    ] = 0.05,
-    model: o.OptionalModel = None,
-    weights: o.Weights = None,
-    kind: o.Kind = "auto",
-    samples: o.Samples = 100,
-    target: o.Target = None,
-    data_dir: o.DataDir = None,
-    limit: o.Limit = None,
-    batch_size: o.BatchSize = 256,
-    seed: o.Seed = 0,
-    device: o.Device = "cpu",
-    force: o.Force = False,
-    as_json: o.Json = False,
-    config: o.Config = None,
+    *,
+    sets: o.TrainData,
+    data: o.DataOptions,
+    tuning: TuneOptions,
+    predictive: o.PredictiveOptions,
+    run: o.RunOptions,
 ) -> int:
     """Find the prior precision (and noise) of a fitted posterior: by the evidence, or on held-out data.
 
     No pass over the training data and no new decomposition: seconds.
     """
-    speaker = Speaker(as_json)
-    o.one_of("--method", method, ("auto", "evidence", "lbfgs", "validation"))
-    if output is not None:
-        confirmed(output, force=force, what="tune")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
+    reporter = run.reporter
+    confirmed(output, force=run.force, what="tune")
+    fitted = saved.load(run.checked_device())
     laplace = fitted.predictor
     if not isinstance(laplace, Laplace):
         raise InputError(
-            f"{posterior} was made by training with {laplace.method}; its prior cannot be tuned afterwards"
+            f"{saved.posterior} was made by training with {laplace.method}; its prior cannot be tuned afterwards"
         )
     before = prior_in_words(laplace)
-    reading = fitted.data_options(o.data_options(target=target, data_dir=data_dir, limit=limit, batch_size=batch_size))
-    held = None if val is None else open_source(val, "validation", reading, what="--val")
-    options = fitted.predict_options(kind, samples)
-    if prior_precision is not None:
-        laplace.with_prior(prior_precision)
+    data_format = fitted.complete(data.format())
+    validation = None if sets.val is None else open_source(sets.val, "validation", data_format, what="--val")
+    options = fitted.predict_options(predictive.kind, predictive.samples)
+    if tuning.prior_precision is not None:
+        laplace.with_prior(tuning.prior_precision)
     else:
+        by_evidence = validation is None or tuning.method in ("evidence", "lbfgs")
         laplace.tune(
-            None if held is None or method in ("evidence", "lbfgs") else held.batches,
-            method=None if method == "auto" else method,
+            None if by_evidence or validation is None else validation.batches,
+            method=None if tuning.method == "auto" else tuning.method,
             kind=options["kind"],
         )
-    extras = dict(fitted.extras)
-    reference: dict[str, Tensor] = {}
-    extras.pop("thresholds", None)  # they belonged to another posterior
-    if held is not None:
-        checked = self_check(laplace, held, options)
-        extras["self_check"] = {"passed": not checked.collapsed, "on": "validation data", "message": checked.message}
-        extras["thresholds"], reference = calibrate(
-            laplace, held.batches.named("thresholds"), options, false_alarms, seed
-        )
-    place = output or posterior
-    save_fitted(laplace, place, extras, reference, overwrite=True)
-    return _say(laplace, before, place, extras, held is not None, speaker)
-
-
-def _say(laplace: Laplace, before: str, place: Path, extras: dict[str, Any], checked: bool, speaker: Speaker) -> int:
-    """What changed; the exit code."""
-    passed = not checked or extras["self_check"]["passed"]
-    speaker.line(f"{before} → {prior_in_words(laplace)}")
-    if checked:
-        state = "passed" if passed else "FAILED"
-        said = f"self-check on validation data {state}: {extras['self_check']['message']}"
-        speaker.line(said, style=None if passed else "bold red")
-    else:
-        speaker.line("thresholds for flagging are gone: they belong to the old prior. Add --val to choose new ones")
-    speaker.line(f"saved in {place}")
-    speaker.result(
-        {
-            "posterior": str(place),
-            "prior_precision": {n: float(v.mean()) for n, v in laplace.prior_precision.items()},
-            "data_scale": laplace.data_scale,
-            "log_evidence": float(laplace.log_evidence()),
-            "self_check": extras.get("self_check"),
-            "thresholds": extras.get("thresholds"),
-        }
+    reporter.line(f"{before} → {prior_in_words(laplace)}")
+    code, content = finish(
+        fitted,
+        output or saved.posterior,
+        validation=validation,
+        options=options,
+        false_alarms=tuning.false_alarms,
+        seed=run.seed,
+        overwrite=True,
+        reporter=reporter,
     )
-    return GOOD if passed else CHECK_FAILED
+    reporter.result({**content, **_describe(laplace), "log_evidence": float(laplace.log_evidence())})
+    return code

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from aftermap.cli.builtin import build_network
+from aftermap.cli.console import replaced_file
+from aftermap.cli.trust import search_working_folder_first
 from aftermap.errors import InputError, UnsupportedError
 
 __all__ = ["check_device", "import_object", "load_weights", "make_model", "read_weights", "save_weights"]
@@ -31,7 +33,7 @@ def import_object(spec: str, what: str) -> Any:
     """The object that `pkg.module:name` or `file.py:name` names; the working folder is searched first.
 
     Raises:
-        InputError: no such module or name, or the module fails while it is imported.
+        InputError: There is no such module or name, or the module fails while it is imported.
 
     >>> import_object("math:pi", "a number")
     3.141592653589793
@@ -39,8 +41,7 @@ def import_object(spec: str, what: str) -> Any:
     place, colon, name = spec.rpartition(":")
     if not colon or not place or not name:
         raise InputError(f"{what} is {spec!r}, but must be written pkg.module:name, such as mypkg.nets:build")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    search_working_folder_first()
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except ModuleNotFoundError as error:
@@ -51,14 +52,14 @@ def import_object(spec: str, what: str) -> Any:
         raise InputError(f"{what} {spec!r}: {place} imports {error.name!r}, which is not installed") from error
     except Exception as error:
         raise InputError(f"{what} {spec!r}: importing {place} failed{_where(error)}: {_named(error)}") from error
-    found: Any = module
+    value: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
-            close = difflib.get_close_matches(part, [n for n in vars(found) if not n.startswith("_")], n=3)
+        if not hasattr(value, part):
+            close = difflib.get_close_matches(part, [n for n in vars(value) if not n.startswith("_")], n=3)
             hint = f". Did you mean {' or '.join(close)}?" if close else ""
             raise InputError(f"{what} {spec!r}: {place} has no {part!r}{hint}")
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _from_file(file: Path) -> Any:
@@ -86,7 +87,7 @@ def check_device(name: str) -> torch.device:
     """A device that is there; "auto" is a graphics card if there is one.
 
     Raises:
-        InputError: no such device.
+        InputError: There is no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -111,24 +112,26 @@ def make_model(
     """Builds a network, in eval mode.
 
     Args:
-        spec: `builtin:NAME`, or `pkg.module:factory`, whose factory takes no arguments and returns a module; the name of a
-            module object itself will do.
-        options: for a built-in network: shape, outputs and rescale.
-        weights: a file, or a state dict; None: as the factory leaves them.
-        device: where it goes.
-        seed: of weights that are drawn.
+        spec: `builtin:NAME`, or `pkg.module:factory`, whose factory takes no arguments and returns a network; the name of a
+            network itself will do.
+        options: The shape, outputs and rescale of a built-in network.
+        weights: A file, or a state dict; None leaves them as the factory does.
+        device: The device that the network is put on.
+        seed: The seed of weights that the factory draws.
 
     Raises:
-        InputError: nothing of that name, a factory that fails or returns something else, weights that do not fit.
+        InputError: There is nothing of that name, the factory fails or returns something else, or the weights do not fit.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if spec.startswith("builtin:"):
-            given = dict(options or {})
-            if "shape" not in given:
+            if not options or "shape" not in options:
                 raise InputError(f"--model {spec} is built for its data: give them with --train or --data")
             model: Any = build_network(
-                spec.removeprefix("builtin:"), given["shape"], given["outputs"], rescale=bool(given.get("rescale"))
+                spec.removeprefix("builtin:"),
+                options["shape"],
+                options["outputs"],
+                rescale=bool(options.get("rescale")),
             )
         else:
             model = _call(import_object(spec, "--model"), spec)
@@ -137,22 +140,22 @@ def make_model(
     return model.to(device or torch.device("cpu")).eval()
 
 
-def _call(found: Any, spec: str) -> nn.Module:
-    if isinstance(found, nn.Module):
-        return found
-    if not callable(found):
+def _call(factory: Any, spec: str) -> nn.Module:
+    if isinstance(factory, nn.Module):
+        return factory
+    if not callable(factory):
         raise InputError(
-            f"--model {spec} is a {type(found).__name__}; it must be a function (or class) that returns a module"
+            f"--model {spec} is a {type(factory).__name__}; it must be a function (or class) that returns a module"
         )
     try:
-        made = found()
+        network = factory()
     except Exception as error:
         raise InputError(
             f"--model {spec} failed{_where(error)}: {_named(error)}. The factory is called without arguments"
         ) from error
-    if not isinstance(made, nn.Module):
-        raise InputError(f"--model {spec} returned a {type(made).__name__}, but must return a torch.nn.Module")
-    return made
+    if not isinstance(network, nn.Module):
+        raise InputError(f"--model {spec} returned a {type(network).__name__}, but must return a torch.nn.Module")
+    return network
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -161,19 +164,19 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     A state dict inside a checkpoint is found, and prefixes such as `module.` that every name has are taken off.
 
     Raises:
-        InputError: no such file, or no weights in it.
+        InputError: There is no such file, or it holds no weights.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise InputError(f"--weights: there is no file {file}" + (": it is a folder" if file.is_dir() else ""))
     try:
         if file.suffix == ".safetensors":
-            found: Any = load_file(file)
+            content: Any = load_file(file)
         elif file.suffix == ".npz":
             with np.load(file, allow_pickle=False) as arrays:
-                found = {n: torch.from_numpy(arrays[n]) for n in arrays.files}
+                content = {n: torch.from_numpy(arrays[n]) for n in arrays.files}
         else:
-            found = torch.load(file, map_location="cpu", weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except SafetensorError as error:
         raise InputError(f"--weights: {file} is no safetensors file: {error}") from error
     except OSError:
@@ -184,43 +187,39 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             "Save them with torch.save(model.state_dict(), path) or as safetensors; a pickled model could run any code"
         ) from error
     for key in _NESTED:
-        if (
-            isinstance(found, Mapping)
-            and isinstance(found.get(key), Mapping)
-            and not isinstance(found.get(key), Tensor)
-        ):
-            found = found[key]
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
             break
-    if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
+    if not isinstance(content, Mapping) or not content or not all(isinstance(v, Tensor) for v in content.values()):
         what = (
-            f"a mapping with {', '.join(map(str, list(found)[:5]))}"
-            if isinstance(found, Mapping)
-            else type(found).__name__
+            f"a mapping with {', '.join(map(str, list(content)[:5]))}"
+            if isinstance(content, Mapping)
+            else type(content).__name__
         )
         raise InputError(f"--weights: {file} holds {what}, no state dict of tensors")
-    return {str(k): v for k, v in found.items()}
+    return {str(k): v for k, v in content.items()}
 
 
 def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -> None:
     """Puts weights into a model; every name that does not fit is listed.
 
     Raises:
-        InputError: names or shapes that do not fit; the model is unchanged.
+        InputError: Names or shapes do not fit; the model is unchanged.
     """
     state = dict(weights) if isinstance(weights, Mapping) else read_weights(weights)
-    own = model.state_dict()
+    expected = model.state_dict()
     for prefix in _PREFIXES:
-        if not set(own) & set(state) and all(k.startswith(prefix) for k in state):
+        if not set(expected) & set(state) and all(k.startswith(prefix) for k in state):
             state = {k.removeprefix(prefix): v for k, v in state.items()}
     problems = [
         f"{n} {list(v.shape)} is missing in the file"
-        for n, v in own.items()
+        for n, v in expected.items()
         if n not in state and n not in _OWN_BUFFERS
     ]
-    problems += [f"{n} {list(v.shape)} is not in the model" for n, v in state.items() if n not in own]
+    problems += [f"{n} {list(v.shape)} is not in the model" for n, v in state.items() if n not in expected]
     problems += [
         f"{n} is {list(state[n].shape)} in the file, {list(v.shape)} in the model"
-        for n, v in own.items()
+        for n, v in expected.items()
         if n in state and state[n].shape != v.shape
     ]
     if problems:
@@ -238,18 +237,12 @@ def save_weights(model: nn.Module, file: Path) -> None:
     """Writes a model's state dict as safetensors: first to a neighbour, then moved into place.
 
     Raises:
-        OSError: the disk is full or not writable; what was there before stays.
+        OSError: The disk is full or not writable; what was there before stays.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
+    # Copies: tied weights would share memory, which safetensors refuses.
+    state = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model.state_dict().items()}
     try:
-        # Copies: tied weights would share memory, which safetensors refuses.
-        save_file(
-            {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model.state_dict().items()},
-            part,
-        )
-        part.replace(file)
+        with replaced_file(file) as part:
+            save_file(state, part)
     except SafetensorError as error:  # a full disk comes as this
         raise OSError(f"{file} could not be written: {error}") from error
-    finally:
-        part.unlink(missing_ok=True)

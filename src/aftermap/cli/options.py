@@ -1,146 +1,137 @@
-"""The flags that several commands share, and a TOML file that says what the flags say; a flag on the command line wins."""
+"""The options of the commands in groups, the decorator that makes a command of a function that takes groups, and TOML files.
+
+A group is a frozen dataclass whose fields are options. A command names the groups that it takes; `command` spreads their fields over
+its signature, so that an option has one name, one help text and one check wherever it is offered.
+"""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, get_args, get_origin
 
+import torch
 import typer
+from typer.models import OptionInfo
 
-from aftermap.cli.sources import DataOptions, parse_size
+from aftermap.cli.console import Reporter, guarded
+from aftermap.cli.models import check_device
+from aftermap.cli.sources import DataFormat, parse_size
+from aftermap.cli.store import Fitted, load_fitted
 from aftermap.errors import InputError
 from aftermap.lazy import optional
 
 __all__ = [
-    "BatchSize",
-    "Channels",
-    "Config",
-    "DataDir",
-    "DataSet",
-    "Device",
-    "Download",
-    "Drop",
-    "Force",
-    "ImageSize",
-    "Json",
-    "Kind",
-    "Limit",
-    "Model",
-    "Ood",
-    "OptionalModel",
-    "Posterior",
-    "Samples",
-    "Score",
-    "Seed",
-    "Target",
+    "FACTORY",
+    "DataOptions",
+    "Fraction",
+    "ModelOptions",
+    "OneOf",
+    "PredictiveOptions",
+    "RunOptions",
+    "SavedPosterior",
     "Task",
-    "Test",
-    "Train",
-    "Validation",
+    "TestData",
+    "TrainData",
     "Weights",
     "apply_config",
-    "data_options",
-    "one_of",
+    "command",
+    "option",
 ]
 
-_DATA, _MODEL, _RUN = "Data", "Model", "Running"
-_SPEC = "npz, csv, idx, image folder, builtin:digits, fashion-mnist, pkg.module:loader"
-Model = Annotated[
-    str,
-    typer.Option(
-        "--model", metavar="SPEC", rich_help_panel=_MODEL, help="pkg.module:factory, or builtin:mlp|cnn|lenet|resnet20."
-    ),
-]
-OptionalModel = Annotated[
-    str | None,
-    typer.Option(
-        "--model", metavar="SPEC", rich_help_panel=_MODEL, help="pkg.module:factory, or builtin:mlp|cnn|lenet|resnet20."
-    ),
-]
-Weights = Annotated[
-    Path | None,
-    typer.Option(
-        "--weights",
-        rich_help_panel=_MODEL,
-        help="Safetensors, npz, or a checkpoint of torch.save (read without running code).",
-    ),
-]
-Posterior = Annotated[Path, typer.Argument(metavar="POSTERIOR", help="Folder written by fit or train.")]
-Train = Annotated[
-    str | None, typer.Option("--train", metavar="DATA", rich_help_panel=_DATA, help=f"Training data: {_SPEC}.")
-]
-Validation = Annotated[
-    str | None,
-    typer.Option("--val", metavar="DATA", rich_help_panel=_DATA, help="Held-out data: for tuning and thresholds."),
-]
-Test = Annotated[str | None, typer.Option("--test", metavar="DATA", rich_help_panel=_DATA, help="Test data.")]
-DataSet = Annotated[
-    str | None,
-    typer.Option(
-        "--data",
-        metavar="DATA",
-        rich_help_panel=_DATA,
-        help="One set for all parts: train, validation and test are cut from it.",
-    ),
-]
-Ood = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ood",
-        metavar="NAME=DATA",
-        rich_help_panel=_DATA,
-        help="Data that should look unusual; may be given several times.",
-    ),
-]
-Target = Annotated[
-    str | None,
-    typer.Option("--target", rich_help_panel=_DATA, help="Column of a csv with the targets: its name or number."),
-]
-Drop = Annotated[
-    str | None,
-    typer.Option("--drop", metavar="A,B", rich_help_panel=_DATA, help="Columns of a csv that are no inputs."),
-]
-DataDir = Annotated[
-    str | None,
-    typer.Option(
-        "--data-dir",
-        envvar="AFTERMAP_DATA",
-        rich_help_panel=_DATA,
-        help="Folder of named data sets [~/.cache/aftermap].",
-    ),
-]
-Download = Annotated[
-    bool, typer.Option("--download", rich_help_panel=_DATA, help="Fetch a named data set that is not there.")
-]
-ImageSize = Annotated[
-    str | None, typer.Option("--image-size", metavar="HxW", rich_help_panel=_DATA, help="Resize images of a folder.")
-]
-Channels = Annotated[
-    int | None, typer.Option("--channels", rich_help_panel=_DATA, help="1 (grey) or 3, for images of a folder.")
-]
-Limit = Annotated[
-    int | None, typer.Option("--limit", min=1, rich_help_panel=_DATA, help="Use only the first examples of each set.")
-]
-BatchSize = Annotated[int, typer.Option("--batch-size", min=1, rich_help_panel=_RUN, help="Examples in a batch.")]
-Task = Annotated[
-    str, typer.Option("--task", rich_help_panel=_MODEL, help="auto, classification, binary, regression or counts.")
-]
-Kind = Annotated[str, typer.Option("--kind", rich_help_panel=_RUN, help="Predictive: auto, linearised or sampling.")]
-Samples = Annotated[int, typer.Option("--samples", min=2, rich_help_panel=_RUN, help="Draws for the predictive.")]
-Score = Annotated[
-    str,
-    typer.Option(
-        "--score",
-        rich_help_panel=_RUN,
-        help="What is flagged: entropy, mutual_information, variance or max_probability.",
-    ),
-]
-Seed = Annotated[int, typer.Option("--seed", min=0, rich_help_panel=_RUN, help="Of everything random.")]
-Device = Annotated[str, typer.Option("--device", rich_help_panel=_RUN, help="cpu, cuda, cuda:1, mps or auto.")]
-Json = Annotated[bool, typer.Option("--json", rich_help_panel=_RUN, help="One JSON value on standard output.")]
-Force = Annotated[bool, typer.Option("--force", rich_help_panel=_RUN, help="Replace what is there.")]
+
+def option(help: str, *flags: str, **settings: Any) -> OptionInfo:
+    """An option of a command; without flags it is called like its field: `data_dir` is --data-dir."""
+    info: OptionInfo = typer.Option(*flags, help=help, **settings)
+    return info
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """An option that must be one of several words, which its help lists."""
+
+    allowed: tuple[str, ...]
+
+    @property
+    def help(self) -> str:
+        """What the help text of the option says about it."""
+        return f" One of {', '.join(self.allowed)}."
+
+    def check(self, flag: str, value: str) -> None:
+        """Refuses another word."""
+        if value not in self.allowed:
+            raise InputError(f"{flag} {value!r} is not known; allowed are {', '.join(self.allowed)}")
+
+
+@dataclass(frozen=True)
+class Fraction:
+    """An option that must lie between 0 and 1."""
+
+    help: ClassVar[str] = ""
+
+    def check(self, flag: str, value: float) -> None:
+        """Refuses another number."""
+        if not 0 < value < 1:
+            raise InputError(f"{flag} {value} must lie between 0 and 1; write 5 % as 0.05")
+
+
+def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Callable[..., int | None]], Any]:
+    """Makes a command of a function whose arguments are groups of options, and single options.
+
+    Args:
+        without: The names of options in these groups that mean nothing to this command; they keep their default.
+        **defaults: Other defaults than those of the groups, by the names of the options.
+    """
+
+    def decorate(function: Callable[..., int | None]) -> Any:
+        arguments = inspect.signature(function, eval_str=True).parameters
+        groups: dict[str, Any] = {name: a.annotation for name, a in arguments.items() if is_dataclass(a.annotation)}
+        offered: list[inspect.Parameter] = []
+        for name, argument in arguments.items():
+            group = groups.get(name)
+            members = [argument] if group is None else inspect.signature(group, eval_str=True).parameters.values()
+            offered += [_offered(p, getattr(group, "panel", None), defaults) for p in members if p.name not in without]
+
+        def run(**values: Any) -> int | None:
+            for parameter in offered:
+                for restriction in get_args(parameter.annotation)[2:]:
+                    restriction.check(_flag(parameter), values[parameter.name])
+            for name, group in groups.items():
+                members = [field.name for field in fields(group) if field.name in values]
+                values[name] = group(**{member: values.pop(member) for member in members})
+            return function(**values)
+
+        entry: Any = guarded(run)
+        entry.__name__, entry.__doc__, entry.__annotations__ = function.__name__, function.__doc__, {}
+        entry.__signature__ = inspect.Signature(offered)
+        return entry
+
+    return decorate
+
+
+def _offered(parameter: inspect.Parameter, panel: str | None, defaults: Mapping[str, Any]) -> inspect.Parameter:
+    """A parameter as typer reads it: with its flag, its panel, its default, and a help text that says what is allowed."""
+    annotation = parameter.annotation
+    if get_origin(annotation) is Annotated:
+        kind, info, *restrictions = get_args(annotation)
+        if isinstance(info, OptionInfo):
+            info = copy(info)
+            # In an annotation typer keeps the first flag of an option as its default.
+            info.default = _flag(parameter) if info.default is ... else info.default
+            info.rich_help_panel = panel
+            info.help = (info.help or "") + "".join(r.help for r in restrictions)
+        annotation = Annotated[(kind, info, *restrictions)]
+    default = defaults.get(parameter.name, parameter.default)
+    return parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _flag(parameter: inspect.Parameter) -> str:
+    return "--" + parameter.name.replace("_", "-")
 
 
 def apply_config(context: typer.Context, value: Path | None) -> Path | None:
@@ -163,10 +154,10 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
             names[option.lstrip("-").replace("-", "_")] = parameter
     command = context.info_name or ""
     verbs = _verbs(context)
-    own = content.pop(command, {}) if isinstance(content.get(command), dict) and command not in names else {}
+    for_command = content.pop(command, {}) if isinstance(content.get(command), dict) and command not in names else {}
     entries = {k: v for k, v in content.items() if not (isinstance(v, dict) and k in verbs)}
     defaults = dict(context.default_map or {})
-    for key, entry in {**entries, **own}.items():
+    for key, entry in {**entries, **for_command}.items():
         plain = key.replace("-", "_")
         if plain not in names or plain == "config":
             close = difflib.get_close_matches(plain, names, n=1)
@@ -196,56 +187,189 @@ def _toml() -> Any:
     return optional("tomllib" if sys.version_info >= (3, 11) else "tomli", "cli", "TOML files")
 
 
-Config = Annotated[
+_SPEC = "npz, csv, idx, image folder, builtin:digits, fashion-mnist, pkg.module:loader"
+Weights = Annotated[
     Path | None,
-    typer.Option(
-        "--config",
-        rich_help_panel=_RUN,
-        is_eager=True,
-        callback=apply_config,
-        help="TOML file that says what flags say.",
+    option(
+        "The file with the network's weights: safetensors, npz, or a checkpoint of torch.save, which is read without "
+        "running code."
     ),
 ]
+Task = Annotated[
+    str,
+    option("What the targets are."),
+    OneOf(("auto", "classification", "binary", "regression", "counts")),
+]
+FACTORY = "pkg.module:factory, or builtin:mlp|cnn|lenet|resnet20"
 
 
-def one_of(flag: str, value: str, allowed: tuple[str, ...]) -> str:
-    """A word that must be one of several.
+@dataclass(frozen=True)
+class ModelOptions:
+    """The network that a command works on."""
 
-    Raises:
-        InputError: another word.
-    """
-    if value not in allowed:
-        raise InputError(f"{flag} {value!r} is not known; allowed are {', '.join(allowed)}")
-    return value
+    panel: ClassVar[str] = "Model"
+    model: Annotated[str, option(f"How the network is built: {FACTORY}.", metavar="SPEC")]
+    weights: Weights = None
+    task: Task = "auto"
 
 
-def data_options(
-    *,
-    target: str | None = None,
-    drop: str | None = None,
-    data_dir: str | None = None,
-    download: bool = False,
-    image_size: str | None = None,
-    channels: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 256,
-    task: str = "auto",
-) -> DataOptions:
-    """The flags about data, checked."""
-    one_of("--task", task, ("auto", "classification", "binary", "regression", "counts"))
-    if channels not in (None, 1, 3):
-        raise InputError(f"--channels {channels} must be 1 or 3")
-    size = parse_size(image_size, "--image-size")
-    if size is not None and len(size) not in (1, 2):
-        raise InputError(f"--image-size {image_size!r} must be one or two numbers, such as 28x28")
-    return DataOptions(
-        target=target,
-        drop=tuple(name.strip() for name in drop.split(",")) if drop else (),
-        folder=data_dir,
-        download=download,
-        batch_size=batch_size,
-        image_size=None if size is None else (size[0], size[-1]),
-        channels=channels,
-        limit=limit,
-        task=task,
+@dataclass(frozen=True)
+class SavedPosterior:
+    """The folder of a posterior, and how its network is built where the folder's own word is not taken."""
+
+    panel: ClassVar[str] = "Model"
+    posterior: Annotated[Path, typer.Argument(metavar="POSTERIOR", help="The folder that fit or train has written.")]
+    model: Annotated[
+        str | None,
+        option(f"How the network is built, if not as the folder says: {FACTORY}.", metavar="SPEC"),
+    ] = None
+    weights: Weights = None
+    trust_code: Annotated[
+        bool,
+        option(
+            "Run the code that the folder names to build its network, although the folder may come from somebody else."
+        ),
+    ] = False
+
+    def load(self, device: torch.device) -> Fitted:
+        """The posterior with its network."""
+        return load_fitted(
+            self.posterior, model=self.model, weights=self.weights, device=device, trust_code=self.trust_code
+        )
+
+
+@dataclass(frozen=True)
+class TrainData:
+    """The data of a command that fits or trains."""
+
+    panel: ClassVar[str] = "Data"
+    train: Annotated[str | None, option(f"The training data: {_SPEC}.", metavar="DATA")] = None
+    val: Annotated[
+        str | None,
+        option(
+            "Held-out data, on which a posterior is tuned and checked and its thresholds are chosen.", metavar="DATA"
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        option(
+            "One set for all parts, instead of --train: train, validation and test are cut from it.", metavar="DATA"
+        ),
+    ] = None
+    drop: Annotated[str | None, option("The columns of a csv that are neither inputs nor targets.", metavar="A,B")] = (
+        None
     )
+
+
+@dataclass(frozen=True)
+class TestData:
+    """The data of a command that tests."""
+
+    __test__: ClassVar[bool] = False  # no test of pytest's
+    panel: ClassVar[str] = "Data"
+    test: Annotated[
+        str | None,
+        option("The test data, by default the test part of the set that was trained on.", metavar="DATA"),
+    ] = None
+    ood: Annotated[
+        list[str] | None,
+        option("Data that should look unusual. The option may be given several times.", metavar="NAME=DATA"),
+    ] = None
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How data are read."""
+
+    panel: ClassVar[str] = "Data"
+    target: Annotated[str | None, option("The column of a csv with the targets: its name or its number.")] = None
+    data_dir: Annotated[
+        str | None,
+        option("The folder of named data sets [~/.cache/aftermap].", envvar="AFTERMAP_DATA"),
+    ] = None
+    download: Annotated[bool, option("Fetch a named data set that is not there.")] = False
+    image_size: Annotated[str | None, option("The size to which images of a folder are resized.", metavar="HxW")] = None
+    channels: Annotated[int | None, option("The channels of images of a folder: 1 (grey) or 3.")] = None
+    limit: Annotated[int | None, option("The most examples to use of each set; the first ones are taken.", min=1)] = (
+        None
+    )
+    batch_size: Annotated[int, option("The number of examples in a batch.", min=1)] = 256
+
+    def format(self, *, task: str = "auto", drop: str | None = None) -> DataFormat:
+        """The options, checked.
+
+        Raises:
+            InputError: A size or a number of channels that no image has.
+        """
+        if self.channels not in (None, 1, 3):
+            raise InputError(f"--channels {self.channels} must be 1 or 3")
+        size = parse_size(self.image_size, "--image-size")
+        if size is not None and len(size) not in (1, 2):
+            raise InputError(f"--image-size {self.image_size!r} must be one or two numbers, such as 28x28")
+        return DataFormat(
+            target=self.target,
+            drop=tuple(name.strip() for name in drop.split(",")) if drop else (),
+            folder=self.data_dir,
+            download=self.download,
+            batch_size=self.batch_size,
+            image_size=None if size is None else (size[0], size[-1]),
+            channels=self.channels,
+            limit=self.limit,
+            task=task,
+        )
+
+
+@dataclass(frozen=True)
+class PredictiveOptions:
+    """How a posterior predicts, and by which score it flags."""
+
+    panel: ClassVar[str] = "Predictive"
+    kind: Annotated[
+        str,
+        option("How the predictive is computed; auto is what suits the posterior."),
+        OneOf(("auto", "linearised", "sampling")),
+    ] = "auto"
+    samples: Annotated[int, option("The number of draws that the predictive averages over.", min=2)] = 100
+    score: Annotated[
+        str,
+        option("The score by which inputs are flagged."),
+        OneOf(("entropy", "mutual_information", "variance", "max_probability")),
+    ] = "entropy"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How a command runs, and what it says."""
+
+    panel: ClassVar[str] = "Running"
+    seed: Annotated[int, option("The seed of every random draw in this command.", min=0)] = 0
+    device: Annotated[str, option("Where to compute: cpu, cuda, cuda:1, mps or auto.")] = "cpu"
+    force: Annotated[bool, option("Replace the output if it exists.")] = False
+    as_json: Annotated[
+        bool, option("Write one JSON value to standard output, and words to standard error.", "--json")
+    ] = False
+    config: Annotated[
+        Path | None,
+        option(
+            "A TOML file that says what options say. An option on the command line wins.",
+            is_eager=True,
+            callback=apply_config,
+        ),
+    ] = None
+
+    @property
+    def reporter(self) -> Reporter:
+        """What says the results."""
+        return Reporter(self.as_json)
+
+    def checked_device(self) -> torch.device:
+        """The device.
+
+        Raises:
+            InputError: There is none of that name.
+        """
+        return check_device(self.device)
+
+    def generator(self) -> torch.Generator:
+        """A generator with the seed."""
+        return torch.Generator().manual_seed(self.seed)

@@ -6,86 +6,59 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import typer
 
 from aftermap.analysis import Where, where
 from aftermap.analysis.report import write_report
 from aftermap.cli import options as o
-from aftermap.cli.console import Speaker, confirmed, guarded
-from aftermap.cli.evaluate import Judgement, judge, open_test
-from aftermap.cli.models import check_device
+from aftermap.cli.console import confirmed
+from aftermap.cli.evaluate import MapComparison, compare_with_map, open_test
 from aftermap.cli.sources import Batches, Source
-from aftermap.cli.store import Fitted, load_fitted
+from aftermap.cli.store import Fitted
 from aftermap.laplace import Laplace
 
-__all__ = ["look_where", "report", "write_for"]
+__all__ = ["report", "where_for_report", "write_for"]
 
 _MOST = 1000  # inputs whose uncertainty is traced to layers: the shares hardly change after that
 
 
-@guarded
+@o.command()
 def report(
-    posterior: o.Posterior,
-    test: o.Test = None,
-    ood: o.Ood = None,
+    saved: o.SavedPosterior,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file; without it report.html in the posterior's folder.")
+        Path | None,
+        o.option("The file to write. Without it, it is report.html in the posterior's folder.", "--output", "-o"),
     ] = None,
-    title: Annotated[str, typer.Option("--title", help="Of the report.")] = "Uncertainty report",
-    look: Annotated[
-        bool, typer.Option("--where/--no-where", help="Say where in the network the uncertainty sits.")
+    title: Annotated[str, o.option("The title of the report.")] = "Uncertainty report",
+    with_where: Annotated[
+        bool, o.option("Whether the report says where in the network the uncertainty sits.", "--where/--no-where")
     ] = True,
-    score: o.Score = "entropy",
-    model: o.OptionalModel = None,
-    weights: o.Weights = None,
-    kind: o.Kind = "auto",
-    samples: o.Samples = 100,
-    target: o.Target = None,
-    data_dir: o.DataDir = None,
-    download: o.Download = False,
-    image_size: o.ImageSize = None,
-    channels: o.Channels = None,
-    limit: o.Limit = None,
-    batch_size: o.BatchSize = 256,
-    seed: o.Seed = 0,
-    device: o.Device = "cpu",
-    force: o.Force = False,
-    as_json: o.Json = False,
-    config: o.Config = None,
+    *,
+    sets: o.TestData,
+    data: o.DataOptions,
+    predictive: o.PredictiveOptions,
+    run: o.RunOptions,
 ) -> int:
     """Write one HTML file: verdict, MAP against Bayesian, calibration, abstention, unusual data, and where the uncertainty sits.
 
     The file needs nothing else: no network, no server.
     """
-    speaker = Speaker(as_json)
-    if output is not None:
-        confirmed(output, force=force, what="report")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
-    reading = fitted.data_options(
-        o.data_options(
-            target=target,
-            data_dir=data_dir,
-            download=download,
-            image_size=image_size,
-            channels=channels,
-            limit=limit,
-            batch_size=batch_size,
-        )
-    )
-    source, others = open_test(fitted, test, ood, reading)
-    options = fitted.predict_options(kind, samples)
-    found = judge(fitted, source, others, options=options, score=score, seed=seed)
-    looked = look_where(fitted, source, seed) if look else None
-    place = output or posterior / "report.html"
+    reporter = run.reporter
+    confirmed(output, force=run.force, what="report")
+    fitted = saved.load(run.checked_device())
+    source, ood = open_test(fitted, sets, data)
+    options = fitted.predict_options(predictive.kind, predictive.samples)
+    compared = compare_with_map(fitted, source, ood, options=options, score=predictive.score, seed=run.seed)
+    shares = where_for_report(fitted, source, run.seed) if with_where else None
+    place = output or saved.posterior / "report.html"
     place.parent.mkdir(parents=True, exist_ok=True)
-    write_for(place, fitted, found, looked, source, title=title, options=options, seed=seed)
-    found.say(speaker, f"{source.name}, {found.bayesian.n_data:,} examples")
-    speaker.line(f"report written to {place}")
-    speaker.result({**found.to_dict(), "report": str(place)})
-    return found.code
+    write_for(place, fitted, compared, shares, source, title=title, options=options, seed=run.seed)
+    compared.report_to(reporter, source.name)
+    reporter.line(f"report written to {place}")
+    reporter.result({**compared.to_dict(), "report": str(place)})
+    return compared.code
 
 
-def look_where(fitted: Fitted, source: Source, seed: int) -> Where:
+def where_for_report(fitted: Fitted, source: Source, seed: int) -> Where:
     """Where the uncertainty of (at most 1,000) inputs sits."""
     examples = source.examples
     data: Any = source.batches.data
@@ -103,15 +76,15 @@ def look_where(fitted: Fitted, source: Source, seed: int) -> Where:
 def write_for(
     place: Path,
     fitted: Fitted,
-    found: Judgement,
-    looked: Where | None,
+    compared: MapComparison,
+    shares: Where | None,
     source: Source,
     *,
     title: str,
     options: dict[str, Any],
     seed: int,
 ) -> Path:
-    """Writes the report of a judgement."""
+    """Writes the report of a comparison."""
     examples = source.examples
     inputs = None if examples is None else examples.inputs
     pictures = inputs if inputs is not None and inputs.dim() == 4 and inputs.shape[1] in (1, 3) else None
@@ -135,12 +108,12 @@ def write_for(
         settings["optimiser"] = predictor.method
     return write_report(
         place,
-        bayesian=found.bayesian,
-        map=found.map,
-        where=looked,
+        bayesian=compared.bayesian,
+        map=compared.map,
+        where=shares,
         title=title,
         settings={k: v for k, v in settings.items() if v is not None},
         images=pictures,
         classes=fitted.extras.get("data", {}).get("classes"),
-        threshold=found.threshold,
+        threshold=compared.threshold,
     )

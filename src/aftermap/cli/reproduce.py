@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 import aftermap
 from aftermap.cli import options as o
-from aftermap.cli.console import CHECK_FAILED, GOOD, Speaker, guarded
+from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, plain_table
 from aftermap.errors import InputError
 
 __all__ = ["bench", "find_checkout", "reproduce"]
@@ -25,7 +24,7 @@ def find_checkout(folder: str) -> Path:
     """The nearest folder above the working folder, or above the package, that is a checkout with ``folder`` in it.
 
     Raises:
-        InputError: there is none.
+        InputError: There is none.
     """
     starts = [Path.cwd(), Path(aftermap.__file__).resolve().parent]
     for start in starts:
@@ -38,51 +37,50 @@ def find_checkout(folder: str) -> Path:
     )
 
 
-@guarded
+@o.command(without=("seed", "device", "force", "config"))
 def reproduce(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="list|NAME", help="list, or an experiment such as ritter2018/toy.")],
-    as_json: o.Json = False,
+    name: Annotated[
+        str, typer.Argument(metavar="list|NAME", help="The word list, or an experiment such as ritter2018/toy.")
+    ],
+    run: o.RunOptions,
 ) -> int:
     """Run an experiment of a paper again: a table paper | ours | tolerance, and its figures. `list` shows all.
 
     Further arguments go to the experiment's run.py.
     """
-    speaker = Speaker(as_json)
+    reporter = run.reporter
     root = find_checkout("experiments")
     known = {p.parent.name: p.parent for p in sorted((root / "experiments").glob("*/run.py"))}
     if name == "list":
-        _list(known, speaker)
+        _list(known, reporter)
         return GOOD
     place = known.get(name.strip("/").replace("/", "_"))
     if place is None:
         close = difflib.get_close_matches(name.replace("/", "_"), known, n=2)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise InputError(f"there is no experiment {name!r}.{hint} `aftermap reproduce list` shows all")
-    speaker.note(f"running {place.relative_to(root) / 'run.py'}")
+    reporter.note(f"running {place.relative_to(root) / 'run.py'}")
     # Words of the experiment belong on standard error where standard output is for machines.
-    out = 2 if as_json else None
+    out = 2 if run.as_json else None
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(
         [sys.executable, str(place / "run.py"), *context.args], cwd=root, stdout=out, env=environment, check=False
     )
     results = place / "results.json"
     if results.is_file():
-        speaker.line(
+        reporter.line(
             f"results: {results.relative_to(root)}; claims and figures: {(place / 'README.md').relative_to(root)}"
         )
-        speaker.result(json.loads(results.read_text(encoding="utf-8")))
+        reporter.result(json.loads(results.read_text(encoding="utf-8")))
     if done.returncode:
-        speaker.line(f"the experiment ended with exit code {done.returncode}", style="bold red")
+        reporter.line(f"the experiment ended with exit code {done.returncode}", style="bold red")
         return CHECK_FAILED
     return GOOD
 
 
-def _list(known: dict[str, Path], speaker: Speaker) -> None:
-    table = Table(header_style="bold", pad_edge=False, box=None)
-    table.add_column("name", no_wrap=True)
-    table.add_column("what")
-    table.add_column("results")
+def _list(known: dict[str, Path], reporter: Reporter) -> None:
+    table = plain_table("name", "what", "results")
     rows = []
     for name, place in known.items():
         readme = place / "README.md"
@@ -92,30 +90,30 @@ def _list(known: dict[str, Path], speaker: Speaker) -> None:
         rows.append({"name": name, "title": title, "results": there})
         table.add_row(name, title, "there" if there else "–")
     if rows:
-        speaker.table(table)
-        speaker.line(f"run one with: aftermap reproduce {rows[0]['name']}")
+        reporter.table(table)
+        reporter.line(f"run one with: aftermap reproduce {rows[0]['name']}")
     else:
-        speaker.line("this checkout has no experiments")
-    speaker.result(rows)
+        reporter.line("this checkout has no experiments")
+    reporter.result(rows)
 
 
-@guarded
+@o.command()
 def bench(context: typer.Context) -> int:
     """Measure time and memory beside other libraries. Arguments go to benchmarks.run: `aftermap bench --quick`.
 
     The other libraries live in an environment of their own: `make bench` sets it up and runs this in it.
     """
-    speaker = Speaker()
+    reporter = Reporter()
     root = find_checkout("benchmarks")
     own = root / ".venv-bench" / "bin" / "python"
     python = str(own) if own.is_file() else sys.executable
     if not own.is_file():
-        speaker.note(
+        reporter.note(
             "there is no .venv-bench here (make bench-setup), so that libraries to compare with may be missing"
         )
     done = subprocess.run([python, "-m", "benchmarks.run", *context.args], cwd=root, check=False)
     if done.returncode:
-        speaker.line(
+        reporter.line(
             f"the benchmarks ended with exit code {done.returncode}; `make bench` sets up what they need",
             style="bold red",
         )

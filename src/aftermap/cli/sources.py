@@ -1,4 +1,4 @@
-"""From `--train`, `--test` and their relatives to batches."""
+"""From `--train`, `--test` and the like to batches."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from aftermap.distributed import rank, world_size
 from aftermap.errors import DataError, InputError
 from aftermap.progress import progress
 
-__all__ = ["Batches", "DataOptions", "Source", "first_batch", "open_source", "parse_ood", "parse_size"]
+__all__ = ["Batches", "DataFormat", "Source", "first_batch", "open_parts", "open_source", "parse_ood", "parse_size"]
 
 _TABLES = (".csv", ".tsv", ".txt")
 _WHOLE = ("classification",)
+_PARTS = ("train", "validation", "test", "all")
 
 
 @dataclass(frozen=True)
-class DataOptions:
+class DataFormat:
     """How data are read.
 
     Attributes:
-        target: column of a table.
-        drop: columns that are no inputs.
-        columns: input columns, where they are known from the training data.
-        classes: names of the classes, where they are known.
-        folder: of named data sets.
-        download: fetch named data sets.
-        batch_size: examples in a batch.
-        image_size: to which images of a folder are resized.
-        channels: of images of a folder.
-        limit: use only so many examples.
+        target: The column of a table that holds the targets.
+        drop: The columns of a table that are no inputs.
+        columns: The input columns, where they are known from the training data.
+        classes: The names of the classes, where they are known from the training data.
+        folder: The folder of named data sets.
+        download: Whether named data sets that are not there are fetched.
+        batch_size: The number of examples in a batch.
+        image_size: The height and width to which images of a folder are resized.
+        channels: The channels of images of a folder.
+        limit: The most examples that are used.
         task: "auto", or what the targets are.
     """
 
@@ -73,10 +74,10 @@ class Batches:
     """Batches that can be gone through again and again, with a bar if there is a terminal.
 
     Args:
-        data: examples in memory, or any iterable of batches.
-        size: examples in a batch of the former.
-        description: of the bar.
-        shared: under torchrun, give each process its own part.
+        data: Examples in memory, or any iterable of batches.
+        size: The number of examples in a batch, where they are in memory.
+        description: The words beside the bar.
+        shared: Whether, under torchrun, each process gets its own part.
     """
 
     def __init__(self, data: Examples | Iterable[Any], size: int, description: str = "", *, shared: bool = False):
@@ -113,10 +114,10 @@ class Source:
     """Data that were asked for.
 
     Attributes:
-        spec: as typed.
-        name: for tables.
-        batches: of (x, y).
-        examples: where they are in memory.
+        spec: What the user typed.
+        name: The name in tables.
+        batches: The batches of (x, y).
+        examples: The examples, where they are in memory.
     """
 
     spec: str
@@ -126,63 +127,91 @@ class Source:
 
 
 def open_source(
-    spec: str, part: str, options: DataOptions, *, need_targets: bool = True, what: str = "--data"
+    spec: str, part: str, data_format: DataFormat, *, need_targets: bool = True, what: str = "--data"
 ) -> Source:
     """Opens data by what was typed.
 
     Args:
-        spec: a .npz, .csv or .tsv file, idx images (labels are found beside them), a folder of images, `builtin:digits`,
+        spec: A .npz, .csv or .tsv file, idx images (labels are found beside them), a folder of images, `builtin:digits`,
             `toy:moons`, a named set such as `fashion-mnist`, or `pkg.module:loader`. A built-in or named set may end in
             `:train`, `:validation`, `:test` or `:all`; else it is the part that the flag stands for.
         part: "train", "validation" or "test".
-        options: how.
-        need_targets: refuse data without targets.
-        what: the flag, for messages.
+        data_format: How the data are read.
+        need_targets: Whether data without targets are refused.
+        what: The flag, for messages.
 
     Raises:
-        InputError, DataError: nothing of that kind, or data that cannot be read.
+        InputError, DataError: There is nothing of that kind, or the data cannot be read.
     """
-    chosen, _, ending = spec.rpartition(":")
-    stem, own = (chosen, ending) if ending in ("train", "validation", "test", "all") and chosen else (spec, part)
+    before, _, ending = spec.rpartition(":")
+    stem, named_part = (before, ending) if ending in _PARTS and before else (spec, part)
     examples: Examples | None = None
     if stem.startswith("builtin:"):
-        examples = part_of(builtin(stem.removeprefix("builtin:")), own)
+        examples = part_of(builtin(stem.removeprefix("builtin:")), named_part)
     elif stem.startswith("toy:"):
-        examples = part_of(toy(stem.removeprefix("toy:"), 600), own)
+        examples = part_of(toy(stem.removeprefix("toy:"), 600), named_part)
     elif is_named(stem) and not Path(stem).exists():
-        examples = named(stem, own, folder=options.folder, download=options.download)
+        examples = named(stem, named_part, folder=data_format.folder, download=data_format.download)
     elif Path(spec).expanduser().exists():
-        examples = _from_path(Path(spec).expanduser(), part, options, need_targets)
+        examples = _from_path(Path(spec).expanduser(), part, data_format, need_targets)
     elif ":" in spec and not spec.endswith((".npz", *_TABLES)):
         loader = _from_code(spec, what)
         if not isinstance(loader, Examples):
-            return Source(spec, spec.rpartition(":")[2], Batches(loader, options.batch_size), None)
+            return Source(spec, spec.rpartition(":")[2], Batches(loader, data_format.batch_size), None)
         examples = loader
     else:
         raise InputError(
             f"{what} {spec}: there is no such file or folder. Data are .npz, .csv or idx files, folders of images, "
             f"builtin:{'|'.join(BUILTIN)}, toy:{'|'.join(TOYS)}, {', '.join(NAMED)}, uci_NAME, or pkg.module:loader"
         )
-    if options.limit is not None:
-        examples = examples.take(slice(0, options.limit))
-    examples = _typed(examples, options.task, what)
-    return Source(spec, examples.name, Batches(examples, options.batch_size), examples)
+    if data_format.limit is not None:
+        examples = examples.take(slice(0, data_format.limit))
+    examples = _typed(examples, data_format.task, what)
+    return Source(spec, examples.name, Batches(examples, data_format.batch_size), examples)
 
 
-def _from_path(path: Path, part: str, options: DataOptions, need_targets: bool) -> Examples:
+def open_parts(
+    train: str | None, val: str | None, data: str | None, data_format: DataFormat
+) -> tuple[Source, Source | None]:
+    """The training data, and the validation data if there are any.
+
+    Raises:
+        InputError: Neither or both of --train and --data were given.
+    """
+    if (train is None) == (data is None):
+        raise InputError("say which data: --train (and --val), or --data for a set that is cut into parts")
+    if data is not None and val is not None:
+        raise InputError("--val goes with --train; --data has its own validation part")
+    training = open_source(train or str(data), "train", data_format, what="--data" if train is None else "--train")
+    examples = training.examples
+    if data is not None and (
+        examples is None or Path(data).expanduser().exists() or data.endswith(tuple(f":{part}" for part in _PARTS))
+    ):
+        raise InputError(f"--data {data} has no parts of its own: use --train and --val")
+    if examples is not None:  # columns and classes of later data are those of the training data
+        data_format = replace(data_format, columns=examples.columns, classes=examples.classes)
+    spec = val or data
+    return training, None if spec is None else open_source(spec, "validation", data_format, what="--val")
+
+
+def _from_path(path: Path, part: str, data_format: DataFormat, need_targets: bool) -> Examples:
     if path.is_dir():
         return read_image_folder(
-            path, size=options.image_size, channels=options.channels, classes=options.classes, need_targets=need_targets
+            path,
+            size=data_format.image_size,
+            channels=data_format.channels,
+            classes=data_format.classes,
+            need_targets=need_targets,
         )
     if path.suffix == ".npz":
         return read_npz(path, part=part, need_targets=need_targets)
     if path.suffix in _TABLES:
         return read_csv(
             path,
-            target=options.target,
-            columns=options.columns,
-            drop=options.drop if options.columns is None else (),
-            classes=options.classes if need_targets or options.target else None,
+            target=data_format.target,
+            columns=data_format.columns,
+            drop=data_format.drop if data_format.columns is None else (),
+            classes=data_format.classes if need_targets or data_format.target else None,
             need_targets=need_targets,
         )
     if "idx" in path.name or path.suffix in (".gz", ".idx"):
@@ -198,22 +227,22 @@ def _from_path(path: Path, part: str, options: DataOptions, need_targets: bool) 
 
 
 def _from_code(spec: str, what: str) -> Any:
-    found = import_object(spec, what)
-    if callable(found) and not isinstance(found, Iterable):
+    data = import_object(spec, what)
+    if callable(data) and not isinstance(data, Iterable):
         try:
-            found = found()
+            data = data()
         except Exception as error:
             raise InputError(
                 f"{what} {spec} failed: {type(error).__name__}: {error}. It is called without arguments"
             ) from error
-    if isinstance(found, tuple) and len(found) == 2 and all(isinstance(t, Tensor) for t in found):
-        return Examples(found[0], found[1], spec.rpartition(":")[2])
-    if isinstance(found, Examples) or (isinstance(found, Iterable) and not isinstance(found, str | bytes | Tensor)):
-        if isinstance(found, Iterator):
-            found = list(found)  # a generator can be gone through only once
-        return found
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(t, Tensor) for t in data):
+        return Examples(data[0], data[1], spec.rpartition(":")[2])
+    if isinstance(data, Examples) or (isinstance(data, Iterable) and not isinstance(data, str | bytes | Tensor)):
+        if isinstance(data, Iterator):
+            data = list(data)  # a generator can be gone through only once
+        return data
     raise InputError(
-        f"{what} {spec} gave a {type(found).__name__}; it must give batches (a DataLoader or a list of (x, y)), or (x, y)"
+        f"{what} {spec} gave a {type(data).__name__}; it must give batches (a DataLoader or a list of (x, y)), or (x, y)"
     )
 
 
@@ -247,17 +276,17 @@ def parse_ood(entries: Sequence[str]) -> dict[str, str]:
     >>> parse_ood(["other=ood.npz", "kmnist"])
     {'other': 'ood.npz', 'kmnist': 'kmnist'}
     """
-    found: dict[str, str] = {}
+    sets: dict[str, str] = {}
     for entry in entries:
         name, equals, spec = entry.partition("=")
         if not equals:
             name, spec = Path(entry).name.split(".")[0].rpartition(":")[2] or entry, entry
         if not name or not spec:
             raise InputError(f"--ood {entry!r} must be written name=data, such as other=ood.npz")
-        if name in found or name == "test":
+        if name in sets or name == "test":
             raise InputError(f"--ood {entry!r}: the name {name!r} is taken; give each set its own: name=data")
-        found[name] = spec
-    return found
+        sets[name] = spec
+    return sets
 
 
 def parse_size(text: str | None, flag: str) -> tuple[int, ...] | None:
@@ -269,9 +298,9 @@ def parse_size(text: str | None, flag: str) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        found = tuple(int(part) for part in text.lower().replace("×", ",").replace("x", ",").split(","))
+        size = tuple(int(part) for part in text.lower().replace("×", ",").replace("x", ",").split(","))
     except ValueError:
         raise InputError(f"{flag} {text!r} must be whole numbers, such as 28x28") from None
-    if any(n < 1 for n in found):
+    if any(n < 1 for n in size):
         raise InputError(f"{flag} {text!r} must be positive numbers, such as 28x28")
-    return found
+    return size

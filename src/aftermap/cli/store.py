@@ -1,7 +1,8 @@
-"""A posterior folder of the command line: with the network, what it was fitted on, and thresholds; and back."""
+"""A posterior folder of the command line: how it is checked, written with all that prediction needs, and read."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,17 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap.batches import iterate
+from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter
 from aftermap.cli.models import make_model
-from aftermap.cli.sources import Batches, DataOptions, Source
+from aftermap.cli.sources import Batches, DataFormat, Source
+from aftermap.cli.trust import check_factory, memory_file, remember
+from aftermap.distributed import rank, world_size
 from aftermap.errors import DataError, InputError
 from aftermap.evaluation import Threshold, choose_threshold
 from aftermap.evaluation.ood import available_scores
 from aftermap.evaluation.predictor import collect
-from aftermap.laplace import Laplace, load
+from aftermap.laplace import CheckReport, Laplace, check_predictive, load
+from aftermap.models import check_device as device_of_model
 from aftermap.optim import TrainedPosterior
 from aftermap.posteriors.io import load_posterior, read_model_state, read_saved_config
 
-__all__ = ["Fitted", "calibrate", "describe_data", "load_fitted", "save_fitted"]
+__all__ = ["Fitted", "calibrate", "describe_fit", "finish", "load_fitted", "save_fitted", "self_check"]
 
 _QUANTILES = 201
 
@@ -30,10 +36,10 @@ class Fitted:
     """What a folder holds, ready to predict.
 
     Attributes:
-        predictor: a `Laplace`, or a `TrainedPosterior`.
-        model: the network.
-        extras: model, data, task, thresholds, checks: everything that the command line keeps.
-        reference: quantiles of scores on validation data.
+        predictor: A `Laplace`, or a `TrainedPosterior`.
+        model: The network.
+        extras: All that the command line saves with a posterior: model, data, task, thresholds and checks.
+        reference: The quantiles of scores on validation data.
     """
 
     predictor: Laplace | TrainedPosterior
@@ -43,33 +49,29 @@ class Fitted:
 
     def threshold(self, score: str) -> Threshold | None:
         """The threshold of a score, if one was chosen."""
-        found = self.extras.get("thresholds", {}).get(score)
-        return None if found is None else Threshold.from_dict(found)
+        threshold = self.extras.get("thresholds", {}).get(score)
+        return None if threshold is None else Threshold.from_dict(threshold)
 
     def predict_options(self, kind: str, samples: int) -> dict[str, Any]:
-        """Options for `predict`: "auto" is what suits the posterior."""
-        if kind not in ("auto", "linearised", "sampling"):
-            raise InputError(f"--kind {kind!r} is not known; allowed are auto, linearised, sampling")
-        own = "linearised" if isinstance(self.predictor, Laplace) else "sampling"
-        return {"kind": own if kind == "auto" else kind, "samples": samples}
+        """The options of `predict`, where the kind "auto" is what suits the posterior."""
+        suitable = "linearised" if isinstance(self.predictor, Laplace) else "sampling"
+        return {"kind": suitable if kind == "auto" else kind, "samples": samples}
 
-    def data_options(self, options: DataOptions) -> DataOptions:
-        """Flags about data, filled up with what the training data were like."""
+    def complete(self, data_format: DataFormat) -> DataFormat:
+        """How data are read, filled up with what the training data were like."""
         data = self.extras.get("data", {})
-
-        def tuple_of(key: str) -> tuple[str, ...] | None:
-            return None if data.get(key) is None else tuple(data[key])
-
-        size = data.get("image_size")
+        columns, classes, size = (
+            None if data.get(k) is None else tuple(data[k]) for k in ("columns", "classes", "image_size")
+        )
         return replace(
-            options,
-            target=options.target or data.get("target"),
-            columns=tuple_of("columns"),
-            classes=tuple_of("classes"),
-            folder=options.folder or data.get("folder"),
-            image_size=options.image_size or (None if size is None else tuple(size)),
-            channels=options.channels or data.get("channels"),
-            task=self.extras.get("task", options.task) if options.task == "auto" else options.task,
+            data_format,
+            target=data_format.target or data.get("target"),
+            columns=columns,
+            classes=classes,
+            folder=data_format.folder or data.get("folder"),
+            image_size=data_format.image_size or size,
+            channels=data_format.channels or data.get("channels"),
+            task=self.extras.get("task", data_format.task) if data_format.task == "auto" else data_format.task,
         )
 
 
@@ -79,13 +81,80 @@ def calibrate(
     """Thresholds and quantiles of every score on held-out data.
 
     Returns:
-        score -> threshold as plain values, and score -> 201 quantiles from the lowest to the highest.
+        The threshold of each score as plain values, and 201 quantiles of each score from the lowest to the highest.
     """
-    chosen = {**options, "generator": torch.Generator().manual_seed(seed)}
-    found = available_scores(collect(predictor, batches, options=chosen, need_targets=False).prediction)
+    with_generator = {**options, "generator": torch.Generator().manual_seed(seed)}
+    scores = available_scores(collect(predictor, batches, options=with_generator, need_targets=False).prediction)
     levels = torch.linspace(0, 1, _QUANTILES, dtype=torch.float64)
-    thresholds = {s: choose_threshold(v, false_alarm_rate=rate, score=s).to_dict() for s, v in found.items()}
-    return thresholds, {s: torch.quantile(v.double(), levels) for s, v in found.items()}
+    thresholds = {s: choose_threshold(v, false_alarm_rate=rate, score=s).to_dict() for s, v in scores.items()}
+    return thresholds, {s: torch.quantile(v.double(), levels) for s, v in scores.items()}
+
+
+def self_check(predictor: Any, source: Source, options: Mapping[str, Any]) -> CheckReport:
+    """MAP against Bayesian on at most 1,000 examples."""
+    device, dtype = device_of_model(predictor.model)
+    batches = iterate(source.batches.named("self-check"), device=device, dtype=dtype)
+    return check_predictive(predictor, batches, **options)
+
+
+def finish(
+    fitted: Fitted,
+    folder: Path,
+    *,
+    validation: Source | None,
+    training: Source | None = None,
+    options: Mapping[str, Any],
+    false_alarms: float = 0.05,
+    seed: int,
+    overwrite: bool,
+    reporter: Reporter,
+) -> tuple[int, dict[str, Any]]:
+    """Checks a posterior, chooses its thresholds, saves it and says so: the common end of fit, tune and train.
+
+    Args:
+        fitted: The posterior with its network.
+        folder: Where it is saved.
+        validation: Held-out data, on which the posterior is checked and its thresholds are chosen.
+        training: The data on which it is checked where there are no held-out ones; None means that it is not.
+        options: The options of `predict`.
+        false_alarms: The share of usual inputs that may be flagged.
+        seed: The seed of the predictions.
+        overwrite: Whether the folder may be replaced.
+        reporter: What says the results.
+
+    Returns:
+        The exit code, and what every one of these commands tells machines.
+    """
+    predictor, source = fitted.predictor, validation or training
+    # Check and thresholds that an old folder holds belong to another prior.
+    old = {k: v for k, v in fitted.extras.items() if k not in ("self_check", "thresholds")}
+    extras: dict[str, Any] = {**old, "predict": dict(options), "processes": world_size()}
+    reference: dict[str, Tensor] = {}
+    code = GOOD
+    if source is not None:
+        check, data = (
+            self_check(predictor, source, options),
+            "training data" if validation is None else "validation data",
+        )
+        extras["self_check"] = {"passed": not check.collapsed, "on": data, "message": check.message}
+        state, style, code = ("FAILED", "bold red", CHECK_FAILED) if check.collapsed else ("passed", None, GOOD)
+        reporter.line(f"self-check on {data} {state}: {check.message}", style=style)
+    if validation is not None:
+        batches = validation.batches.named("thresholds")
+        extras["thresholds"], reference = calibrate(predictor, batches, options, false_alarms, seed)
+    checked = replace(fitted, extras=extras)
+    threshold = checked.threshold("entropy") or checked.threshold("variance")
+    if threshold is None or validation is None:
+        reporter.line("no threshold for flagging: add --val, held-out data to choose it on")
+    else:
+        reporter.line(
+            f"flag above {threshold.value:.3g} {threshold.score} = {threshold.false_alarm_rate:.0%} false alarms on data "
+            f"like the {threshold.n_data:,} of {validation.name}"
+        )
+    if rank() == 0:
+        save_fitted(predictor, folder, extras, reference, overwrite=overwrite)
+    reporter.line(f"saved in {folder}; next: aftermap report {folder} --test DATA")
+    return code, {"posterior": str(folder), **{k: extras.get(k) for k in ("self_check", "thresholds")}}
 
 
 def save_fitted(
@@ -96,37 +165,57 @@ def save_fitted(
     *,
     overwrite: bool,
 ) -> Path:
-    """Writes everything that prediction needs, whole or not at all."""
-    given = None if not reference else dict(reference)
-    return predictor.save(folder, overwrite=overwrite, extras=extras, reference=given, with_model=True)
+    """Writes everything that prediction needs, whole or not at all, and remembers that the user wrote it."""
+    tensors = dict(reference) if reference else None
+    saved = predictor.save(folder, overwrite=overwrite, extras=extras, reference=tensors, with_model=True)
+    try:
+        remember(str(extras["model"]["spec"]), saved)
+    except OSError as error:
+        warnings.warn(
+            f"{memory_file()} cannot be written ({error.strerror or error}), so that later commands will ask for --model or "
+            f"--trust-code before they build the network of {folder}",
+            stacklevel=2,
+        )
+    return saved
 
 
 def load_fitted(
-    folder: Path, *, model: str | None = None, weights: Path | None = None, device: torch.device | None = None
+    folder: Path,
+    *,
+    model: str | None = None,
+    weights: Path | None = None,
+    device: torch.device | None = None,
+    trust_code: bool = False,
 ) -> Fitted:
     """Reads a folder and builds its network.
 
     Args:
-        folder: written by fit or train, or by `Laplace.save`.
-        model: another way to build the network than the one that was saved.
-        weights: another place of its weights.
-        device: where everything goes.
+        folder: A folder that fit or train, or `Laplace.save`, has written.
+        model: Another way to build the network than the one that was saved.
+        weights: Another place of its weights.
+        device: Where everything goes.
+        trust_code: Whether the factory that the folder names may run although nobody else vouches for it.
 
     Raises:
-        DataError: no posterior, or a damaged one.
-        InputError: the network cannot be built, or does not fit.
+        DataError: There is no posterior, or a damaged one.
+        InputError: The network cannot be built, does not fit, or is built by code that the user has not allowed.
     """
     config = read_saved_config(folder)
     extras = dict(config.get("extras", {}))
-    told = extras.get("model", {})
-    spec = model or told.get("spec")
+    model_config = extras.get("model", {})
+    if not isinstance(model_config, dict) or not isinstance(model_config.get("spec", ""), str):
+        raise DataError(f"{folder} does not say in its usual form how its network is built: {model_config!r}")
+    spec = model or model_config.get("spec")
     if spec is None:
         raise InputError(f"{folder} does not say how its network is built; add --model and --weights")
+    if model is None and not trust_code:
+        check_factory(spec, folder)
+    extras["model"] = {**model_config, "spec": spec}
     state = weights if weights is not None else read_model_state(folder)
     if state is None:
         raise InputError(f"{folder} does not hold the network's weights; add --weights")
     network = make_model(
-        spec, options=told.get("options"), weights=state, device=device, seed=int(extras.get("seed", 0))
+        spec, options=model_config.get("options"), weights=state, device=device, seed=int(extras.get("seed", 0))
     )
     predictor = load(folder, network, device=device)
     if isinstance(predictor, TrainedPosterior) and config.get("likelihood") is None:
@@ -134,16 +223,23 @@ def load_fitted(
     return Fitted(predictor, network, extras, load_posterior(folder, device=device).reference or {})
 
 
-def describe_data(source: Source, options: DataOptions) -> dict[str, Any]:
-    """What later commands must know about the training data."""
+def describe_fit(
+    model_config: Mapping[str, Any], source: Source, data_format: DataFormat, task: str, seed: int
+) -> dict[str, Any]:
+    """What later commands must know about the network and its training data."""
     examples = source.examples
     return {
-        "train": source.spec,
-        "target": options.target,
-        "columns": None if examples is None or examples.columns is None else list(examples.columns),
-        "classes": None if examples is None or examples.classes is None else list(examples.classes),
-        "shape": None if examples is None else list(examples.inputs.shape[1:]),
-        "folder": options.folder,
-        "image_size": None if options.image_size is None else list(options.image_size),
-        "channels": options.channels,
+        "model": dict(model_config),
+        "data": {
+            "train": source.spec,
+            "target": data_format.target,
+            "columns": None if examples is None or examples.columns is None else list(examples.columns),
+            "classes": None if examples is None or examples.classes is None else list(examples.classes),
+            "shape": None if examples is None else list(examples.inputs.shape[1:]),
+            "folder": data_format.folder,
+            "image_size": None if data_format.image_size is None else list(data_format.image_size),
+            "channels": data_format.channels,
+        },
+        "task": task,
+        "seed": seed,
     }

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap.cli.console import replaced_file
 from aftermap.data import Examples
 from aftermap.distributed import all_reduce_, broadcast_, rank, same_everywhere, together, world_size
 from aftermap.errors import DataError, InputError, NumericalError
@@ -27,20 +28,18 @@ from aftermap.progress import progress
 
 __all__ = [
     "CHECKPOINT",
+    "DAMPINGS",
     "HISTORY",
-    "OPTIMIZERS",
+    "RATES",
     "Recipe",
     "Run",
-    "damping_of",
     "make_optimizer",
-    "rate_of",
     "train_network",
 ]
 
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
-OPTIMIZERS = ("vogn", "ogn", "ivon", "kfac", "noisy_kfac", "adam")
-_RATES = {"vogn": 3e-3, "ogn": 3e-3, "ivon": 0.5, "kfac": 3e-3, "noisy_kfac": 3e-3, "adam": 1e-3}
-_DAMPING = {"vogn": 1e-2, "ogn": 1e-2, "ivon": 0.0, "kfac": 3e-2, "noisy_kfac": 3e-2, "adam": 0.0}
+RATES = {"vogn": 3e-3, "ogn": 3e-3, "ivon": 0.5, "kfac": 3e-3, "noisy_kfac": 3e-3, "adam": 1e-3}
+DAMPINGS = {"vogn": 1e-2, "ogn": 1e-2, "ivon": 0.0, "kfac": 3e-2, "noisy_kfac": 3e-2, "adam": 0.0}
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,20 @@ class Recipe:
     """Everything that decides what a run computes.
 
     Attributes:
-        model: how the network is built.
-        options: of a built-in network.
-        data: training data as typed.
-        n_data: their number.
-        task: of the likelihood.
-        noise: of a regression.
-        optimizer: its name.
-        epochs: passes over the data.
-        batch_size: of all processes together.
-        lr: at the start; it falls to 0 along a cosine.
-        prior_precision: δ; with Adam a weight decay of δ/N.
-        damping: γ.
-        mc_samples: draws per step.
-        seed: of order, weights and noise.
+        model: How the network is built.
+        options: The options of a built-in network.
+        data: The training data, as the user typed them.
+        n_data: The number of training examples.
+        task: The task, which decides the likelihood.
+        noise: The noise of a regression.
+        optimizer: The name of the optimiser.
+        epochs: The number of passes over the data.
+        batch_size: The number of examples in a batch, over all processes.
+        lr: The learning rate at the start; it falls to 0 along a cosine.
+        prior_precision: The prior precision δ; with Adam it is a weight decay of δ/N.
+        damping: The damping γ.
+        mc_samples: The number of draws of the weights in a step.
+        seed: The seed of order, weights and noise.
     """
 
     model: str
@@ -81,23 +80,13 @@ class Recipe:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of nearly equal size."""
+        """The number of batches, of nearly equal size, in an epoch."""
         return max(1, math.ceil(self.n_data / self.batch_size))
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """The number of steps of the whole run."""
         return self.epochs * self.steps_per_epoch
-
-
-def rate_of(optimizer: str) -> float:
-    """The default learning rate."""
-    return _RATES[optimizer]
-
-
-def damping_of(optimizer: str) -> float:
-    """The default damping."""
-    return _DAMPING[optimizer]
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> torch.optim.Optimizer:
@@ -122,15 +111,15 @@ def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> 
         return KFAC(model, factor_every=5, inverse_every=50, **common)
     if recipe.optimizer == "noisy_kfac":
         return NoisyKFAC(model, factor_every=5, inverse_every=50, **common, **noise)
-    raise InputError(f"--optimizer {recipe.optimizer!r} is not known; allowed are {', '.join(OPTIMIZERS)}")
+    raise InputError(f"--optimizer {recipe.optimizer!r} is not known; allowed are {', '.join(RATES)}")
 
 
 class Run:
     """A run's folder: what was done so far.
 
     Args:
-        folder: of the run.
-        recipe: what is to be done.
+        folder: The folder of the run.
+        recipe: What is to be done.
     """
 
     def __init__(self, folder: Path, recipe: Recipe):
@@ -142,18 +131,18 @@ class Run:
         """Takes up a checkpoint, if there is one of the same recipe.
 
         Raises:
-            InputError: the folder belongs to another recipe.
-            DataError: the checkpoint is damaged.
+            InputError: The folder belongs to another recipe.
+            DataError: The checkpoint is damaged.
         """
         file = self.folder / CHECKPOINT
         if not file.is_file():
             return False
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
-            old, own = saved["recipe"], json.loads(json.dumps(asdict(self.recipe)))
+            old, new = saved["recipe"], json.loads(json.dumps(asdict(self.recipe)))
         except Exception as error:  # torch raises many kinds for a file that is not its own
             raise DataError(f"{file} is damaged: {error}. Remove it, or start anew with --force") from error
-        different = [f"{k}: {old.get(k)!r} there, {own[k]!r} now" for k in own if old.get(k) != own[k]]
+        different = [f"{k}: {old.get(k)!r} there, {new[k]!r} now" for k in new if old.get(k) != new[k]]
         if different:
             raise InputError(
                 f"{self.folder} holds a run with other settings ({'; '.join(different[:4])}). "
@@ -169,7 +158,6 @@ class Run:
         broadcast_(list(model.buffers()))
         with together("saving a checkpoint"):
             if rank() == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 content = {
                     "recipe": json.loads(json.dumps(asdict(self.recipe))),
                     "model": model.state_dict(),
@@ -177,22 +165,10 @@ class Run:
                     "step": self.step,
                     "history": self.history,
                 }
-                part = self.folder / f".{CHECKPOINT}.part"
-                try:
+                with replaced_file(self.folder / CHECKPOINT) as part:
                     torch.save(content, part)
-                    part.replace(self.folder / CHECKPOINT)
-                finally:
-                    part.unlink(missing_ok=True)
-                _write(self.folder / HISTORY, json.dumps(self.history, indent=1) + "\n")
-
-
-def _write(file: Path, text: str) -> None:
-    part = file.with_name(f".{file.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+                with replaced_file(self.folder / HISTORY) as part:
+                    part.write_text(json.dumps(self.history, indent=1) + "\n", encoding="utf-8")
 
 
 def _epoch(recipe: Recipe, number: int, first: int) -> Iterator[Tensor]:
@@ -215,16 +191,16 @@ def train_network(
     """Goes on to the end of the recipe.
 
     Args:
-        run: where it stands; moved on.
-        model: the network.
-        optimizer: of the recipe.
-        data: training data.
-        likelihood: its negative logarithm is the loss.
-        every: seconds between checkpoints; one is written after every epoch anyway.
-        stop_after: stop, with a checkpoint, after this many steps of this call.
+        run: Where it stands; it is moved on.
+        model: The network.
+        optimizer: The optimiser of the recipe.
+        data: The training data.
+        likelihood: The likelihood, whose negative logarithm is the loss.
+        every: The seconds between checkpoints; one is written after every epoch anyway.
+        stop_after: The number of steps of this call after which it stops, with a checkpoint.
 
     Raises:
-        NumericalError: the loss is no longer finite.
+        NumericalError: The loss is no longer finite.
     """
     recipe = run.recipe
     if data.targets is None or len(data) < world_size():

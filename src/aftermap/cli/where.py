@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import typer
 from rich.table import Table
 
-from aftermap.analysis import where as look
+from aftermap.analysis import where as find_where
 from aftermap.analysis.result import LEVELS
 from aftermap.cli import options as o
-from aftermap.cli.console import GOOD, Speaker, confirmed, guarded
+from aftermap.cli.console import GOOD, confirmed
 from aftermap.cli.evaluate import open_test
-from aftermap.cli.models import check_device
-from aftermap.cli.store import load_fitted
 from aftermap.evaluation.results import plain
 
 __all__ = ["where"]
@@ -23,74 +19,54 @@ __all__ = ["where"]
 _WIDE = 100  # columns of a screen with room for bars
 
 
-@guarded
+@o.command(without=("ood",), limit=1000, batch_size=100)
 def where(
-    posterior: o.Posterior,
-    test: o.Test = None,
-    level: Annotated[str, typer.Option("--level", help=f"{', '.join(LEVELS)}.")] = "layer",
+    saved: o.SavedPosterior,
+    output: Annotated[Path | None, o.option("The JSON file for the results of every level.", "--output", "-o")] = None,
+    level: Annotated[str, o.option("How finely the uncertainty is told apart."), o.OneOf(LEVELS)] = "layer",
     top: Annotated[
-        int, typer.Option("--top", min=1, help="How many of the most uncertain inputs; rows of --level filter.")
+        int,
+        o.option("The number of most uncertain inputs, and of rows that --level filter shows.", min=1),
     ] = 16,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write every level as JSON.")] = None,
-    model: o.OptionalModel = None,
-    weights: o.Weights = None,
-    target: o.Target = None,
-    data_dir: o.DataDir = None,
-    image_size: o.ImageSize = None,
-    channels: o.Channels = None,
-    limit: o.Limit = 1000,
-    batch_size: o.BatchSize = 100,
-    seed: o.Seed = 0,
-    device: o.Device = "cpu",
-    force: o.Force = False,
-    as_json: o.Json = False,
-    config: o.Config = None,
+    *,
+    sets: o.TestData,
+    data: o.DataOptions,
+    run: o.RunOptions,
 ) -> int:
     """Say where in the network the uncertainty sits: exact shares of the predictive variance by layer, which add up to one.
 
     Further levels: filters and neurons, weights, classes, the most uncertain inputs, and a calibration test of each layer.
     """
-    speaker = Speaker(as_json)
-    o.one_of("--level", level, LEVELS)
-    if output is not None:
-        confirmed(output, force=force, what="where")
-    fitted = load_fitted(posterior, model=model, weights=weights, device=check_device(device))
-    reading = fitted.data_options(
-        o.data_options(
-            target=target,
-            data_dir=data_dir,
-            image_size=image_size,
-            channels=channels,
-            limit=limit,
-            batch_size=batch_size,
-        )
-    )
-    source, _ = open_test(fitted, test, None, reading)
-    found = look(
+    reporter = run.reporter
+    confirmed(output, force=run.force, what="where")
+    fitted = saved.load(run.checked_device())
+    source, _ = open_test(fitted, sets, data)
+    result = find_where(
         fitted.predictor,
         source.batches.named("where"),
         top=top,
         calibration=level == "calibration",
         classes=fitted.extras.get("data", {}).get("classes"),
-        generator=torch.Generator().manual_seed(seed),
+        generator=run.generator(),
     )
-    total, count = sum(k.effective for k in found.layers), sum(k.n_parameters for k in found.layers)
-    speaker.line(
-        f"{found.structure} posterior, {found.n_data:,} inputs of {source.name}; the data determine {total:,.1f} of {count:,} "
-        "uncertain weights"
+    total, count = sum(k.effective for k in result.layers), sum(k.n_parameters for k in result.layers)
+    reporter.line(
+        f"{result.structure} posterior, {result.n_data:,} inputs of {source.name}; the data determine {total:,.1f} of "
+        f"{count:,} uncertain weights"
     )
-    speaker.line()
-    speaker.table(_table(found.table(level), top if level == "filter" else None, speaker.width))
-    hidden = len(found.table(level)) - len(_fitting(found.table(level), speaker.width))
+    reporter.line()
+    columns = result.table(level)
+    reporter.table(_table(columns, top if level == "filter" else None, reporter.width))
+    hidden = len(columns) - len(_fitting(columns, reporter.width))
     if hidden:
-        speaker.line(f"{hidden} more columns: widen the window, or use --json")
-    if level == "layer" and found.certain:
-        speaker.line(f"not in the posterior, so certain: {', '.join(found.certain[:6])}")
+        reporter.line(f"{hidden} more columns: widen the window, or use --json")
+    if level == "layer" and result.certain:
+        reporter.line(f"not in the posterior, so certain: {', '.join(result.certain[:6])}")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
-        found.to_json(output)
-        speaker.line(f"written to {output}")
-    speaker.result(plain(dict(found.table(level))))
+        result.to_json(output)
+        reporter.line(f"written to {output}")
+    reporter.result(plain(dict(columns)))
     return GOOD
 
 

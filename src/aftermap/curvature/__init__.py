@@ -1,11 +1,10 @@
 """The curvature engine: exact sums over data of Kronecker factors, diagonals, full and low-rank matrices."""
 
-from aftermap.curvature.fit import STRUCTURES, fit_curvature
-from aftermap.curvature.passes.backward import Block
+from aftermap.curvature.fit import fit_curvature
 from aftermap.curvature.passes.per_example import per_example_gradients
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.rules.base import LayerRule, register, registered_rules
-from aftermap.curvature.structures.base import Factors, Treatment
+from aftermap.curvature.structures.base import STRUCTURES, Block, Factors, Structure, Treatment, register_structure
 
 __all__ = [
     "STRUCTURES",
@@ -13,9 +12,11 @@ __all__ = [
     "Block",
     "Factors",
     "LayerRule",
+    "Structure",
     "Treatment",
     "fit_curvature",
     "per_example_gradients",
     "register",
+    "register_structure",
     "registered_rules",
 ]

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.curvature.passes.plan import find_last_layer, find_sites
-from aftermap.curvature.passes.record import capture
+from aftermap.curvature.passes.plan import find_last_layer, find_layers
+from aftermap.curvature.passes.record import record_calls
 from aftermap.curvature.passes.vectors import resolve_kind
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device, gradients_for
+from aftermap.models import call_model, check_device, only_require_grad
 from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs"]
@@ -112,7 +112,7 @@ def _unit(model: nn.Module, batch: Batch, names: Sequence[str]) -> float:
     """Seconds of one forward and backward pass."""
     own = named_parameters(model)
     best = math.inf
-    with gradients_for(model, names), torch.enable_grad():
+    with only_require_grad(model, names), torch.enable_grad():
         for _ in range(2):
             start = time.perf_counter()
             total = call_model(model, batch.inputs).sum()
@@ -130,24 +130,25 @@ def _cost(
     which: str,
     names: Sequence[str],
 ) -> Cost:
-    sites = find_sites(model, names)
-    with gradients_for(model, names), capture(sites) as calls:
+    plan = find_layers(model, names)
+    with only_require_grad(model, names), record_calls(plan) as calls:
         outputs = call_model(model, batch.inputs)
     exact = resolve_kind("auto", outputs) == "exact"
     vectors = likelihood.columns(outputs.shape[-1]) * math.prod(outputs.shape[1:-1]) if exact else 1
     forward = inner = outer = eigh = memory = 0.0
     for call in calls:
-        layout = sites.sites[call.site].layout
+        layout = plan.layers[call.layer].layout
         rows = math.prod(call.out_shape) / max(1, layout.out)  # examples · positions · groups
         forward += rows * layout.in_ * layout.out
         inner += rows * layout.in_**2 / 2
         outer += rows * layout.out**2 / 2
     own = named_parameters(model)
     size = sum(own[n].numel() for n in names)
-    for site in sites.sites:
-        wide = 0 if site.rule.one_hot else site.layout.in_
-        eigh += site.layout.groups * 10 * (wide**3 + site.layout.out**3)
-        memory += site.layout.groups * 20 * (wide**2 + site.layout.out**2)
+    for layer in plan.layers:
+        layout = layer.layout
+        wide = 0 if layer.rule.one_hot else layout.in_
+        eigh += layout.groups * 10 * (wide**3 + layout.out**3)
+        memory += layout.groups * 20 * (wide**2 + layout.out**2)
     forward = max(forward, 1.0)
     passes = {
         "kron": 1 + vectors + inner / forward + vectors * outer / forward,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature import Factors, fit_curvature
-from aftermap.curvature.fit import MAX_FULL
+from aftermap.curvature.structures.full import MAX_FULL
 from aftermap.curvature.structures.subnetwork import SubnetworkBlock
 from aftermap.curvature.structures.subnetwork import fit_subnetwork as fit_entries
 from aftermap.errors import InputError

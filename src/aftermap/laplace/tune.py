@@ -192,7 +192,7 @@ def _linearised(
     link: str,
     samples: int,
 ) -> Tensor:
-    found = latent_gaussians(predictor.model, posterior, batch, predictor.probe(batch), variants=variants)
+    found = latent_gaussians(predictor.plan(batch), posterior, batch, variants=variants)
     values = torch.empty(len(variants), len(cs), dtype=torch.float64)
     for i, latent in enumerate(found):
         for j, c in enumerate(cs):

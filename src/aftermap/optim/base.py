@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from aftermap.curvature.passes.backward import Block
-from aftermap.curvature.passes.closure import ClosureWatcher, GradientReader, loss_of, with_loss
-from aftermap.curvature.structures.base import Factors, Treatment
+from aftermap.curvature.passes.closure import ClosureReader
+from aftermap.curvature.passes.gradient_reader import GradientReader, loss_of, with_loss
+from aftermap.curvature.structures.base import Block, Factors, Treatment
 from aftermap.curvature.structures.diagonal import DiagonalBlock
 from aftermap.distributed import broadcast_, is_distributed, make_mesh, unsynchronised, unwrapped
 from aftermap.errors import InputError, NotFittedError, NumericalWarning, StatisticalWarning
@@ -262,7 +262,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self._active = self._cleared = self._warned_of_left = self._own_priors = False
         self._held: Collected | None = None
         self._draws = 0
-        self._reader: tuple[tuple[str, ...], ClosureWatcher | GradientReader] | None = None
+        self._reader: tuple[tuple[str, ...], ClosureReader | GradientReader] | None = None
         super().__init__(groups, defaults)
         self.mesh = make_mesh(settings.sample_groups)
         device = self.param_groups[0]["params"][0].device
@@ -426,23 +426,23 @@ class VariationalOptimizer(Optimizer, ABC):
         else:
             self._held = None
 
-    def _read(self) -> ClosureWatcher | GradientReader:
+    def _read(self) -> ClosureReader | GradientReader:
         """The reader for the parameters that are trained now."""
         trained = self._trained()
         names = tuple(trained)
         if self._reader is None or self._reader[0] != names:
             if self.settings.curvature in ("squares", "ggn") and self._inner is not None:
-                made: ClosureWatcher | GradientReader = self._make_watcher(self._inner, list(names))
+                made: ClosureReader | GradientReader = self._make_watcher(self._inner, list(names))
             else:
                 made = GradientReader(self._inner, trained)
             self._reader = (names, made)
         return self._reader[1]
 
-    def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureWatcher:
-        return ClosureWatcher(model, names, passive=self.settings.curvature == "ggn")
+    def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureReader:
+        return ClosureReader(model, names, gradients_only=self.settings.curvature == "ggn")
 
-    def _watching(self, reader: ClosureWatcher | GradientReader, size: int | None) -> AbstractContextManager[Any]:
-        watching = reader.watching(size)
+    def _watching(self, reader: ClosureReader | GradientReader, size: int | None) -> AbstractContextManager[Any]:
+        watching = reader.reading(size)
         return watching if self.model is None else unsynchronised(self.model, watching)
 
     def _run(self, closure: Callable[[], Any], sample: int, size: int | None) -> tuple[Collected, Any]:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.curvature.passes.backward import Block
-from aftermap.curvature.passes.closure import ClosureWatcher, GradientReader
+from aftermap.curvature.passes.closure import ClosureReader
+from aftermap.curvature.passes.gradient_reader import GradientReader
+from aftermap.curvature.passes.plan import Layer
 from aftermap.curvature.rules.base import Layout
-from aftermap.curvature.structures.kron import KronBlock
+from aftermap.curvature.structures.base import Block
+from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
 from aftermap.distributed import shared_out, unwrapped
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import psd_eigh
@@ -132,12 +134,17 @@ class KronOptimizer(DiagonalOptimizer):
             "a prior precision for each weight does not fit a Kronecker posterior; use VOGN or IVON for continual learning"
         )
 
-    def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureWatcher:
-        return ClosureWatcher(model, names, factors=True)
+    def _make_watcher(self, model: nn.Module, names: list[str]) -> ClosureReader:
+        def for_matrix(number: int, layer: Layer) -> KronAccumulator:
+            parameter = next(iter(layer.named.values()))[1]
+            dtype = torch.promote_types(parameter.dtype, torch.float32)
+            return KronAccumulator(number, layer.layout, "expand", dtype, parameter.device)
 
-    def _read(self) -> ClosureWatcher | GradientReader:
+        return ClosureReader(model, names, for_matrix=for_matrix)
+
+    def _read(self) -> ClosureReader | GradientReader:
         reader = super()._read()
-        if self.steps % self.factor_every == 0 or not isinstance(reader, ClosureWatcher):
+        if self.steps % self.factor_every == 0 or not isinstance(reader, ClosureReader):
             return reader
         return GradientReader(self._inner, self._trained())
 
@@ -194,12 +201,13 @@ class KronOptimizer(DiagonalOptimizer):
 
     def _factor_shapes(self) -> dict[int, Factor]:
         watcher = self._reader[1] if self._reader is not None else None
-        if self.steps % self.factor_every or not isinstance(watcher, ClosureWatcher) or watcher.plan is None:
+        if self.steps % self.factor_every or not isinstance(watcher, ClosureReader) or watcher.plan is None:
             return {}
         found: dict[int, Factor] = {}
-        for number, site in enumerate(watcher.sites.sites):
-            if watcher.factored(watcher.plan, number):
-                like, x = next(iter(site.named.values()))[1], site.layout
+        for number in watcher.plan.whole_layers:
+            if watcher.has_block(watcher.plan, number):
+                layer = watcher.plan.layers[number]
+                like, x = next(iter(layer.named.values()))[1], layer.layout
                 inputs, outputs = like.new_zeros(x.groups, x.in_, x.in_), like.new_zeros(x.groups, x.out, x.out)
                 found[number] = (inputs, outputs, 1)
         return found
@@ -221,11 +229,11 @@ class KronOptimizer(DiagonalOptimizer):
         super()._update(total)
 
     def _add_factors(self, total: Collected) -> None:
-        if not total.factors or self._reader is None or not isinstance(self._reader[1], ClosureWatcher):
+        if not total.factors or self._reader is None or not isinstance(self._reader[1], ClosureReader):
             return
-        sites = self._reader[1].sites.sites
+        layers = self._reader[1].layers.layers
         for number, (inputs, outputs, rows) in total.factors.items():
-            layout = sites[number].layout
+            layout = layers[number].layout
             owners = {id(g) for g in self.param_groups for p in g["params"] if self._known[id(p)] in layout.names}
             if len(owners) > 1:
                 raise InputError(

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from aftermap.curvature.passes.closure import ClosureWatch, Moments, Reading
-from aftermap.curvature.passes.per_example import ggn_squares
+from aftermap.curvature.passes.closure import ClosureReading
+from aftermap.curvature.passes.gradient_reader import ClosureStatistics, Reading
+from aftermap.curvature.structures.diagonal import ggn_diagonal_of_closure
+from aftermap.curvature.structures.kron import KronBlock
 from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import all_finite
@@ -240,10 +242,10 @@ def ggn_of(
     reading: Reading, settings: Settings, noise: NoiseSource, step: int, device: torch.device
 ) -> dict[str, Tensor] | None:
     """The diagonal of the GGN from the graph of a closure, which must still be alive."""
-    if settings.likelihood is None or not isinstance(reading, ClosureWatch):
+    if settings.likelihood is None or not isinstance(reading, ClosureReading):
         return None
     generator = noise.generator(device, step=step, sample=0, stream=2)
-    return ggn_squares(reading, settings.likelihood, settings.vectors, 1, generator)
+    return ggn_diagonal_of_closure(reading, settings.likelihood, settings.vectors, 1, generator)
 
 
 def back_propagate(reading: Reading, loss: Tensor, *, ggn: bool, only_parameters: bool) -> None:
@@ -267,7 +269,7 @@ def back_propagate(reading: Reading, loss: Tensor, *, ggn: bool, only_parameters
 
 
 def digest(
-    moments: Moments,
+    moments: ClosureStatistics,
     noise: dict[str, Tensor],
     loss: Tensor,
     settings: Settings,
@@ -310,5 +312,9 @@ def digest(
     if settings.curvature == "micro_batch":
         squares = {n: g.square() for n, g in moments.sums.items()}
         return Collected(moments.sums, squares, scale, scale**2, size, loss, implied=True)
-    factors = {s: (a, b * scale**2, t) for s, (a, b, t) in moments.factors.items()}
+    factors = {
+        k: (b.inputs, b.outputs * scale**2, int(b.rows.max()) // size)
+        for k, b in moments.blocks.items()
+        if isinstance(b, KronBlock)
+    }
     return Collected(moments.sums, moments.squares, scale, scale**2, size, loss, factors, implied=True)

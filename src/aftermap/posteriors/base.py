@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import VectorStep
+from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
 from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
 from aftermap.errors import InputError, ShapeError
@@ -320,7 +320,7 @@ class GaussianPosterior(Posterior):
         return dense
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[GaussianPosterior] | None = None, *, diagonal: bool = False
+        self, gradients: LayerGradients, variants: Sequence[GaussianPosterior] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
         """J Σ Jᵀ by block, for this posterior or for variants of it (made by `with_prior`).
 
@@ -329,7 +329,7 @@ class GaussianPosterior(Posterior):
         """
         variants = [self] if variants is None else list(variants)
         by_block = [
-            block.functional_covariance(step, [v.blocks[i] for v in variants], diagonal)
+            block.functional_covariance(gradients, [v.blocks[i] for v in variants], diagonal)
             for i, block in enumerate(self.blocks)
         ]
         return [[parts[k] for parts in by_block] for k in range(len(variants))]

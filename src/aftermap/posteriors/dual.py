@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack, iterate
-from aftermap.curvature.passes.backward import VectorStep
+from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.structures.base import covariances_by_example, join_flat, paired_products, split_flat
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, ShapeError
@@ -249,16 +249,16 @@ class DualPosterior(Posterior):
         return (self.scale * self.rows.T @ self.rows + torch.diag(self._prior())).cpu()
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[DualPosterior] | None = None, *, diagonal: bool = False
+        self, gradients: LayerGradients, variants: Sequence[DualPosterior] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
         """J Σ Jᵀ as one part: [b, v, v], or [b, v] (see `GaussianPosterior.functional_covariance`)."""
 
-        def rows(gradients: Params) -> Tensor:
-            return join_flat(gradients, self.names, 2).detach()
+        def rows(by_name: Params) -> Tensor:
+            return join_flat(by_name, self.names, 2).detach()
 
         posteriors = [self] if variants is None else list(variants)
-        covariances = covariances_by_example(step, self.names, step.batch.size, rows, posteriors, diagonal)
-        return [[covariance] for covariance in covariances]
+        size = gradients.record.size
+        return [[c] for c in covariances_by_example(gradients, self.names, size, rows, posteriors, diagonal)]
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
         """J Σ Jᵀ for the gradients of some outputs [v, b, P]: [b, v, v], or [b, v]."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import VectorStep
+from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import covariances_by_example, join_flat, paired_products, split_flat
 from aftermap.distributed import rank, same_everywhere
@@ -340,9 +340,9 @@ class MatrixFreePosterior(Posterior):
         if missing:
             raise InputError(f"no values for {', '.join(missing[:5])}; give one tensor for each of the parameters")
         for name, shape in self.shapes.items():
-            value_shape = tuple(values[name].shape)
-            if value_shape[len(value_shape) - len(shape) :] != shape:
-                raise ShapeError(f"the values for {name} have shape {value_shape}, which does not end in {shape}")
+            given = tuple(values[name].shape)
+            if given[len(given) - len(shape) :] != shape:
+                raise ShapeError(f"the values for {name} have shape {given}, which does not end in {shape}")
         name = self.names[0]
         lead = values[name].shape[: values[name].dim() - len(self.shapes[name])]
         rows = join_flat(values, self.names, len(lead)).to(torch.float64)
@@ -350,8 +350,8 @@ class MatrixFreePosterior(Posterior):
 
     def _apply(self, values: Params, function: Callable[[Tensor], Tensor]) -> Params:
         rows, lead = self._rows(values)
-        product = symmetric_product(rows, function)
-        parts = split_flat(product.reshape(*lead, -1), self.shapes)
+        found = symmetric_product(rows, function)
+        parts = split_flat(found.reshape(*lead, -1), self.shapes)
         return {n: v.to(values[n].dtype) for n, v in parts.items()}
 
     def precision_mv(self, values: Params) -> Params:
@@ -368,8 +368,8 @@ class MatrixFreePosterior(Posterior):
     def solve(self, values: Params) -> tuple[Params, SolveReport]:
         """Like `covariance_mv`, with a report of what was reached."""
         rows, lead = self._rows(values)
-        solution, report = self._system.solve(rows)
-        parts = split_flat(solution.reshape(*lead, -1), self.shapes)
+        found, report = self._system.solve(rows)
+        parts = split_flat(found.reshape(*lead, -1), self.shapes)
         return {n: v.to(values[n].dtype) for n, v in parts.items()}, report
 
     # Samples.
@@ -468,13 +468,13 @@ class MatrixFreePosterior(Posterior):
         """
         if check_estimator(method) == "samples":
             rows = self.fixed_samples()
-            draws = rows * self._system.curvature(rows)
+            each = rows * self._system.curvature(rows)
         else:
             base, noise = self._prior_shares()
-            draws = 1 - base - noise
-        parts = split_flat(draws, self.shapes)
+            each = 1 - base - noise
+        parts = split_flat(each, self.shapes)
         by_layer = {k: join_flat(parts, v, 1).sum(1) for k, v in self.layers.items()}
-        return mean_estimate(draws.sum(1)), {k: mean_estimate(v) for k, v in by_layer.items()}
+        return mean_estimate(each.sum(1)), {k: mean_estimate(v) for k, v in by_layer.items()}
 
     def effective_parameters(self) -> dict[str, float]:
         """γ by layer (MacKay): how many directions of a layer the data determine; exact for few parameters."""
@@ -492,12 +492,12 @@ class MatrixFreePosterior(Posterior):
                 "hutchinson": random signs; better where the data say little, but it may be negative where they say much.
         """
         if check_estimator(method) == "samples":
-            draws = self.fixed_samples().square()
+            each = self.fixed_samples().square()
         else:
             base, noise = self._prior_shares()
-            draws = (base + noise) / self._prior_vector().detach()
-        error = draws.std(0) / math.sqrt(len(draws)) if len(draws) > 1 else torch.full_like(draws[0], math.nan)
-        return split_flat(draws.mean(0), self.shapes), split_flat(error, self.shapes)
+            each = (base + noise) / self._prior_vector().detach()
+        error = each.std(0) / math.sqrt(len(each)) if len(each) > 1 else torch.full_like(each[0], math.nan)
+        return split_flat(each.mean(0), self.shapes), split_flat(error, self.shapes)
 
     def marginal_variance(self) -> Params:
         """The diagonal of the covariance: exact for few parameters, else from the fixed samples."""
@@ -511,12 +511,16 @@ class MatrixFreePosterior(Posterior):
         return self._own.shares
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[MatrixFreePosterior] | None = None, *, diagonal: bool = False
+        self,
+        gradients: LayerGradients,
+        variants: Sequence[MatrixFreePosterior] | None = None,
+        *,
+        diagonal: bool = False,
     ) -> list[list[Tensor]]:
         """J Σ Jᵀ as one part, for this posterior or for variants of it (made by `with_prior`).
 
         Args:
-            step: the outputs' vectors v at every site.
+            gradients: Of the outputs' unit vectors at every layer.
             variants: None: only this posterior; each is treated by its own ``settings.kind``.
             diagonal: only the variances.
 
@@ -524,12 +528,12 @@ class MatrixFreePosterior(Posterior):
             For each variant a list of one [b, v, v] (or [b, v]).
         """
         variants = [self] if variants is None else list(variants)
-        stride = max(1, SOLVE_NUMBERS // (step.vectors * self.n_params))
+        stride = max(1, SOLVE_NUMBERS // (gradients.n_vectors * self.n_params))
 
-        def rows(gradients: Params) -> Tensor:
-            return join_flat(gradients, self.names, 2).detach()
+        def rows(by_name: Params) -> Tensor:
+            return join_flat(by_name, self.names, 2).detach()
 
-        return [[c] for c in covariances_by_example(step, self.names, stride, rows, variants, diagonal)]
+        return [[c] for c in covariances_by_example(gradients, self.names, stride, rows, variants, diagonal)]
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
         """J Σ Jᵀ for the gradients of some outputs [v, b, P], by solves or fixed samples: [b, v, v], or [b, v]."""

@@ -17,17 +17,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.func import functional_call, jacrev, jvp, vmap
 
 from aftermap.batches import Batch, take
-from aftermap.curvature.passes.backward import BatchStep, VectorStep
-from aftermap.curvature.passes.plan import Probe
-from aftermap.curvature.passes.record import capture
-from aftermap.curvature.passes.stream import is_convolutional
+from aftermap.curvature.passes.backward import Accumulator, BackwardPass, LayerGradients
+from aftermap.curvature.passes.plan import CheckedPlan
+from aftermap.curvature.passes.record import ForwardRecord
+from aftermap.curvature.passes.stream import vectors_go_together
 from aftermap.curvature.structures.base import flatten_batch
 from aftermap.errors import InputError
-from aftermap.models import call_model, check_outputs, evaluating, gradients_for, prepare_forward_mode
+from aftermap.models import call_model, check_outputs, evaluating, only_require_grad, prepare_forward_mode
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, Posterior
 from aftermap.predictive.sampling import weight_samples
@@ -37,9 +36,9 @@ __all__ = [
     "check_chosen",
     "differentiable_latent",
     "function_samples",
-    "jacobian_steps",
     "joint_covariance",
     "latent_gaussians",
+    "output_gradients",
 ]
 
 # Gradients of all outputs at all layers that are alive at once (128 MB in float32).
@@ -48,52 +47,52 @@ _JOINT_NUMBERS = 2 * 10**8
 _AnyGaussian = TypeVar("_AnyGaussian", GaussianPosterior, MatrixFreePosterior)
 
 
-def jacobian_steps(
-    model: nn.Module,
-    names: Sequence[str],
+class _GatheredGradients(Accumulator):
+    """Holds the gradients of all vectors at all layers."""
+
+    stacks_vectors = True
+
+    def add(self, gradients: LayerGradients) -> None:
+        self.gradients = gradients
+
+
+def output_gradients(
+    checked: CheckedPlan,
     batch: Batch,
-    found: Probe,
     *,
-    chosen: Sequence[int] | None = None,
+    outputs: Sequence[int] | None = None,
     numbers: int = _NUMBERS,
-) -> Iterator[tuple[slice, int, Tensor, VectorStep]]:
+) -> Iterator[tuple[slice, int, Tensor, LayerGradients]]:
     """Back-propagates the outputs of some examples at a time, one output position after another.
 
     Args:
-        model: a network with outputs [N, ..., C]; unchanged afterwards.
-        names: parameters of the Jacobian.
-        batch: the inputs.
-        found: the probe of this model and these parameters.
-        chosen: which of the C outputs; None for all.
-        numbers: how many gradient numbers may be alive at once: a memory knob.
+        checked: How the network's layers are read, and which parameters are meant.
+        batch: The inputs.
+        outputs: Which of the C outputs; None for all.
+        numbers: How many gradient numbers may be alive at once: a memory knob.
 
     Yields:
-        (examples, position, outputs [b, ..., C], step), where the step holds the gradients of the chosen outputs at that
-        position: v = len(chosen) or C.
+        (examples, position, network outputs [b, ..., C], gradients of the chosen outputs at that position).
     """
-    slow = is_convolutional(model)
+    model = checked.model
     per_example: int | None = None
     start = 0
-    with gradients_for(model, names):
+    with only_require_grad(model, checked.names):
         while start < batch.size:
             length = 1 if per_example is None else max(1, min(numbers // per_example, batch.size - start))
-            part = slice(start, start + length)
             index = torch.arange(start, start + length)
-            inputs = take(batch.inputs, index, batch.size)
-            with capture(found.sites) as calls:
-                outputs = call_model(model, inputs)
-            check_outputs(outputs, length)
+            record = checked.record(Batch(take(batch.inputs, index, batch.size), None, None, length))
             if per_example is None:
-                check_chosen(chosen, outputs.shape[-1])
-                width = outputs.shape[-1] if chosen is None else len(chosen)
-                alive = sum(math.prod(c.out_shape) for c in calls) + outputs[0].numel()
+                values = record.outputs
+                check_chosen(outputs, values.shape[-1])
+                width = values.shape[-1] if outputs is None else len(outputs)
+                calls = {id(c.call): c.call for calls in record.calls.values() for c in calls}
+                alive = sum(math.prod(c.out_shape) for c in calls.values()) + values[0].numel()
                 per_example = max(1, width * alive)
                 if batch.size > 1:
-                    continue  # now the size of a chunk is known: begin again with it
-            some = Batch(inputs, None, None, length)
-            step = BatchStep.make(model, some, outputs, found.sites, found.by_parameter, calls, found.axes)
-            for position, moved in _positions(step, chosen, batched=not slow):
-                yield part, position, outputs.detach(), moved
+                    continue  # now the size of a part is known: begin again with it
+            for position, gradients in _gradients_by_position(record, outputs):
+                yield slice(start, start + length), position, record.outputs.detach(), gradients
             start += length
 
 
@@ -106,31 +105,26 @@ def check_chosen(chosen: Sequence[int] | None, width: int) -> None:
         raise InputError(f"outputs={list(chosen)!r} must name some of the {width} outputs, 0 to {width - 1}")
 
 
-def _positions(step: BatchStep, chosen: Sequence[int] | None, *, batched: bool) -> Iterator[tuple[int, VectorStep]]:
-    outputs = step.outputs
+def _gradients_by_position(record: ForwardRecord, chosen: Sequence[int] | None) -> Iterator[tuple[int, LayerGradients]]:
+    """The gradients of the chosen outputs [v, b, ...], one output position (token, pixel) after another."""
+    outputs = record.outputs
     size, width = outputs.shape[0], outputs.shape[-1]
     positions = math.prod(outputs.shape[1:-1])
     index = torch.arange(width) if chosen is None else torch.as_tensor(list(chosen))
-    if _is_output(step) and positions == 1 and outputs.dim() == 2:
+    gathered = _GatheredGradients()
+    backward = BackwardPass(record, [gathered])
+    if backward.ends_at_outputs and outputs.dim() == 2:
         units = torch.eye(width, dtype=outputs.dtype, device=outputs.device)[index]
-        chunk = units[:, None].expand(len(index), size, width)
-        site = next(n for n, calls in step.calls.items() if calls)
-        grads: dict[int, list[Any]] = {n: [] for n in step.calls}
-        call = step.calls[site][0]
-        grads[site] = [(call, call.grads(chunk))]
-        yield 0, VectorStep(step, len(index), grads, chunk, identity=chosen is None)
+        backward.serve_outputs(units[:, None].expand(len(index), size, width), unit_vectors=chosen is None)
+        yield 0, gathered.gradients
         return
+    together = vectors_go_together(record.model)
     for position in range(positions):
-        chunk = outputs.new_zeros(len(index), size, positions, width)
-        chunk[torch.arange(len(index)), :, position, index] = 1.0
-        chunk = chunk.reshape(len(index), *outputs.shape)
-        yield position, step.stacked(chunk, batched=batched, keep=position < positions - 1)
-
-
-def _is_output(step: BatchStep) -> bool:
-    """Whether the only recorded call is the one that made the outputs (a last-layer posterior)."""
-    calls = [c for each in step.calls.values() for c in each]
-    return len(calls) == 1 and len(step.edges) == 1 and step.edges[0] == get_gradient_edge(step.outputs)
+        vectors = outputs.new_zeros(len(index), size, positions, width)
+        vectors[torch.arange(len(index)), :, position, index] = 1.0
+        vectors = vectors.reshape(len(index), *outputs.shape)
+        backward.run(vectors, together=together, keep_graph=position < positions - 1)
+        yield position, gathered.gradients
 
 
 @dataclass(frozen=True)
@@ -151,10 +145,9 @@ class LatentGaussian:
 
 
 def latent_gaussians(
-    model: nn.Module,
+    checked: CheckedPlan,
     posterior: _AnyGaussian,
     batch: Batch,
-    found: Probe,
     *,
     variants: Sequence[_AnyGaussian] | None = None,
     diagonal: bool = False,
@@ -164,10 +157,9 @@ def latent_gaussians(
     """The Gaussian over the outputs, for the posterior or for variants of it, in one pass through the network.
 
     Args:
-        model: the trained network, in eval mode.
-        posterior: over its parameters.
-        batch: the inputs.
-        found: the probe of the model and the posterior's parameters.
+        checked: The plan of the trained network, in eval mode, and of the posterior's parameters.
+        posterior: Over these parameters.
+        batch: The inputs.
         variants: the same posterior under other priors and scales (`with_prior`); None: only the posterior itself.
         diagonal: variances only.
         outputs: which of the C outputs; None for all.
@@ -176,15 +168,14 @@ def latent_gaussians(
     Returns:
         One LatentGaussian per variant.
     """
-    chosen = None if outputs is None else list(outputs)
     which = [posterior] if variants is None else list(variants)
     means: list[Tensor] = []
     parts: list[dict[int, list[Tensor]]] = [{} for _ in which]  # variant -> position -> chunks
     shares: list[dict[int, list[Tensor]]] = [{} for _ in which]
-    for _, position, values, step in jacobian_steps(model, posterior.names, batch, found, chosen=chosen):
+    for _, position, values, gradients in output_gradients(checked, batch, outputs=outputs):
         if position == 0:
             means.append(values)
-        for place, blocks in enumerate(posterior.functional_covariance(step, which, diagonal=diagonal)):
+        for place, blocks in enumerate(posterior.functional_covariance(gradients, which, diagonal=diagonal)):
             parts[place].setdefault(position, []).append(torch.stack(blocks).sum(0))
             if by_layer:
                 each = [b if diagonal else b.diagonal(dim1=-2, dim2=-1) for b in blocks]
@@ -205,7 +196,7 @@ def latent_gaussians(
     return found_all
 
 
-def joint_covariance(model: nn.Module, posterior: Posterior, batch: Batch, found: Probe) -> tuple[Tensor, Tensor]:
+def joint_covariance(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> tuple[Tensor, Tensor]:
     """Mean [N, C] and covariance [N, C, N, C] over several inputs together.
 
     Raises:
@@ -213,7 +204,7 @@ def joint_covariance(model: nn.Module, posterior: Posterior, batch: Batch, found
     """
     lines: dict[str, list[Tensor]] = {n: [] for n in posterior.names}
     means = []
-    for part, position, values, step in jacobian_steps(model, posterior.names, batch, found):
+    for part, position, values, gradients in output_gradients(checked, batch):
         if values.dim() != 2:
             raise InputError(f"a joint covariance is over outputs [N, C]; this model returns {tuple(values.shape)}")
         if batch.size * values.shape[1] * posterior.n_params > _JOINT_NUMBERS:
@@ -223,7 +214,7 @@ def joint_covariance(model: nn.Module, posterior: Posterior, batch: Batch, found
             )
         if position == 0:
             means.append(values)
-        for name, value in step.per_example(posterior.names, 0, part.stop - part.start).items():
+        for name, value in gradients.per_example(posterior.names, 0, part.stop - part.start).items():
             lines[name].append(value)
     jacobian = {n: torch.cat(v, dim=1) for n, v in lines.items()}  # [C, N, *shape]
     left = flatten_batch(jacobian, posterior.names)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, check_inputs, unpack_inputs
-from aftermap.curvature.passes.plan import Probe, probe
+from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.errors import DataError, InputError
 from aftermap.lazy import late_bound
 from aftermap.likelihoods import Gaussian, Likelihood
@@ -51,18 +51,18 @@ class PosteriorPredictor:
         previous: PosteriorPredictor | None = None,
     ):
         self.model, self.posterior, self.likelihood = model, posterior, likelihood
-        self._probe: Probe | None = None if previous is None else previous._probe
+        self._plan: CheckedPlan | None = None if previous is None else previous._plan
         self._watch: WeightsWatch = WeightsWatch.of(model) if previous is None else previous._watch
 
     def __getstate__(self) -> dict[str, Any]:
         # What was found out goes by the identity of modules, which a copy does not share: it looks anew.
-        return {**self.__dict__, "_probe": None}
+        return {**self.__dict__, "_plan": None}
 
-    def probe(self, batch: Batch) -> Probe:
-        """How the model treats a batch; looked at once."""
-        if self._probe is None:
-            self._probe = probe(self.model, self.posterior.names, batch)
-        return self._probe
+    def plan(self, batch: Batch) -> CheckedPlan:
+        """How the model's layers are read; made from the first batch, and checked on every one."""
+        if self._plan is None:
+            self._plan = CheckedPlan(self.model, self.posterior.names, batch)
+        return self._plan
 
     def inputs(self, x: Any) -> Batch:
         """Inputs, checked and moved to the model's device."""
@@ -135,16 +135,14 @@ class PosteriorPredictor:
         self, batch: Batch, samples: int, weights: list[Params] | None, local: bool, generator: torch.Generator | None
     ) -> Tensor:
         if local:
-            return locally_sampled_outputs(self.model, self.posterior, batch, self.probe(batch), samples, generator)
+            return locally_sampled_outputs(self.plan(batch), self.posterior, batch, samples, generator)
         return sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
 
     def _linearised(
         self, batch: Batch, diagonal: bool, outputs: Sequence[int] | None, differentiable: bool
     ) -> LatentGaussian:
         if not differentiable:
-            return latent_gaussians(
-                self.model, self.posterior, batch, self.probe(batch), diagonal=diagonal, outputs=outputs
-            )[0]
+            return latent_gaussians(self.plan(batch), self.posterior, batch, diagonal=diagonal, outputs=outputs)[0]
         if not isinstance(batch.inputs, Tensor):
             raise InputError("differentiable=True needs a single tensor as input")
         return differentiable_latent(self.model, self.posterior, batch.inputs, diagonal=diagonal, outputs=outputs)
@@ -162,7 +160,7 @@ class PosteriorPredictor:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
         batch = self.inputs(x)
         with model_errors_explained(self.model, lambda: batch.inputs):
-            return joint_covariance(self.model, self.posterior, batch, self.probe(batch))
+            return joint_covariance(self.plan(batch), self.posterior, batch)
 
     @torch.inference_mode(False)
     def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
@@ -207,8 +205,8 @@ class PosteriorPredictor:
         """Each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
         batch = self.inputs(x)
         with model_errors_explained(self.model, lambda: batch.inputs):
-            found = latent_gaussians(self.model, self.posterior, batch, self.probe(batch), diagonal=True, by_layer=True)
-        return found[0].by_layer
+            latent = latent_gaussians(self.plan(batch), self.posterior, batch, diagonal=True, by_layer=True)
+        return latent[0].by_layer
 
     def where(self: Any, loader: Any, **options: Any) -> Any:
         """Where the uncertainty sits: by weight, filter, layer, class, input and pixel; see `aftermap.analysis.where`."""

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch
-from aftermap.curvature.passes.plan import Probe, Site
-from aftermap.curvature.passes.record import altered_outputs, capture
+from aftermap.curvature.passes.plan import CheckedPlan, Layer
+from aftermap.curvature.passes.record import outputs_replaced
 from aftermap.curvature.rules.base import append_ones
 from aftermap.curvature.structures.base import BlockPosterior, OutputNoise
 from aftermap.errors import InputError, UnsupportedError
-from aftermap.models import call_model, functional_outputs, gradients_for
+from aftermap.models import call_model, functional_outputs, only_require_grad
 from aftermap.params import Params, swapped
 from aftermap.posteriors import GaussianPosterior, Posterior
 
@@ -89,10 +89,9 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
 
 
 def locally_sampled_outputs(
-    model: nn.Module,
+    checked: CheckedPlan,
     posterior: Any,
     batch: Batch,
-    found: Probe,
     count: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -102,10 +101,9 @@ def locally_sampled_outputs(
     parameters of the posterior are drawn as weights, once per sample.
 
     Args:
-        model: in eval mode; unchanged afterwards.
+        checked: The plan of the model, in eval mode, and of the posterior's parameters.
         posterior: Gaussian, in blocks.
-        batch: the inputs.
-        found: the probe of the model and the posterior's parameters.
+        batch: The inputs.
         count: S.
         generator: for the draws.
 
@@ -118,52 +116,51 @@ def locally_sampled_outputs(
         raise UnsupportedError(
             f"local=True needs a Gaussian posterior in blocks, got a {type(posterior).__name__}; use local=False"
         )
-    local = _local_layers(model, posterior, batch, found)
+    local = _local_layers(checked, posterior, batch)
     if not local:
         raise UnsupportedError(
             "local=True draws the outputs of Linear layers that have a Kronecker or diagonal block and are called once, on one row "
             "per example; this posterior has none. Use local=False, or structure='kron', 'ekfac' or 'diagonal'"
         )
     rest = [b for b in posterior.blocks if all(b is not block for block, _, _ in local.values())]
-    changes = {module: _change(noise, site, generator) for module, (_, site, noise) in local.items()}
+    changes = {module: _change(noise, layer, generator) for module, (_, layer, noise) in local.items()}
     drawn = []
     for _ in range(count):
         weights: Params = {}
         for block in rest:
             deviation = block.sample(1, generator)
             weights.update({n: posterior.mean[n] + v[0].to(posterior.mean[n].dtype) for n, v in deviation.items()})
-        with altered_outputs(changes):
-            drawn.append(outputs_under(model, weights, batch.inputs))
+        with outputs_replaced(changes):
+            drawn.append(outputs_under(checked.model, weights, batch.inputs))
     return torch.stack(drawn)
 
 
 def _local_layers(
-    model: nn.Module, posterior: GaussianPosterior, batch: Batch, found: Probe
-) -> dict[nn.Module, tuple[BlockPosterior, Site, OutputNoise]]:
+    checked: CheckedPlan, posterior: GaussianPosterior, batch: Batch
+) -> dict[nn.Module, tuple[BlockPosterior, Layer, OutputNoise]]:
     """Modules whose outputs can be drawn, with their blocks."""
-    with gradients_for(model, posterior.names), capture(found.sites) as calls:
-        call_model(model, batch.inputs)
+    with only_require_grad(checked.model, posterior.names):
+        record = checked.record(batch)
     blocks = {frozenset(b.names): b for b in posterior.blocks}
-    local: dict[nn.Module, tuple[BlockPosterior, Site, OutputNoise]] = {}
-    for call in calls:
-        site = found.sites.sites[call.site]
-        block = blocks.get(frozenset(site.layout.names))
-        once = sum(c.site == call.site for c in calls) == 1
-        owned = all(found.by_parameter.get(n) == [call.site] for n in site.layout.names)
-        plain = type(call.module) is nn.Linear and call.inputs.dim() == 2 and len(call.inputs) == batch.size
-        if block is None or not (once and owned and plain and "weight" in site.named):
+    local: dict[nn.Module, tuple[BlockPosterior, Layer, OutputNoise]] = {}
+    for number in record.plan.whole_layers:
+        layer, calls = record.plan.layers[number], record.calls[number]
+        block = blocks.get(frozenset(layer.layout.names))
+        if len(calls) != 1 or "weight" not in layer.named:
             continue
-        noise = block.output_noise(site.layout)
-        if noise is not None:
-            local[call.module] = (block, site, noise)
+        call = calls[0].call
+        plain = type(call.module) is nn.Linear and call.inputs.dim() == 2 and len(call.inputs) == batch.size
+        noise = block.output_noise(layer.layout) if plain and block is not None else None
+        if block is not None and noise is not None:
+            local[call.module] = (block, layer, noise)
     return local
 
 
-def _change(noise: OutputNoise, site: Site, generator: torch.Generator | None) -> _Change:
+def _change(noise: OutputNoise, layer: Layer, generator: torch.Generator | None) -> _Change:
     """Adds the noise of a layer's weights to its output."""
 
     def change(inputs: Tensor, output: Tensor) -> Tensor:
-        rows = append_ones(inputs) if "bias" in site.named else inputs  # [b, i]
+        rows = append_ones(inputs) if "bias" in layer.named else inputs  # [b, i]
         return output + noise.draw(rows, generator)
 
     return change

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch
 from aftermap.curvature import Factors, fit_curvature, reference
-from aftermap.curvature.passes.backward import BatchStep, VectorStep
-from aftermap.curvature.passes.plan import probe
-from aftermap.curvature.passes.record import capture
+from aftermap.curvature.passes.backward import Accumulator, BackwardPass, LayerGradients
+from aftermap.curvature.passes.plan import plan_model
+from aftermap.curvature.passes.record import ForwardRecord, record_calls
 from aftermap.curvature.rules.base import MatrixRows, Rows
 from aftermap.curvature.structures.kron import KronBlock
 from aftermap.likelihoods import Categorical, Likelihood
-from aftermap.models import call_model, gradients_for
+from aftermap.models import call_model, only_require_grad
 from aftermap.testing.predictor import ModelSnapshot, check_unchanged
 
 __all__ = ["check_layer_rule"]
@@ -194,27 +194,35 @@ def _check_treatment(case: _Case, found: Factors) -> None:
             )
 
 
-def _moved(case: _Case) -> tuple[BatchStep, VectorStep]:
+class _Gradients(Accumulator):
+    """Holds what arrives."""
+
+    def add(self, gradients: LayerGradients) -> None:
+        self.gradients = gradients
+
+
+def _observed_gradients(case: _Case) -> tuple[ForwardRecord, LayerGradients]:
     """The observed gradient, back-propagated."""
     batch = Batch(case.inputs, case.targets, None, case.size)
-    found = probe(case.model, case.names, batch)
-    with gradients_for(case.model, case.names):
-        with capture(found.sites) as calls:
+    plan = plan_model(case.model, case.names, batch)
+    with only_require_grad(case.model, case.names):
+        with record_calls(plan) as calls:
             outputs = call_model(case.model, case.inputs)
-        step = BatchStep.make(case.model, batch, outputs, found.sites, found.by_parameter, calls, found.axes)
+        record, arrived = ForwardRecord.make(case.model, batch, outputs, plan, calls), _Gradients()
         vector = case.likelihood.gradient(outputs.detach(), case.targets)[None]
-        return step, next(iter(step.backpropagate(vector, batched=False, keep=False)))
+        BackwardPass(record, [arrived]).run(vector, together=False)
+        return record, arrived.gradients
 
 
 def _check_rows(case: _Case, kron: Factors) -> None:
     """Per-example gradients, and every sum over rows against the rows themselves, one by one."""
-    step, moved = _moved(case)
+    record, gradients = _observed_gradients(case)
     truth = reference.per_example_gradients(case.model, case.inputs, case.likelihood, case.targets, case.names)
-    for name, found in moved.per_example(case.names, 0, case.size).items():
-        case.compare(f"per-example gradients ({name})", found[0], truth[name])
+    for name, value in gradients.per_example(case.names, 0, case.size).items():
+        case.compare(f"per-example gradients ({name})", value[0], truth[name])
     blocks = {b.layout.names: b for b in kron.blocks if isinstance(b, KronBlock)}
-    for number, calls in step.calls.items():
-        block = blocks.get(step.sites.sites[number].layout.names)
+    for number, calls in record.calls.items():
+        block = blocks.get(record.plan.layers[number].layout.names)
         rows = [_all_rows(call.rows, block.layout.out) for call in calls] if block is not None else []
         if block is None or not rows:
             continue

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aftermap.curvature.passes.plan import find_sites
-from aftermap.curvature.passes.record import capture
+from aftermap.curvature.passes.plan import find_layers
+from aftermap.curvature.passes.record import record_calls
 from aftermap.testing import check_layer_rule
 from tests.curvature.layer_cases import normal, randomise
 
@@ -109,11 +109,11 @@ def _build(name: str) -> tuple[Around, tuple[Tensor, ...], tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_forward_inside_capture_is_the_original(name: str) -> None:
+def test_forward_while_recording_is_the_original(name: str) -> None:
     model, inputs, _ = _build(name)
     expected = model(*inputs)
     names = [n for n, _ in model.named_parameters()]
-    with capture(find_sites(model, names)) as calls:
+    with record_calls(find_layers(model, names)) as calls:
         found = model(*inputs)
     assert calls
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
@@ -122,12 +122,12 @@ def test_forward_inside_capture_is_the_original(name: str) -> None:
 
 @pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("name", ["self", "causal"])
-def test_unbatched_call_inside_capture_is_the_original(name: str, weights: bool) -> None:
+def test_unbatched_call_while_recording_is_the_original(name: str, weights: bool) -> None:
     model, _, _ = _build(name)
     attention = model.attention
     x = normal(T, E, seed=8)
     expected = attention(x, x, x, need_weights=weights)
-    with capture(find_sites(attention, ["out_proj.weight"])):
+    with record_calls(find_layers(attention, ["out_proj.weight"])):
         found = attention(x, x, x, need_weights=weights)
     torch.testing.assert_close(found[0], expected[0])
     assert (found[1] is None) == (expected[1] is None)

@@ -1,417 +1,463 @@
-"""One batch as the consumers see it: rows and gradients per site, per-example gradients per parameter.
-
-One vector on its way back: every consumer is served as soon as the gradients of its layers are there.
+"""The backward pass: vectors set off from the outputs, and every consumer is served as soon as its gradients are there.
 
 Holding the gradients of all layers until the pass is over would double the memory of a network's activations. So an
-accumulator says which sites it needs, is called when the last of their gradients has arrived, inside the backward pass,
+accumulator says which layers it needs, is called when the last of their gradients has arrived, inside the backward pass,
 and the gradients are let go.
+
+Index legend: v vector, b example, g group, t shared position, i feature in, o feature out, c output of the network.
 """
 
 from __future__ import annotations
 
-import math
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import CheckpointError
 
 from aftermap.batches import Batch
+from aftermap.curvature.passes.block import Block
 from aftermap.curvature.passes.fallback import per_example_products
-from aftermap.curvature.passes.record import ArrangedCall, Call, arrange, arriving_gradients, backpropagate, last_edges
+from aftermap.curvature.passes.record import ForwardRecord, LayerCall
 from aftermap.curvature.rules.base import budget
-from aftermap.errors import InputError, UnsupportedError
-from aftermap.prior import Prior
+from aftermap.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from aftermap.curvature.passes.plan import Sites
+    from torch.autograd.graph import GradientEdge
+
 
 __all__ = [
     "Accumulator",
-    "BatchStep",
-    "Block",
-    "ExampleAccumulator",
-    "ExampleSum",
-    "VectorStep",
-    "deliver",
-    "same_names",
+    "BackwardPass",
+    "LayerGradients",
+    "PerExampleAccumulator",
+    "PerExampleSum",
+    "contradictions",
+    "norms",
 ]
 
+# A layer's gradient and autograd's may differ by so much, relative to their size.
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
 
-@dataclass
-class VectorStep:
-    """Some vectors of a batch, back-propagated.
+
+@dataclass(frozen=True)
+class LayerGradients:
+    """The gradients of one batch at the outputs of some layers, for one or several vectors.
 
     Attributes:
-        vectors: how many.
-        grads: site number -> one gradient [v, b, g, t, o] per call that the outputs depend on, with its rows.
-        chunk: the vectors themselves [v, b, ..., c].
-        identity: the vectors are all unit vectors [c, b, c] and the only site is the output itself.
+        record: The forward pass that the gradients belong to.
+        vectors: The vectors that were back-propagated from the network's outputs [v, b, ..., c].
+        by_layer: For each layer number, every call of that layer with its gradient [v, b, g, t, o]. A call that the
+            outputs do not depend on is missing.
+        unit_vectors: Whether `vectors` is the identity and the only layer is the last one, which makes covariances cheap.
     """
 
-    batch: BatchStep
-    vectors: int
-    grads: dict[int, list[tuple[ArrangedCall, Tensor]]]
-    chunk: Tensor
-    identity: bool = False
+    record: ForwardRecord
+    vectors: Tensor
+    by_layer: Mapping[int, Sequence[tuple[LayerCall, Tensor]]]
+    unit_vectors: bool = False
 
-    def outer(self, site: int, start: int, length: int) -> Tensor:
-        """Per-example gradients of a site's block [v, length, g, o, i] for some examples, summed over its calls."""
+    @property
+    def n_vectors(self) -> int:
+        """The number of vectors."""
+        return len(self.vectors)
+
+    @property
+    def batch(self) -> Batch:
+        """The batch that went through the network."""
+        return self.record.batch
+
+    def block_gradients(self, layer: int, start: int, length: int) -> Tensor:
+        """Per-example gradients of a layer's block [v, length, g, o, i] for some examples, summed over its calls."""
         total: Tensor | None = None
-        for call, grads in self.grads[site]:
-            each = call.rows.narrow(start, length).outer(grads[:, start : start + length])
-            total = each if total is None else total + each
+        for call, gradients in self.by_layer[layer]:
+            part = call.rows.narrow(start, length).outer(gradients[:, start : start + length])
+            total = part if total is None else total + part
         if total is None:
-            layout = self.batch.sites.sites[site].layout
-            return self.chunk.new_zeros(self.vectors, length, layout.groups, layout.out, layout.in_)
+            layout = self.record.plan.layers[layer].layout
+            return self.vectors.new_zeros(self.n_vectors, length, layout.groups, layout.out, layout.in_)
         return total
 
     def per_example(self, names: Sequence[str], start: int, length: int) -> dict[str, Tensor]:
         """Per-example gradients [v, length, *shape] of the named parameters, over every use of each."""
-        found: dict[str, Tensor] = {}
-        plan = self.batch.by_parameter
-        wanted = set(names)
-        for number in sorted({s for n in names for s in plan.get(n, ())}):
-            site = self.batch.sites.sites[number]
-            for name, value in site.layout.split(self.outer(number, start, length)).items():
+        gradients: dict[str, Tensor] = {}
+        plan, wanted = self.record.plan, set(names)
+        for number in sorted({k for n in names for k in plan.layers_of_parameter.get(n, ())}):
+            layout = plan.layers[number].layout
+            for name, value in layout.split(self.block_gradients(number, start, length)).items():
                 if name in wanted:
-                    found[name] = value if name not in found else found[name] + value
-        rest = [n for n in names if n not in plan]
+                    gradients[name] = value if name not in gradients else gradients[name] + value
+        rest = [n for n in names if n not in plan.layers_of_parameter]
         if rest:
-            found.update(self.batch.fallback(rest, self.chunk, start, length))
-        return {n: found[n] for n in names}
-
-
-@dataclass
-class BatchStep:
-    """A batch after its forward pass.
-
-    Attributes:
-        calls: site number -> its calls.
-        by_parameter: parameter -> its sites; a parameter that is missing here has no rule.
-    """
-
-    model: nn.Module
-    batch: Batch
-    outputs: Tensor
-    sites: Sites
-    by_parameter: dict[str, list[int]]
-    calls: dict[int, list[ArrangedCall]]
-    edges: list[Any]
-
-    @property
-    def size(self) -> int:
-        """B."""
-        return self.batch.size
-
-    @cached_property
-    def last_edges(self) -> set[int]:
-        """Numbers of the edges behind which there is no other; the graph is the same for every vector."""
-        return last_edges(self.edges)
-
-    @staticmethod
-    def make(
-        model: nn.Module,
-        batch: Batch,
-        outputs: Tensor,
-        sites: Sites,
-        by_parameter: dict[str, list[int]],
-        recorded: Sequence[Call],
-        axes: dict[tuple[int, int], int],
-    ) -> BatchStep:
-        """Arranges the recorded calls; ``axes`` holds the batch dimension by (site, module)."""
-        used = {s for numbers in by_parameter.values() for s in numbers}
-        size = batch.size
-        calls: dict[int, list[ArrangedCall]] = {number: [] for number in sorted(used)}
-        edges: list[Any] = []
-        for call in recorded:
-            if call.site not in used:
-                continue
-            axis = axes.get((call.site, id(call.module)))
-            if axis is None or call.out_shape[axis] % size:
-                raise UnsupportedError(
-                    f"{sites.sites[call.site].name} was called on a shape {tuple(call.inputs.shape)} that does not fit a batch "
-                    f"of {size} examples; the first batch had another pattern of calls. Exclude its parameters with params="
+            with torch.no_grad():
+                record = self.record
+                gradients.update(
+                    per_example_products(
+                        record.model, rest, record.batch.inputs, record.size, self.vectors, start, length
+                    )
                 )
-            calls[call.site] += arrange(call, sites.sites[call.site], len(edges), axis, size)
-            edges.append(call.edge)
-        return BatchStep(model, batch, outputs, sites, by_parameter, calls, edges)
-
-    def backpropagate(self, vectors: Tensor, *, batched: bool, keep: bool) -> Iterator[VectorStep]:
-        """Back-propagates vectors [v, b, ..., c] and yields them, some at a time."""
-        if not self.edges:
-            yield VectorStep(self, len(vectors), {number: [] for number in self.calls}, vectors)
-            return
-        done = 0
-        for raw in backpropagate(self.outputs, self.edges, vectors, batched=batched, keep=keep):
-            count = len(vectors) if batched else 1
-            moved = self.moved(raw, vectors[done : done + count])
-            del raw
-            yield moved
-            del moved
-            done += count
-
-    def moved(self, raw: Sequence[Tensor | None], vectors: Tensor) -> VectorStep:
-        """Vectors [v, b, ..., c] whose gradients [v, ...] at every edge are known."""
-        grads: dict[int, list[tuple[ArrangedCall, Tensor]]] = {number: [] for number in self.calls}
-        for number, calls in self.calls.items():
-            for call in calls:
-                value = raw[call.edge]
-                if value is not None:
-                    grads[number].append((call, call.grads(value)))
-        return VectorStep(self, len(vectors), grads, vectors)
-
-    def stacked(self, vectors: Tensor, *, batched: bool, keep: bool) -> VectorStep:
-        """All vectors in one step, however they were back-propagated."""
-        if not self.edges or (batched and len(vectors) > 1):
-            return next(iter(self.backpropagate(vectors, batched=batched, keep=keep)))
-        # One buffer [b, v, ...] per edge: seen as [v, b, ...], its vectors merge into one matrix without a copy.
-        buffers: list[Tensor | None] = [None] * len(self.edges)
-        for number, raw in enumerate(backpropagate(self.outputs, self.edges, vectors, batched=False, keep=keep)):
-            for edge, value in enumerate(raw):
-                buffer = buffers[edge]
-                if value is not None and buffer is None:
-                    buffer = buffers[edge] = value.new_empty(value.shape[1], len(vectors), *value.shape[2:])
-                    buffer[:, :number] = 0.0
-                if buffer is not None:
-                    # An output that does not depend on this layer has a zero gradient there.
-                    buffer[:, number] = 0.0 if value is None else value[0]
-        stacked = [None if b is None else b.transpose(0, 1) for b in buffers]
-        return self.moved(stacked, vectors)
-
-    def fallback(self, names: Sequence[str], chunk: Tensor, start: int, length: int) -> dict[str, Tensor]:
-        """Per-example gradients of parameters without a rule."""
-        with torch.no_grad():
-            return per_example_products(self.model, names, self.batch.inputs, self.size, chunk, start, length)
-
-
-class Block(ABC):
-    """A symmetric matrix over some parameters, in the order of `shapes`, each parameter row-major.
-
-    Attributes:
-        kind: A word for tables and saved folders.
-        dampings: The ways in which a posterior may add the prior to the block.
-        joins_layers: Whether a block may hold several layers with the terms between them.
-    """
-
-    kind: str
-    dampings: ClassVar[tuple[str, ...]] = ("exact",)
-    joins_layers: ClassVar[bool] = False
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """A name for tables: the layer's path, or the first parameter."""
-
-    @property
-    @abstractmethod
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameters and their shapes."""
-
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything that adds up over data."""
-
-    @abstractmethod
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Block:
-        """The same block with other sums."""
-
-    @abstractmethod
-    def scaled(self, factor: float) -> Block:
-        """The block times a number."""
-
-    @abstractmethod
-    def to_dense(self) -> Tensor:
-        """[p, p] in float64."""
-
-    @abstractmethod
-    def diagonal(self) -> dict[str, Tensor]:
-        """The diagonal, by parameter, in float64."""
-
-    def matrices_to_decompose(self, prior: Prior) -> list[tuple[str, Tensor]]:
-        """The positive semi-definite matrices [g, D, D] whose eigendecompositions `posterior` needs, with names for messages.
-
-        They are collected over all blocks and shared out over processes.
-        """
-        return []
-
-    @abstractmethod
-    def posterior(
-        self,
-        prior: Prior,
-        scale: Tensor,
-        eigen: Sequence[tuple[Tensor, Tensor]],
-        *,
-        damping: str,
-        dtype: torch.dtype,
-        n_data: float,
-    ) -> Any:
-        """The `BlockPosterior` with precision s·H + P₀ of this block H.
-
-        Args:
-            prior: P₀, at least over the parameters of the block.
-            scale: s, 0-d float64.
-            eigen: Eigenvalues and eigenvectors of `matrices_to_decompose`, in its order, in float64.
-            damping: How a Kronecker product and the prior are added: one of `dampings`, or "exact".
-            dtype: The precision of samples and of gradients that the posterior will meet: the network's own.
-            n_data: How many data the block is a sum over.
-        """
-
-    @property
-    def size(self) -> int:
-        """P."""
-        return sum(math.prod(s) for s in self.shapes.values())
-
-    def trace(self) -> float:
-        """Σ of the diagonal."""
-        return float(sum(d.sum() for d in self.diagonal().values()))
-
-    def __add__(self, other: Block) -> Block:
-        same_names(self, other)
-        mine, theirs = self.tensors(), other.tensors()
-        return self.with_tensors({k: mine[k] + theirs[k] for k in mine})
-
-
-def same_names(left: Block, right: Block) -> None:
-    """Raises unless two blocks are of one kind and over the same parameters."""
-    if type(left) is not type(right) or left.shapes != right.shapes:
-        raise InputError(
-            f"a {left.kind} block over {list(left.shapes)} and a {right.kind} block over {list(right.shapes)} cannot be added; "
-            "fit both with the same structure and parameters"
-        )
+        return {n: gradients[n] for n in names}
 
 
 class Accumulator(ABC):
-    """Sums blocks over a stream of batches.
+    """Sums something while batches and gradients pass by.
 
     Attributes:
-        needs: the sites whose gradients it looks at; None for all. It is called once these are there.
+        layers: The layers whose gradients it waits for; None for all.
+        stacks_vectors: Whether it is served once per pass with all vectors together (predictions), instead of once for
+            each vector, or each group of vectors that are back-propagated together.
     """
 
-    needs: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    stacks_vectors: bool = False
 
-    def on_batch(self, step: BatchStep) -> None:  # noqa: B027
-        """Once per batch, before any vector."""
-
-    @abstractmethod
-    def on_vectors(self, step: VectorStep) -> None:
-        """For each group of back-propagated vectors."""
+    def start_batch(self, record: ForwardRecord) -> None:  # noqa: B027
+        """Called once for each batch, before any gradient."""
 
     @abstractmethod
-    def results(self) -> list[Block]:
-        """The blocks."""
+    def add(self, gradients: LayerGradients) -> None:
+        """Called when the last gradient that it waits for has arrived."""
+
+    def blocks(self) -> list[Block]:
+        """The blocks of a fit; an accumulator of something else has none."""
+        return []
 
 
-class ExampleSum(ABC):
+class PerExampleSum(ABC):
     """A sum over per-example gradients of some parameters."""
 
     names: tuple[str, ...]
 
     @abstractmethod
-    def add(self, found: Mapping[str, Tensor]) -> None:
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
         """Adds gradients [v, b, *shape] by name."""
 
     @abstractmethod
-    def result(self) -> Block:
-        """The block."""
+    def block(self) -> Block:
+        """The block that the sums make."""
 
 
-class ExampleAccumulator(Accumulator):
-    """Hands per-example gradients, some examples at a time, to sums that share one pass over them."""
-
-    def __init__(self, sums: Sequence[ExampleSum], numbers: int, needs: tuple[int, ...] | None = None):
-        self.sums, self.needs = list(sums), needs
-        self.numbers = numbers  # per example and vector
-
-    def on_vectors(self, step: VectorStep) -> None:
-        names = [n for each in self.sums for n in each.names]
-        stride = budget(step.vectors * self.numbers)
-        for start in range(0, step.batch.size, stride):
-            found = step.per_example(names, start, min(stride, step.batch.size - start))
-            for each in self.sums:
-                each.add({n: found[n] for n in each.names})
-
-    def results(self) -> list[Block]:
-        return [each.result() for each in self.sums]
-
-
-class _Desk:
-    """Who waits for which gradients of a batch; of one vector at a time, what has arrived and is still waited for."""
-
-    def __init__(self, step: BatchStep, accumulators: Sequence[Accumulator]):
-        self.step = step
-        self.waiting: list[tuple[Accumulator, tuple[int, ...], set[int]]] = []
-        self.interested: dict[int, list[int]] = {}
-        for number, each in enumerate(accumulators):
-            sites = tuple(step.calls) if each.needs is None else tuple(s for s in each.needs if s in step.calls)
-            edges = {call.edge for s in sites for call in step.calls[s]}
-            self.waiting.append((each, sites, edges))
-            for edge in edges:
-                self.interested.setdefault(edge, []).append(number)
-
-    def open(self, vector: Tensor) -> None:
-        """A vector [1, b, ..., c] sets off."""
-        self.vector = vector
-        self.arrived: dict[int, Tensor] = {}
-        self.missing = [set(edges) for _, _, edges in self.waiting]
-        self.served = [False] * len(self.waiting)
-        self.readers = {edge: len(numbers) for edge, numbers in self.interested.items()}
-
-    def receive(self, edge: int, grad: Tensor) -> None:
-        """A gradient has arrived."""
-        if edge not in self.interested:
-            return
-        self.arrived[edge] = grad[None]
-        del grad
-        for number in self.interested[edge]:
-            self.missing[number].discard(edge)
-            if not self.missing[number]:
-                self.serve(number)
-
-    def serve(self, number: int) -> None:
-        """Calls an accumulator with what has arrived for it, and lets go of what nobody else waits for."""
-        each, sites, edges = self.waiting[number]
-        self.served[number] = True
-        grads = {
-            s: [(c, c.grads(self.arrived[c.edge])) for c in self.step.calls[s] if c.edge in self.arrived] for s in sites
-        }
-        each.on_vectors(VectorStep(self.step, 1, grads, self.vector))
-        for edge in edges:
-            self.readers[edge] -= 1
-            if not self.readers[edge]:
-                self.arrived.pop(edge, None)
-
-    def close(self) -> None:
-        """The pass is over: serves those who wait for a gradient that does not exist."""
-        for number, served in enumerate(self.served):
-            if not served:
-                self.serve(number)
-
-
-def deliver(step: BatchStep, vectors: Tensor, accumulators: Sequence[Accumulator], *, keep: bool) -> None:
-    """Back-propagates vectors one by one and serves the accumulators on the way.
+class PerExampleAccumulator(Accumulator):
+    """Hands per-example gradients, some examples at a time, to sums that share one pass over them.
 
     Args:
-        step: the batch after its forward pass.
-        vectors: [v, b, ..., c].
-        accumulators: called once per vector each, in the order in which the backward pass reaches their layers.
-        keep: the graph is needed again afterwards.
+        sums: What is summed.
+        numbers: How many numbers the gradients of one example and one vector have.
+        layers: The layers whose gradients are needed; None for all.
     """
-    desk = _Desk(step, accumulators)
-    ahead = iter(vectors.split(1))
-    desk.open(next(ahead))
 
-    def passed() -> None:
-        desk.close()
-        following = next(ahead, None)
-        if following is not None:
-            desk.open(following)
+    def __init__(self, sums: Sequence[PerExampleSum], numbers: int, layers: tuple[int, ...] | None = None):
+        self.sums, self.layers = list(sums), layers
+        self.numbers = numbers
 
-    if step.edges:
-        arriving_gradients(step.outputs, step.edges, vectors, desk.receive, passed, keep=keep, last=step.last_edges)
-    else:
-        for _ in vectors:
-            passed()
+    def add(self, gradients: LayerGradients) -> None:
+        names = [n for part in self.sums for n in part.names]
+        size = gradients.record.size
+        stride = budget(gradients.n_vectors * self.numbers)
+        for start in range(0, size, stride):
+            some = gradients.per_example(names, start, min(stride, size - start))
+            for part in self.sums:
+                part.add({n: some[n] for n in part.names})
+
+    def blocks(self) -> list[Block]:
+        return [part.block() for part in self.sums]
+
+
+class BackwardPass:
+    """Hands arriving gradients to accumulators. A gradient is let go when its last reader has been served.
+
+    Args:
+        record: A batch after its forward pass.
+        accumulators: Who reads the gradients.
+    """
+
+    def __init__(self, record: ForwardRecord, accumulators: Sequence[Accumulator]):
+        self.record = record
+        self._accumulators = list(accumulators)
+        self._layers: list[tuple[int, ...]] = []
+        self._edges: list[set[int]] = []
+        self._readers: dict[int, list[int]] = {}  # edge -> the accumulators that wait for it
+        for number, accumulator in enumerate(self._accumulators):
+            layers = tuple(record.calls) if accumulator.layers is None else accumulator.layers
+            layers = tuple(k for k in layers if k in record.calls)
+            edges = {call.edge for k in layers for call in record.calls[k]}
+            self._layers.append(layers)
+            self._edges.append(edges)
+            for edge in edges:
+                self._readers.setdefault(edge, []).append(number)
+
+    def run(
+        self, vectors: Tensor, *, together: bool, keep_graph: bool = False, also: Sequence[Tensor] = ()
+    ) -> list[Tensor | None]:
+        """Back-propagates vectors from the outputs.
+
+        Args:
+            vectors: [v, b, ..., c].
+            together: All vectors in one vectorised pass (faster for matrix products, slower for convolutions), instead of
+                one by one.
+            keep_graph: The graph is needed again afterwards.
+            also: Parameters whose gradients are wanted too, for the only vector of this pass.
+
+        Returns:
+            The gradients of ``also``; None where the outputs do not depend on a parameter.
+        """
+        if together and len(vectors) > 1:
+            self._run_together(vectors, keep_graph)
+            return []
+        return self._run_one_by_one(vectors, keep_graph, also)
+
+    def _run_together(self, vectors: Tensor, keep_graph: bool) -> None:
+        edges = self.record.edges
+        gradients: Sequence[Tensor | None] = []
+        if edges:
+            with warnings.catch_warnings():
+                # A missing batching rule makes PyTorch loop inside: slower, not wrong.
+                warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+                gradients = torch.autograd.grad(
+                    self.record.outputs,
+                    edges,
+                    vectors,
+                    is_grads_batched=True,
+                    retain_graph=keep_graph,
+                    allow_unused=True,
+                )
+        self.start_vectors(vectors)
+        for edge, gradient in enumerate(gradients):
+            if gradient is not None:
+                self.receive(edge, gradient)
+        self.end_vectors()
+
+    def _run_one_by_one(self, vectors: Tensor, keep_graph: bool, also: Sequence[Tensor]) -> list[Tensor | None]:
+        """Hands out the gradient at each edge as soon as it is complete.
+
+        Autograd holds the gradients that are asked of it until the pass is over. So it is asked only for the deepest edges;
+        autograd does not run the nodes that it is asked for, so their gradients are what it returns. At the other edges a
+        hook on the node looks at what passes by.
+        """
+        record, several = self.record, len(vectors) > 1
+        waiting = [n for n, a in enumerate(self._accumulators) if not (several and a.stacks_vectors)]
+        stacks = _Stacks(self, vectors, [n for n in range(len(self._accumulators)) if n not in waiting])
+        deepest = record.deepest_edges
+        asked: list[Any] = [*(record.edges[n] for n in deepest), *also]
+        place = 0
+
+        def arrived(edge: int, gradient: Tensor) -> None:
+            stacks.receive(edge, place, gradient)
+            self.receive(edge, gradient[None])
+
+        wanted: list[Tensor | None] = []
+        with ExitStack() as stack:
+            for number, edge in enumerate(record.edges):
+                if number not in deepest and (number in self._readers):
+                    stack.callback(edge.node.register_prehook(_looking_at(number, edge, arrived)).remove)
+            for place, vector in enumerate(vectors):
+                self.start_vectors(vectors[place : place + 1], waiting)
+                if asked:
+                    keep = keep_graph or place < len(vectors) - 1
+                    gradients: list[Tensor | None] = list(
+                        torch.autograd.grad(record.outputs, asked, vector, retain_graph=keep, allow_unused=True)
+                    )
+                    wanted = gradients[len(deepest) :]
+                    for number in reversed(range(len(deepest))):
+                        gradient = gradients.pop(number)
+                        if gradient is not None:
+                            arrived(deepest[number], gradient)
+                        del gradient  # the next vector needs the memory
+                    del gradients
+                self.end_vectors()
+        stacks.serve()
+        return wanted
+
+    def start_vectors(
+        self, vectors: Tensor, waiting: Sequence[int] | None = None, *, for_the_last_time: bool = False
+    ) -> None:
+        """Vectors set off.
+
+        Args:
+            vectors: [v, b, ..., c].
+            waiting: The accumulators that wait for their gradients; None for all.
+            for_the_last_time: The inputs of a layer are let go with its gradients.
+        """
+        self._vectors, self._for_the_last_time = vectors, for_the_last_time
+        self._arrived: dict[int, Tensor] = {}
+        numbers = range(len(self._accumulators)) if waiting is None else waiting
+        self._missing = {number: set(self._edges[number]) for number in numbers}
+        self._unread = {e: sum(n in self._missing for n in readers) for e, readers in self._readers.items()}
+
+    def receive(self, edge: int, gradient: Tensor) -> None:
+        """A gradient [v, ...] has arrived at an edge."""
+        if not self._unread.get(edge):
+            return
+        self._arrived[edge] = gradient
+        del gradient
+        for number in self._readers[edge]:
+            if number in self._missing:
+                self._missing[number].discard(edge)
+                if not self._missing[number]:
+                    self._serve(number)
+
+    def end_vectors(self) -> None:
+        """The pass is over: serves those who wait for a gradient that does not exist."""
+        for number in list(self._missing):
+            self._serve(number)
+
+    def _serve(self, number: int) -> None:
+        """Calls an accumulator with what has arrived for it, and lets go of what nobody else waits for."""
+        del self._missing[number]
+        self._accumulators[number].add(self.gradients(number, self._vectors, self._arrived))
+        for edge in self._edges[number]:
+            self._unread[edge] -= 1
+            if not self._unread[edge]:
+                self._arrived.pop(edge, None)
+        if self._for_the_last_time:
+            self.record.calls.update({k: [] for k in self._layers[number]})
+
+    def gradients(self, number: int, vectors: Tensor, arrived: Mapping[int, Tensor]) -> LayerGradients:
+        """What an accumulator reads: the gradients of its layers among those that have arrived."""
+        by_layer = {
+            k: [(c, c.gradients(arrived[c.edge])) for c in self.record.calls[k] if c.edge in arrived]
+            for k in self._layers[number]
+        }
+        return LayerGradients(self.record, vectors, by_layer)
+
+    def serve_stacked(self, numbers: Sequence[int], vectors: Tensor, arrived: Mapping[int, Tensor]) -> None:
+        """Serves accumulators with the gradients of all vectors at once."""
+        for number in numbers:
+            self._accumulators[number].add(self.gradients(number, vectors, arrived))
+
+    def serve_outputs(self, vectors: Tensor, *, unit_vectors: bool) -> None:
+        """Serves all accumulators with vectors that need no pass, since the only edge is that of the outputs."""
+        for number, accumulator in enumerate(self._accumulators):
+            gradients = self.gradients(number, vectors, {0: vectors})
+            accumulator.add(LayerGradients(self.record, vectors, gradients.by_layer, unit_vectors))
+
+    @property
+    def ends_at_outputs(self) -> bool:
+        """Whether the only recorded call is the one that made the outputs (a last-layer posterior)."""
+        edges, calls = self.record.edges, [c for calls in self.record.calls.values() for c in calls]
+        return len(calls) == 1 and len(edges) == 1 and edges[0] == get_gradient_edge(self.record.outputs)
+
+
+class _Stacks:
+    """Gradients of vectors that are back-propagated one by one, put together for accumulators that want all at once.
+
+    There is one buffer [b, v, ...] for each edge: seen as [v, b, ...], its vectors merge into one matrix without a copy.
+    """
+
+    def __init__(self, backward: BackwardPass, vectors: Tensor, accumulators: Sequence[int]):
+        self._pass, self._vectors, self._accumulators = backward, vectors, accumulators
+        self._edges = {e for n in accumulators for e in backward._edges[n]}
+        self._buffers: dict[int, Tensor] = {}
+
+    def receive(self, edge: int, place: int, gradient: Tensor) -> None:
+        """The gradient of vector ``place`` has arrived at an edge."""
+        if edge not in self._edges:
+            return
+        if edge not in self._buffers:
+            shape = (gradient.shape[0], len(self._vectors), *gradient.shape[1:])
+            # An output that does not depend on a layer has a zero gradient there.
+            self._buffers[edge] = gradient.new_zeros(shape)
+        self._buffers[edge][:, place] = gradient
+
+    def serve(self) -> None:
+        """The last vector has passed."""
+        if self._accumulators:
+            stacked = {edge: buffer.transpose(0, 1) for edge, buffer in self._buffers.items()}
+            self._pass.serve_stacked(self._accumulators, self._vectors, stacked)
+
+
+def _looking_at(
+    number: int, edge: GradientEdge, arrived: Callable[[int, Tensor], None]
+) -> Callable[[Sequence[Tensor | None]], None]:
+    """A hook that hands out the gradient of one edge when it passes by."""
+
+    def look(gradients: Sequence[Tensor | None]) -> None:
+        gradient = gradients[edge.output_nr]
+        if gradient is not None:
+            arrived(number, gradient)
+
+    return look
+
+
+class _RuleGradient(Accumulator):
+    """The gradient of one layer's block as its rule gives it, and whether examples without a vector received any."""
+
+    def __init__(self, layer: int):
+        self.layers = (layer,)
+        self.layer = layer
+        self.sums: dict[str, Tensor] = {}
+        self.others: list[Tensor] = []
+
+    def add(self, gradients: LayerGradients) -> None:
+        layout = gradients.record.plan.layers[self.layer].layout
+        for call, arrived in gradients.by_layer[self.layer]:
+            self.others.append(arrived[:, 1::2].abs().sum())
+            total, _ = call.rows.outer_moments(arrived)
+            for name, value in layout.split(total).items():
+                self.sums[name] = value if name not in self.sums else self.sums[name] + value
+
+
+def contradictions(record: ForwardRecord) -> dict[str, str]:
+    """Compares the layer rules with autograd on a batch; the graph is still there afterwards.
+
+    One random vector is back-propagated that only every second example has. The sum of an example's gradients over the
+    batch must equal autograd's gradient for every parameter, and the rows of the other examples must receive nothing.
+
+    Returns:
+        The parameters whose rule does not hold, with the reason.
+    """
+    outputs, plan = record.outputs, record.plan
+    names = list(plan.layers_of_parameter)
+    generator = torch.Generator().manual_seed(0)
+    vector = torch.randn(outputs.shape, generator=generator, dtype=torch.float32).to(outputs)
+    vector[1::2] = 0.0
+    checks = [_RuleGradient(k) for k in record.calls]
+    try:
+        with torch.no_grad():
+            truth = BackwardPass(record, checks).run(
+                vector[None], together=False, keep_graph=True, also=[plan.parameters[n] for n in names]
+            )
+    except CheckpointError as mismatch:
+        raise UnsupportedError(
+            "a checkpointed segment of the model holds a layer whose forward pass is observed step by step "
+            "(nn.MultiheadAttention), and cannot be computed again. Switch checkpointing off for the fit"
+        ) from mismatch
+    sums: dict[str, Tensor] = {}
+    for check in checks:
+        for name, value in check.sums.items():
+            sums[name] = value if name not in sums else sums[name] + value
+    others = [(check.layer, other) for check in checks for other in check.others]
+    mixing = {k for (k, _), size in zip(others, norms([o for _, o in others]), strict=True) if size != 0}
+    zero = outputs.new_zeros(())
+    dense = [zero if t is None else t.to_dense() if t.is_sparse else t for t in truth]
+    sizes = dict(zip(names, norms(dense), strict=True))
+    # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.
+    noise = 32 * torch.finfo(outputs.dtype).eps * max(sizes.values(), default=0.0)
+    errors = norms([sums.get(n, zero) - t for n, t in zip(names, dense, strict=True)])
+    tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
+    reasons: dict[str, str] = {}
+    for name, error in zip(names, errors, strict=True):
+        # Not "error > ...": a NaN is wrong, too.
+        if not error <= tolerance * sizes[name] + noise or mixing.intersection(plan.layers_of_parameter[name]):
+            reasons[name] = "it is also used outside its layer's call (or the layer mixes examples)"
+    return reasons
+
+
+def norms(values: Sequence[Tensor]) -> list[float]:
+    """Euclidean norms of all tensors, with one look at the device."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for number, value in enumerate(values):
+        by_dtype.setdefault(value.dtype, []).append(number)
+    lengths = [0.0] * len(values)
+    for dtype, numbers in by_dtype.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        lengths_of = torch._foreach_norm([values[n] for n in numbers], 2, dtype=wide)
+        for number, length in zip(numbers, torch.stack(lengths_of).tolist(), strict=True):
+            lengths[number] = length
+    return lengths

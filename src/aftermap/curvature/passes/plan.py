@@ -1,9 +1,12 @@
 """Which layers of a network have a rule, where their batch is, and which parameters have none, with the reason.
 
-The probe answers, for a model nobody has seen before: do the outputs of one example depend on others? Which dimension of
-each layer's input is the batch? And do the rules give the true gradient, example by example? Where they do not (a weight
-that is also used as a bare tensor, a layer without a batch dimension, a checkpointed segment), the parameter is treated
-by exact per-example gradients instead, and the reason is kept.
+A plan is made by a look at two and three examples, before the work, and answers for a model nobody has seen before: do the
+outputs of one example depend on others? Which dimension of each layer's input is the batch? And do the rules give the true
+gradient, example by example? Where they do not (a weight that is also used as a bare tensor, a layer without a batch
+dimension, a checkpointed segment), the parameter is treated by exact per-example gradients instead, and the reason is kept.
+
+A few examples do not represent the data. So `PlanCheck` looks at every batch that follows, and raises `PlanContradicted` as
+soon as one of them uses the network in another way.
 """
 
 from __future__ import annotations
@@ -18,50 +21,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import CheckpointError
 
 from aftermap.batches import Batch, take, tensors_of
-from aftermap.curvature.passes.backward import BatchStep
-from aftermap.curvature.passes.record import ArrangedCall, Call, RootCall, Seen, capture
-from aftermap.curvature.rules.attention import attention_sites
+from aftermap.curvature.passes.backward import contradictions
+from aftermap.curvature.passes.record import ForwardRecord, ModelCall, RecordedCall, Signature, record_calls
+from aftermap.curvature.rules.attention import attention_projections
 from aftermap.curvature.rules.base import LayerRule, Layout, find_rule
 from aftermap.distributed import all_reduce_
 from aftermap.errors import InputError, UnsupportedError
-from aftermap.models import call_model, check_modes, check_outputs, gradients_for
+from aftermap.models import call_model, check_modes, check_outputs, only_require_grad
 from aftermap.params import named_parameters
 
 __all__ = [
-    "ROOT",
-    "Arrived",
-    "Plan",
-    "Probe",
-    "Site",
-    "Sites",
-    "agreed",
+    "USED_OUTSIDE",
+    "WHOLE_MODEL",
+    "CheckedPlan",
+    "Layer",
+    "ModelPlan",
+    "PlanCheck",
+    "PlanContradicted",
     "find_last_layer",
-    "find_sites",
-    "inputs_of",
-    "is_low_precision",
-    "outer_of_calls",
-    "probe",
+    "find_layers",
+    "inputs_of_call",
+    "plan_model",
 ]
 
-ROOT = "(model)"  # the name of a layer that is the whole model
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+WHOLE_MODEL = "(model)"  # the name of a layer that is the whole model
 # Outputs of one example in batches of different size may differ by so much, relative to the largest.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
-Arrived = list[tuple[ArrangedCall, Tensor]]
+# On batches 2, 4, 8, … the rules are verified again on so many examples.
+_EXAMPLES_TO_VERIFY = 16
+USED_OUTSIDE = "it is also used outside its layer's call"
+_MIXES = "its layer works on the examples in another order, or mixes them"
 
 
 @dataclass(frozen=True)
-class Site:
-    """A block of parameters with its rule. Modules that share all of its parameters share the site.
+class Layer:
+    """A block of parameters with its rule. Modules that share all of its parameters share the layer.
 
     Attributes:
-        name: path of the first module (``encoder.0.attn.in_proj`` for a part of one).
-        rule: how calls are read.
-        named: role -> (parameter name, parameter); only selected parameters.
-        layout: how they form a block.
+        name: The path of the first module (``encoder.0.attn.in_proj`` for a part of one).
+        rule: How calls are read.
+        named: Role -> (parameter name, parameter); only selected parameters.
+        layout: How they form a block.
     """
 
     name: str
@@ -74,45 +76,218 @@ class Site:
         """Whether the block depends on a call's input: not where only a bias is selected."""
         return set(self.named) != {"bias"}
 
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its parameters."""
+        return next(iter(self.named.values()))[1].dtype
+
 
 @dataclass(frozen=True)
-class Sites:
-    """What was found in a model.
+class ModelPlan:
+    """The layers of a network, their batch dimensions, and the parameters that no rule covers.
 
     Attributes:
-        sites: in the order of the model's modules.
-        hooked: (module, site number) for every module whose calls are recorded by a hook.
-        attention: (module, {part: site number}) for every multi-head attention.
-        reasons: for each selected parameter that no rule covers, why.
+        layers: In the order of the model's modules.
+        hooked: (module, layer number) for every module whose calls are recorded by a hook.
+        attention: (module, {projection: layer number}) for every multi-head attention.
+        uncovered: For each selected parameter that no rule covers, why.
+        batch_dimensions: (layer number, id of the module) -> the dimension of the batch in its inputs.
+        unused: Parameters that the outputs of the first examples do not depend on.
+        numbers: How many numbers the recorded layers put out for one example: what its gradients take.
     """
 
-    sites: list[Site] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
     hooked: list[tuple[nn.Module, int]] = field(default_factory=list)
     attention: list[tuple[nn.MultiheadAttention, dict[str, int]]] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
+    uncovered: Mapping[str, str] = field(default_factory=dict)
+    batch_dimensions: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
+    numbers: int = 0
 
-    def by_parameter(self) -> dict[str, list[int]]:
-        """For each covered parameter the numbers of its sites: more than one where it is tied across kinds of layers."""
-        found: dict[str, list[int]] = {}
-        for number, site in enumerate(self.sites):
-            for name in site.layout.names:
-                found.setdefault(name, []).append(number)
-        return found
+    @cached_property
+    def layers_of_parameter(self) -> dict[str, list[int]]:
+        """For each covered parameter the numbers of its layers: more than one where it is tied across kinds of layers."""
+        numbers: dict[str, list[int]] = {}
+        for number, layer in enumerate(self.layers):
+            for name in layer.layout.names:
+                if name not in self.uncovered:
+                    numbers.setdefault(name, []).append(number)
+        return numbers
+
+    @cached_property
+    def covering_layers(self) -> tuple[int, ...]:
+        """The layers that cover at least one parameter."""
+        return tuple(sorted({k for numbers in self.layers_of_parameter.values() for k in numbers}))
+
+    @cached_property
+    def whole_layers(self) -> tuple[int, ...]:
+        """The layers whose rule alone accounts for all of their parameters."""
+        return tuple(
+            number
+            for number, layer in enumerate(self.layers)
+            if all(self.layers_of_parameter.get(n) == [number] for n in layer.layout.names)
+        )
+
+    @cached_property
+    def tied_layers(self) -> list[tuple[int, ...]]:
+        """The covering layers in groups that share a parameter, directly or through others; most are alone."""
+        group_of = {k: frozenset([k]) for k in self.covering_layers}
+        for numbers in self.layers_of_parameter.values():
+            merged = frozenset().union(*(group_of[k] for k in numbers))
+            group_of.update(dict.fromkeys(merged, merged))
+        return [tuple(sorted(g)) for g in sorted(set(group_of.values()), key=min)]
+
+    @cached_property
+    def parameters(self) -> dict[str, Tensor]:
+        """The covered parameters themselves, by name."""
+        return {name: p for layer in self.layers for name, p in layer.named.values() if name not in self.uncovered}
+
+    def without(self, reasons: Mapping[str, str]) -> ModelPlan:
+        """The same plan with these parameters uncovered."""
+        return replace(self, uncovered={**self.uncovered, **reasons})
+
+    def agree_over_processes(self, names: Sequence[str]) -> ModelPlan:
+        """What all processes found: a rule is used only where it held on every one. In one process: the same."""
+        uncovered = torch.tensor([n not in self.layers_of_parameter for n in names], dtype=torch.int64)
+        used = torch.tensor([n not in self.unused for n in names], dtype=torch.int64)
+        all_reduce_([uncovered, used])
+        elsewhere = [n for n, w in zip(names, uncovered.tolist(), strict=True) if w and n in self.layers_of_parameter]
+        unused = frozenset(n for n, u in zip(names, used.tolist(), strict=True) if not u)
+        reason = "its rule does not hold on the data of another process"
+        return replace(self.without(dict.fromkeys(sorted(elsewhere), reason)), unused=unused)
 
 
-def find_sites(model: nn.Module, names: Sequence[str], *, batch_statistics: bool = False) -> Sites:
+class PlanContradicted(UnsupportedError):
+    """A batch used a parameter in another way than the plan says.
+
+    Attributes:
+        reasons: The parameters, with what was noticed.
+        batch: The number of the batch, from 1.
+    """
+
+    def __init__(self, reasons: Mapping[str, str], batch: int):
+        self.reasons, self.batch = dict(reasons), batch
+        name, reason = next(iter(self.reasons.items()))
+        more = f" (and {len(self.reasons) - 1} more)" if len(self.reasons) > 1 else ""
+        super().__init__(f"a batch used {name}{more} in another way than the batches before: {reason}")
+
+
+class PlanCheck:
+    """Notices batches that use a network in another way than its plan says.
+
+    The *signature* of a batch (how often each weight was used and called) is counted always. A signature that was not seen
+    before is verified at once, on the whole batch; batches 2, 4, 8, … are verified on some of their examples, because a network
+    may mix examples without any change in its signature. A weight with more uses than recorded calls is contradicted without
+    a look at its gradient: the other use may be silent on this batch and speak on the next.
+
+    Attributes:
+        used: The parameters that some batch has used.
+    """
+
+    def __init__(self) -> None:
+        self.used: set[str] = set()
+        self._verified: set[tuple[Signature, bool]] = set()  # with whether the batch had more than one example
+        self._batches = 0
+
+    def check(self, record: ForwardRecord) -> None:
+        """Looks at a batch after its forward pass.
+
+        Raises:
+            PlanContradicted: The rules of some parameters do not hold on this batch.
+            UnsupportedError: The output of an example changes with the other examples.
+        """
+        self._batches += 1
+        signature, several = record.signature, record.size > 1
+        self.used.update(name for name, uses in record.uses.items() if uses)
+        reasons = dict(record.misfits)
+        reasons.update({name: USED_OUTSIDE for name, calls, uses, _ in signature if uses > calls})
+        if not reasons and (signature, several) not in self._verified:
+            reasons = contradictions(record)
+            if several:
+                reasons |= self._contradictions_of_some(record, gradients=False)
+            self._verified.add((signature, several))
+        elif not reasons and several and (self._batches & (self._batches - 1)) == 0:
+            reasons = self._contradictions_of_some(record, gradients=True)
+        if reasons:
+            raise PlanContradicted(reasons, self._batches)
+
+    def _contradictions_of_some(self, record: ForwardRecord, *, gradients: bool) -> dict[str, str]:
+        """Runs the model again on some examples of the batch, backwards: what belongs to an example must stay with it."""
+        count = min(record.size, _EXAMPLES_TO_VERIFY)
+        index = (torch.arange(count) * record.size // count).flip(0)
+        some = Batch(take(record.batch.inputs, index, record.size), None, None, count)
+        with record_calls(record.plan) as calls:
+            outputs = call_model(record.model, some.inputs)
+        index = index.to(outputs.device)
+        _check_independent(outputs.detach(), record.outputs.detach()[index])
+        again = ForwardRecord.make(record.model, some, outputs, record.plan, calls)
+        reasons = dict(again.misfits)
+        for number, layer in enumerate(record.plan.layers):
+            pairs = zip(record.calls.get(number, ()), again.calls.get(number, ()), strict=False)
+            if any(_is_of_other_examples(first.inputs, second.inputs, index) for first, second in pairs):
+                reasons.update(dict.fromkeys(layer.layout.names, _MIXES))
+        reasons = {n: why for n, why in reasons.items() if n in record.plan.layers_of_parameter}
+        return {**reasons, **contradictions(again)} if gradients else reasons
+
+
+def _is_of_other_examples(inputs: Tensor, again: Tensor, index: Tensor) -> bool:
+    """Whether a layer's input rows [b, ...] of some examples are others than in another batch, by more than rounding."""
+    if inputs.shape[1:] != again.shape[1:]:
+        return False  # padded to another length, say: nothing can be compared
+    expected = inputs[index]
+    if not inputs.is_floating_point():
+        return not torch.equal(expected, again)
+    tolerance = _ROUNDING.get(inputs.dtype, 5e-2) * float(expected.abs().nan_to_num(posinf=0.0).max())
+    return bool((expected - again).abs().nan_to_num(posinf=0.0).max() > tolerance)
+
+
+class CheckedPlan:
+    """A plan for predictions: it is checked on every batch, and gives up the rules that a batch contradicts.
+
+    Args:
+        model: The network.
+        names: The parameters whose gradients are wanted.
+        batch: The first batch, which the plan is made from.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], batch: Batch):
+        self.model, self.names = model, list(names)
+        self.plan = plan_model(model, self.names, batch)
+        self._check = PlanCheck()
+
+    def record(self, batch: Batch) -> ForwardRecord:
+        """Runs the model on a batch. A parameter whose rule is contradicted is treated by per-example gradients from now on.
+
+        Call it where exactly the parameters `names` require a gradient (`only_require_grad`).
+        """
+        while True:
+            with record_calls(self.plan) as calls:
+                outputs = call_model(self.model, batch.inputs)
+            check_outputs(outputs, batch.size)
+            record = ForwardRecord.make(self.model, batch, outputs, self.plan, calls)
+            try:
+                self._check.check(record)
+                return record
+            except PlanContradicted as contradicted:
+                self.plan = self.plan.without(contradicted.reasons)
+
+
+def find_layers(model: nn.Module, names: Sequence[str], *, batch_statistics: bool = False) -> ModelPlan:
     """Finds every module that owns selected parameters and gives each a rule, or a reason why it has none.
 
     Args:
-        model: any module.
-        names: the selected parameters.
-        batch_statistics: also take BatchNorm layers that normalise with the statistics of the batch (training): their
+        model: Any module.
+        names: The selected parameters.
+        batch_statistics: Also take BatchNorm layers that normalise with the statistics of the batch (training): their
             rule then reads those statistics as constants.
+
+    Returns:
+        A plan that does not know the batch dimensions yet.
     """
     parameters = named_parameters(model)
     selected = {id(parameters[n]): n for n in names}
-    found = Sites()
-    known: dict[tuple[object, ...], int] = {}
+    plan, uncovered = ModelPlan(), {}
+    numbers: dict[tuple[object, ...], int] = {}
     inside_attention: set[str] = set()
     for path, module in model.named_modules():
         if any(path.startswith(prefix) for prefix in inside_attention):
@@ -120,55 +295,53 @@ def find_sites(model: nn.Module, names: Sequence[str], *, batch_statistics: bool
         if isinstance(module, nn.MultiheadAttention) and type(module).forward is nn.MultiheadAttention.forward:
             inside_attention.add(f"{path}." if path else "")
             parts: dict[str, int] = {}
-            for part, (rule, paths) in attention_sites(module).items():
+            for part, (rule, paths) in attention_projections(module).items():
                 owned = {role: _attribute(module, where) for role, where in paths.items()}
-                number = _add(found, known, f"{path}.{part}".lstrip("."), rule, module, owned, selected)
+                number = _add_layer(plan, numbers, f"{path}.{part}".lstrip("."), rule, module, owned, selected)
                 if number is not None:
                     parts[part] = number
-            found.attention.append((module, parts))
+            plan.attention.append((module, parts))
             continue
         own = {k: p for k, p in module._parameters.items() if p is not None and id(p) in selected}
         if not own:
             continue
         candidate = find_rule(module)
-        why = f"no rule for {type(module).__name__}" if candidate is None else candidate.unsupported(module)
+        reason = f"no rule for {type(module).__name__}" if candidate is None else candidate.unsupported(module)
         if batch_statistics and candidate is not None and isinstance(module, nn.modules.batchnorm._BatchNorm):
-            why = None
-        if candidate is None or why is not None:
-            found.reasons.update({selected[id(p)]: str(why) for p in own.values()})
+            reason = None
+        if candidate is None or reason is not None:
+            uncovered.update({selected[id(p)]: str(reason) for p in own.values()})
             continue
-        number = _add(found, known, path, candidate, module, {k: own.get(k) for k in candidate.roles}, selected)
+        roles = {k: own.get(k) for k in candidate.roles}
+        number = _add_layer(plan, numbers, path, candidate, module, roles, selected)
         if number is not None:
-            found.hooked.append((module, number))
-    covered = found.by_parameter()
-    for name in names:
-        if name in covered:
-            found.reasons.pop(name, None)
-        else:
-            found.reasons.setdefault(name, "no rule covers this parameter of its module")
-    return found
+            plan.hooked.append((module, number))
+    covered = {name for layer in plan.layers for name in layer.layout.names}
+    reasons = {n: uncovered.get(n, "no rule covers this parameter of its module") for n in names if n not in covered}
+    return replace(plan, uncovered=reasons)
 
 
-def _add(
-    found: Sites,
-    known: dict[tuple[object, ...], int],
+def _add_layer(
+    plan: ModelPlan,
+    numbers: dict[tuple[object, ...], int],
     path: str,
     rule: LayerRule,
     module: nn.Module,
-    owned: dict[str, Tensor | None],
-    selected: dict[int, str],
+    owned: Mapping[str, Tensor | None],
+    selected: Mapping[int, str],
 ) -> int | None:
+    """The number of the layer that these parameters make; None where none of them is selected."""
     named = {role: (selected[id(p)], p) for role, p in owned.items() if p is not None and id(p) in selected}
     if not named:
         return None
-    name = path or ROOT
+    name = path or WHOLE_MODEL
     layout = rule.layout(name, module, named)
     shape = (layout.groups, layout.out, layout.in_)  # a weight may be tied between convolutions with other groups
     key = (type(rule), shape, *((role, id(p)) for role, (_, p) in named.items()))
-    if key not in known:
-        known[key] = len(found.sites)
-        found.sites.append(Site(name, rule, named, layout))
-    return known[key]
+    if key not in numbers:
+        numbers[key] = len(plan.layers)
+        plan.layers.append(Layer(name, rule, named, layout))
+    return numbers[key]
 
 
 def _attribute(module: nn.Module, path: str) -> Tensor | None:
@@ -178,79 +351,45 @@ def _attribute(module: nn.Module, path: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-@dataclass(frozen=True)
-class Probe:
-    """What was learnt.
-
-    Attributes:
-        sites: where rules apply.
-        axes: (site, id of the module) -> dimension of the batch in its inputs.
-        by_parameter: parameter -> numbers of its sites; missing for parameters without a rule.
-        reasons: parameter without a rule -> why.
-        unused: parameters that the outputs do not depend on.
-        numbers: how many numbers the recorded layers put out for one example: what its gradients take.
-    """
-
-    sites: Sites
-    axes: dict[tuple[int, int], int]
-    by_parameter: dict[str, list[int]]
-    reasons: dict[str, str]
-    unused: frozenset[str]
-    numbers: int
-
-
-def probe(model: nn.Module, names: Sequence[str], batch: Batch) -> Probe:
+def plan_model(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPlan:
     """Looks at the model on copies of up to three examples of the first batch.
 
     Raises:
-        UnsupportedError: the outputs of an example depend on the other examples of its batch.
-        InputError: the outputs depend on none of the selected parameters.
+        UnsupportedError: The outputs of an example depend on the other examples of its batch.
+        InputError: The outputs depend on none of the selected parameters.
     """
     check_modes(model)
-    sites = find_sites(model, names)
-    with gradients_for(model, names):
+    plan = find_layers(model, names)
+    with only_require_grad(model, names):
         # The pair holds the last two of the three, backwards: any influence of an example on another shows.
-        pair, calls_of_pair = _run(model, sites, _copies(batch, [2, 1]))
+        pair, calls_of_pair = _run(model, plan, _copies(batch, [2, 1]))
         shapes_of_pair = [c.out_shape for c in calls_of_pair]
         pair = pair.detach()
         del calls_of_pair  # with them goes the graph of the pair
         three = _copies(batch, [0, 1, 2])
-        outputs, calls = _run(model, sites, three)
+        outputs, calls = _run(model, plan, three)
         check_outputs(outputs, 3)
         check_outputs(pair, 2)
-        _check_independent(pair, outputs[[2, 1]])
+        _check_independent(pair, outputs.detach()[[2, 1]])
         if not outputs.requires_grad:
             raise InputError(
                 f"the outputs depend on none of the selected parameters ({', '.join(list(names)[:5])}…); "
                 "is part of the forward pass under torch.no_grad()?"
             )
-        axes, unbatched = _find_axes(shapes_of_pair, calls, sites)
-        reasons = dict(sites.reasons)
-        for number in unbatched:
-            for name in sites.sites[number].layout.names:
-                reasons[name] = "its layer is called without a batch dimension"
-        by_parameter = {n: s for n, s in sites.by_parameter().items() if n not in reasons}
-        by_parameter, wrong, unused = _verify(model, names, three, outputs, calls, sites, axes, by_parameter)
-    reasons.update(wrong)
-    numbers = sum(math.prod(c.out_shape) for c in calls) // 3
-    return Probe(sites, axes, by_parameter, reasons, unused, numbers)
-
-
-def agreed(found: Probe, names: Sequence[str]) -> Probe:
-    """What all processes found: a rule is used only where it held on every one. In one process: the same."""
-    without = torch.tensor([n not in found.by_parameter for n in names], dtype=torch.int64)
-    used = torch.tensor([n not in found.unused for n in names], dtype=torch.int64)
-    all_reduce_([without, used])
-    lost = {n for n, w in zip(names, without.tolist(), strict=True) if w and n in found.by_parameter}
-    return replace(
-        found,
-        by_parameter={n: s for n, s in found.by_parameter.items() if n not in lost},
-        reasons={
-            **found.reasons,
-            **dict.fromkeys(sorted(lost), "its rule does not hold on the data of another process"),
-        },
-        unused=frozenset(n for n, u in zip(names, used.tolist(), strict=True) if not u),
-    )
+        dimensions, unbatched = _find_batch_dimensions(shapes_of_pair, calls, plan)
+        reason = "its layer is called without a batch dimension"
+        plan = plan.without({n: reason for k in unbatched for n in plan.layers[k].layout.names})
+        plan = replace(plan, batch_dimensions=dimensions, numbers=sum(math.prod(c.out_shape) for c in calls) // 3)
+        owned = dict(model.named_parameters())
+        record = ForwardRecord.make(model, three, outputs, plan, calls)
+        uses = {name: (calls, uses) for name, calls, uses, _ in record.signature}
+        outside = {name: USED_OUTSIDE for name, (calls, uses) in uses.items() if uses > calls}
+        wrong = {**record.misfits, **outside, **contradictions(record)}
+        ones = torch.ones_like(outputs)
+        gradients = torch.autograd.grad(outputs, [owned[n] for n in names], ones, allow_unused=True)
+    # A parameter that is wrong spoils only itself: the others keep their rule, but not in a common block.
+    unused = frozenset(n for n, g in zip(names, gradients, strict=True) if g is None)
+    return replace(plan.without(wrong), unused=unused)
 
 
 def _copies(batch: Batch, places: Sequence[int]) -> Batch:
@@ -259,9 +398,9 @@ def _copies(batch: Batch, places: Sequence[int]) -> Batch:
     return Batch(take(batch.inputs, index, batch.size), None, None, len(places))
 
 
-def _run(model: nn.Module, sites: Sites, batch: Batch) -> tuple[Tensor, list[Call]]:
+def _run(model: nn.Module, plan: ModelPlan, batch: Batch) -> tuple[Tensor, list[RecordedCall]]:
     versions = [t._version for t in tensors_of(batch.inputs)]
-    with capture(sites) as calls:
+    with record_calls(plan) as calls:
         outputs = call_model(model, batch.inputs)
     if versions != [t._version for t in tensors_of(batch.inputs)]:
         raise InputError(
@@ -271,11 +410,11 @@ def _run(model: nn.Module, sites: Sites, batch: Batch) -> tuple[Tensor, list[Cal
     return outputs, calls
 
 
-def _check_independent(alone: Tensor, together: Tensor) -> None:
-    """Raises if outputs in a smaller batch differ from those in a larger one by more than rounding."""
-    tolerance = _ROUNDING.get(together.dtype, 5e-2)
-    if alone.shape != together.shape or float((alone - together).detach().abs().max()) > tolerance * float(
-        together.detach().abs().max()
+def _check_independent(outputs: Tensor, in_other_batch: Tensor) -> None:
+    """Raises if the outputs of the same examples in two batches differ by more than rounding."""
+    tolerance = _ROUNDING.get(outputs.dtype, 5e-2)
+    if outputs.shape != in_other_batch.shape or float((outputs - in_other_batch).abs().max()) > tolerance * float(
+        in_other_batch.abs().max()
     ):
         raise UnsupportedError(
             "the output of an example changes with the other examples of its batch (or is random). Curvature needs independent "
@@ -283,148 +422,35 @@ def _check_independent(alone: Tensor, together: Tensor) -> None:
         )
 
 
-def _find_axes(
-    pair: Sequence[tuple[int, ...]], triple: Sequence[Call], sites: Sites
+def _find_batch_dimensions(
+    pair: Sequence[tuple[int, ...]], triple: Sequence[RecordedCall], plan: ModelPlan
 ) -> tuple[dict[tuple[int, int], int], set[int]]:
-    """The batch dimension by (site, module), and sites with a call that has none; of the pair only its output shapes."""
-    axes: dict[tuple[int, int], int] = {}
+    """The batch dimension by (layer, module), and layers with a call that has none; of the pair only its output shapes."""
+    dimensions: dict[tuple[int, int], int] = {}
     unbatched: set[int] = set()
     if len(pair) != len(triple):
-        return axes, set(range(len(sites.sites)))
+        return dimensions, set(range(len(plan.layers)))
     for two, three in zip(pair, triple, strict=True):
         if two[0] * 3 == three.out_shape[0] * 2:
-            axis = 0
+            dimension = 0
         elif len(two) > 2 and (two[1], three.out_shape[1]) == (2, 3):
-            axis = 1
+            dimension = 1
         else:
-            unbatched.add(three.site)
+            unbatched.add(three.layer)
             continue
-        if axes.setdefault((three.site, id(three.module)), axis) != axis:
-            unbatched.add(three.site)
-    return axes, unbatched
+        if dimensions.setdefault((three.layer, id(three.module)), dimension) != dimension:
+            unbatched.add(three.layer)
+    return dimensions, unbatched
 
 
-def _verify(
-    model: nn.Module,
-    names: Sequence[str],
-    three: Batch,
-    outputs: Tensor,
-    calls: Sequence[Call],
-    sites: Sites,
-    axes: dict[tuple[int, int], int],
-    by_parameter: dict[str, list[int]],
-) -> tuple[dict[str, list[int]], dict[str, str], frozenset[str]]:
-    """Compares the rules with autograd for a vector that only the first example has."""
-    generator = torch.Generator().manual_seed(0)
-    vector = torch.zeros(outputs.shape, dtype=outputs.dtype)
-    vector[0] = torch.randn(outputs.shape[1:], generator=generator, dtype=outputs.dtype)
-    vector = vector.to(outputs.device)
-    own = dict(model.named_parameters())
-    step = BatchStep.make(model, three, outputs, sites, by_parameter, calls, axes)
-    asked: list[Any] = [*(own[n] for n in names), *step.edges]
-    try:
-        raw = torch.autograd.grad(outputs, asked, vector, allow_unused=True)
-    except CheckpointError as mismatch:
-        raise UnsupportedError(
-            "a checkpointed segment of the model holds a layer whose forward pass is observed step by step "
-            "(nn.MultiheadAttention), and cannot be computed again. Switch checkpointing off for the fit"
-        ) from mismatch
-    truth = [t.to_dense() if t is not None and t.is_sparse else t for t in raw[: len(names)]]
-    unused = frozenset(n for n, t in zip(names, truth, strict=True) if t is None)
-    moved = step.moved([None if g is None else g[None] for g in raw[len(names) :]], vector[None])
-    found = moved.per_example(list(by_parameter), 0, 1)
-    # The other examples must get no gradient anywhere; where one does, the layer mixes examples.
-    others = [(s, g[:, 1:]) for s, calls_ in moved.grads.items() for _, g in calls_]
-    reached = _lengths([g for _, g in others], 1)
-    mixing = {s for (s, _), size in zip(others, reached, strict=True) if size != 0}
-    tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
-    sizes = dict(zip(names, _lengths([outputs.new_zeros(()) if t is None else t for t in truth]), strict=True))
-    # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.
-    noise = 32 * torch.finfo(outputs.dtype).eps * max(sizes.values(), default=0.0)
-    away = {
-        n: found[n][0, 0] if t is None else found[n][0, 0].sub_(t)
-        for n, t in zip(names, truth, strict=True)
-        if n in found
-    }
-    wrong: dict[str, str] = {}
-    for name, error in zip(away, _lengths(list(away.values())), strict=True):
-        # Not "error > ...": a NaN is wrong, too.
-        if not error <= tolerance * sizes[name] + noise or mixing.intersection(by_parameter[name]):
-            wrong[name] = "it is also used outside its layer's call (or the layer mixes examples)"
-    # A parameter that is wrong spoils only itself: the others keep their rule, but not in a common block.
-    return {n: s for n, s in by_parameter.items() if n not in wrong}, wrong, unused
-
-
-def _lengths(values: Sequence[Tensor], order: float = 2) -> list[float]:
-    """Norms of all, with one look at the device."""
-    found: dict[torch.dtype, list[int]] = {}
-    for number, value in enumerate(values):
-        found.setdefault(value.dtype, []).append(number)
-    lengths = [0.0] * len(values)
-    for dtype, numbers in found.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        norms = torch._foreach_norm([values[n] for n in numbers], order, dtype=wide)
-        for number, length in zip(numbers, torch.stack(norms).tolist(), strict=True):
-            lengths[number] = length
-    return lengths
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How each parameter is treated.
-
-    Attributes:
-        axes: (site, id of the module) -> dimension of the batch; missing: the first.
-        by_parameter: parameter -> its sites.
-        reasons: parameter without a rule -> why.
-        cluster: site -> number of its cluster: sites that share a parameter are read together.
-        alone: sites that share no parameter with another.
-    """
-
-    axes: Mapping[tuple[int, int], int]
-    by_parameter: Mapping[str, Sequence[int]]
-    reasons: Mapping[str, str]
-    cluster: Mapping[int, int]
-    alone: frozenset[int]
-
-    @staticmethod
-    def make(axes: Mapping[tuple[int, int], int], sites: Sites, reasons: Mapping[str, str]) -> Plan:
-        """Joins sites that share a parameter; parameters with a reason have no rule."""
-        by_parameter = {n: s for n, s in sites.by_parameter().items() if n not in reasons}
-        cluster: dict[int, int] = {}
-        for numbers in by_parameter.values():
-            known = {cluster.get(s, s) for s in numbers}
-            first = min(known)
-            cluster.update({s: first for s, c in cluster.items() if c in known})
-            cluster.update(dict.fromkeys(numbers, first))
-        shared = {s for numbers in by_parameter.values() if len(numbers) > 1 for s in numbers}
-        return Plan(dict(axes), by_parameter, dict(reasons), cluster, frozenset(range(len(sites.sites))) - shared)
-
-
-def outer_of_calls(calls: Arrived, start: int, length: int) -> Tensor:
-    """Per-example gradients [1, length, g, o, i] over every call."""
-    total: Tensor | None = None
-    for call, grads in calls:
-        each = call.rows.narrow(start, length).outer(grads[:, start : start + length])
-        total = each if total is None else total + each
-    if total is None:
-        raise InputError("no call of a layer was recorded")
-    return total
-
-
-def is_low_precision(seen: Seen) -> bool:
-    """Whether the outputs are 16-bit numbers (autocast)."""
-    return any(r.output is not None and r.output.dtype in (torch.bfloat16, torch.float16) for r in seen.roots)
-
-
-def inputs_of(model: nn.Module, root: RootCall) -> Any:
+def inputs_of_call(model: nn.Module, call: ModelCall) -> Any:
     """The arguments of a call as the inputs of a batch: a tensor, a tuple or a mapping; None if they cannot be told."""
-    if not root.kwargs:
-        return root.args[0] if len(root.args) == 1 else tuple(root.args)
-    if not root.args:
-        return dict(root.kwargs)
+    if not call.kwargs:
+        return call.args[0] if len(call.args) == 1 else tuple(call.args)
+    if not call.args:
+        return dict(call.kwargs)
     try:
-        return dict(inspect.signature(model.forward).bind(*root.args, **root.kwargs).arguments)
+        return dict(inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments)
     except (TypeError, ValueError):
         return None
 
@@ -435,21 +461,36 @@ def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
     It is the layer whose output is returned as it is; failing that (a reshape or a scale follows), the last one called.
 
     Raises:
-        UnsupportedError: no layer with a weight matrix was called.
+        UnsupportedError: No layer with a weight matrix was called, or the outputs come from several such layers.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> find_last_layer(net, Batch(torch.zeros(1, 2), None, None, 1))
     ['2.weight', '2.bias']
     """
     names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
-    sites = find_sites(model, names)
-    with gradients_for(model, names), capture(sites) as calls:
+    plan = find_layers(model, names)
+    with only_require_grad(model, names), record_calls(plan) as calls:
         outputs = call_model(model, take(batch.inputs, torch.arange(1), batch.size))
-    matrix = [c for c in calls if sites.sites[c.site].rule.matrix]
+    matrix = [c for c in calls if plan.layers[c.layer].rule.matrix]
     if not matrix:
         raise UnsupportedError(
             "params='last_layer' found no layer with a weight matrix in the forward pass; name the parameters with params=[...]"
         )
     edge = get_gradient_edge(outputs)
     last = next((c for c in matrix if c.edge == edge), matrix[-1])
-    return list(sites.sites[last.site].layout.names)
+    if last.edge != edge:
+        _check_all_outputs_depend_on(last, outputs, plan)
+    return list(plan.layers[last.layer].layout.names)
+
+
+def _check_all_outputs_depend_on(call: RecordedCall, outputs: Tensor, plan: ModelPlan) -> None:
+    """Raises where a layer is one of several heads: the variance of the other outputs would be zero, without a word."""
+    units = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+    heads = [u.expand_as(outputs) for u in units]
+    gradients = [torch.autograd.grad(outputs, call.edge, h, retain_graph=True, allow_unused=True)[0] for h in heads]
+    independent = [c for c, g in enumerate(gradients) if g is None or not bool(g.any())]
+    if 0 < len(independent) < len(units):
+        raise UnsupportedError(
+            f"params='last_layer' found {plan.layers[call.layer].name}, but outputs {independent[:5]} of {len(units)} do not "
+            "depend on it: the network has several heads. Name the parameters of all of them with params=[...]"
+        )

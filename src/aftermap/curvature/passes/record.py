@@ -4,61 +4,70 @@ A forward hook keeps the detached input and the *gradient edge* of the output, n
 works in place changes the tensor, but not the edge. Gradients are taken with respect to these edges, never with respect
 to parameters: that is half the work of a backward pass. Whatever happens inside, the model is afterwards exactly what it
 was: hooks, ``forward``, ``requires_grad``, ``.grad`` and modes.
+
+The graph also tells how often a weight was used. A weight that has more uses than recorded calls is used somewhere that no
+hook sees, and its gradient cannot be put together from the calls.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from aftermap.curvature.rules.attention import PackedProjectionRule, attention_forward, unviewed
+from aftermap.batches import Batch
+from aftermap.curvature.rules.attention import PackedProjectionRule, attention_forward, without_view
 from aftermap.curvature.rules.base import Rows
 from aftermap.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from aftermap.curvature.passes.plan import Site, Sites
+    from aftermap.curvature.passes.plan import Layer, ModelPlan
 
 __all__ = [
-    "ArrangedCall",
-    "Call",
-    "RootCall",
-    "Seen",
-    "altered_outputs",
-    "arrange",
-    "arriving_gradients",
-    "backpropagate",
-    "capture",
-    "hook_root",
-    "last_edges",
-    "observe",
+    "ClosureRecord",
+    "ForwardRecord",
+    "LayerCall",
+    "ModelCall",
+    "RecordedCall",
+    "Signature",
+    "deepest_edges",
+    "hook_model",
+    "layer_calls",
+    "outputs_replaced",
+    "record_calls",
+    "record_closure",
+    "uses_in_graph",
 ]
 
 _NOTHING = torch.empty(0)
 
+# For each parameter: how many calls of its layers were recorded, how often the graph uses it, and for each call whether an
+# example owns several rows along the batch dimension.
+Signature = tuple[tuple[str, int, int, tuple[bool, ...]], ...]
+
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One call of a layer.
 
     Attributes:
-        site: number of its site.
-        module: whose call it was (modules with tied parameters share a site, but not a stride).
-        inputs: what went in, detached.
-        version: the input's version when it was seen.
-        edge: where in the graph the output's gradient arrives.
-        out_shape: shape of the output.
-        group: which group of the block the call concerns; None for all.
+        layer: The number of the layer in the plan.
+        module: The module that was called (modules with tied parameters share a layer, but not a stride).
+        inputs: What went in, detached.
+        version: The input's version when it was seen.
+        edge: Where in the graph the output's gradient arrives.
+        out_shape: The shape of the output.
+        group: Which group of the block the call concerns; None for all.
     """
 
-    site: int
+    layer: int
     module: nn.Module
     inputs: Tensor
     version: int
@@ -66,9 +75,9 @@ class Call:
     out_shape: tuple[int, ...]
     group: int | None = None
 
-    def spent(self) -> Call:
+    def without_input(self) -> RecordedCall:
         """The same call without its input, whose memory may go."""
-        return Call(self.site, self.module, _NOTHING, self.version, self.edge, self.out_shape, self.group)
+        return RecordedCall(self.layer, self.module, _NOTHING, self.version, self.edge, self.out_shape, self.group)
 
     def check_unchanged(self) -> None:
         """Raises if the input was overwritten after the call (autograd would refuse to train such a model, too)."""
@@ -88,131 +97,160 @@ def _edge(output: Tensor) -> GradientEdge:
 
 
 @contextmanager
-def capture(sites: Sites, receive: Callable[[int, Tensor], None] | None = None) -> Iterator[list[Call]]:
-    """Inside, every call at the sites is appended to the list that is yielded.
+def record_calls(
+    plan: ModelPlan, on_gradient: Callable[[int, Tensor], None] | None = None
+) -> Iterator[list[RecordedCall]]:
+    """Inside, every call of the plan's layers is appended to the list that is yielded.
 
     Args:
-        sites: where to listen.
-        receive: given, it is called with a call's number and its output gradient as soon as a backward pass reaches it.
+        plan: Which modules to listen to.
+        on_gradient: Called with a call's number and its output gradient as soon as a backward pass reaches it.
 
-    >>> from aftermap.curvature.passes.plan import find_sites
+    >>> from aftermap.curvature.passes.plan import find_layers
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
-    >>> with capture(find_sites(net, ["0.weight", "2.weight"])) as calls:
+    >>> with record_calls(find_layers(net, ["0.weight", "2.weight"])) as calls:
     ...     out = net(torch.ones(4, 2))
-    >>> [(c.site, c.out_shape) for c in calls]
+    >>> [(c.layer, c.out_shape) for c in calls]
     [(0, (4, 3)), (1, (4, 1))]
     >>> len(net[0]._forward_hooks)
     0
     """
-    calls: list[Call] = []
+    calls: list[RecordedCall] = []
 
-    def record(site: int, module: nn.Module, inputs: Any, output: Any, group: int | None = None) -> None:
+    def record(layer: int, module: nn.Module, inputs: Any, output: Any, group: int | None = None) -> None:
         # A call under no_grad passes no gradient on, and so contributes nothing.
         if isinstance(inputs, Tensor) and isinstance(output, Tensor) and output.requires_grad:
-            kept = inputs.detach()
-            calls.append(Call(site, module, kept, kept._version, _edge(output), tuple(output.shape), group))
-            if receive is not None:
+            detached = inputs.detach()
+            calls.append(
+                RecordedCall(layer, module, detached, detached._version, _edge(output), tuple(output.shape), group)
+            )
+            if on_gradient is not None:
                 number = len(calls) - 1
                 # Registered before any in-place activation: the hook stays with the layer's own output.
-                output.register_hook(lambda grad: receive(number, grad))
+                output.register_hook(lambda gradient: on_gradient(number, gradient))
 
-    def hook_for(site: int) -> Any:
+    def hook_for(layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            plain = unviewed(output)
-            record(site, module, args[0] if args else next(iter(kwargs.values()), None), plain)
+            plain = without_view(output)
+            record(layer, module, args[0] if args else next(iter(kwargs.values()), None), plain)
             return plain
 
         return hook
 
     with ExitStack() as stack:
-        for module, site in sites.hooked:
-            handle = module.register_forward_hook(hook_for(site), with_kwargs=True)
+        for module, layer in plan.hooked:
+            handle = module.register_forward_hook(hook_for(layer), with_kwargs=True)
             stack.callback(handle.remove)
-        for attention, parts in sites.attention:
+        for attention, parts in plan.attention:
             stack.enter_context(_tapped(attention, parts, record))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         yield calls
 
 
+@contextmanager
+def _tapped(module: nn.MultiheadAttention, parts: Mapping[str, int], record: Any) -> Iterator[None]:
+    """Inside, the attention's forward pass is written out and reports its projections."""
+
+    def tap(part: str, inputs: Tensor, output: Tensor, group: int | None) -> None:
+        if part in parts:
+            record(parts[part], module, inputs, output, group)
+
+    attributes = module.__dict__
+    had_forward = "forward" in attributes
+    before = attributes.get("forward")
+    try:
+        attributes["forward"] = attention_forward(module, tap)
+        yield
+    finally:
+        if had_forward:
+            attributes["forward"] = before
+        else:
+            del attributes["forward"]
+
+
 @dataclass
-class RootCall:
+class ModelCall:
     """One call of the whole model.
 
     Attributes:
-        args, kwargs: what it was called with.
-        output: the tensor found in what it returned; None where there is not exactly one (or ``logits``).
-        grad: the output's gradient, once a backward pass has reached it.
+        args, kwargs: What it was called with.
+        output: The tensor found in what it returned; None where there is not exactly one (or ``logits``).
+        gradient: The output's gradient, once a backward pass has reached it.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Tensor | None
-    grad: Tensor | None = None
+    gradient: Tensor | None = None
 
 
 @dataclass
-class Seen:
+class ClosureRecord:
     """What a user's closure did with a model: calls of layers, calls of the whole, gradients that reached parameters."""
 
-    calls: list[Call]
-    roots: list[RootCall] = field(default_factory=list)
-    leaves: dict[str, Tensor] = field(default_factory=dict)
+    calls: list[RecordedCall]
+    model_calls: list[ModelCall] = field(default_factory=list)
+    parameter_gradients: dict[str, Tensor] = field(default_factory=dict)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Lets go of the graph: its nodes hold hooks, and the hooks hold what they report to."""
-        for root in self.roots:
-            root.args, root.kwargs, root.output, root.grad = (), {}, None, None
-        self.roots.clear()
+        for call in self.model_calls:
+            call.args, call.kwargs, call.output, call.gradient = (), {}, None, None
+        self.model_calls.clear()
         self.calls.clear()
-        self.leaves.clear()
+        self.parameter_gradients.clear()
 
 
 @contextmanager
-def observe(
-    model: nn.Module, sites: Sites, receive: Callable[[int, Tensor], None], leaves: Mapping[str, Tensor]
-) -> Iterator[Seen]:
-    """Inside, layer calls at the sites and calls of the whole model are recorded, whoever makes them.
+def record_closure(
+    model: nn.Module,
+    plan: ModelPlan,
+    on_gradient: Callable[[int, Tensor], None],
+    parameters: Mapping[str, Tensor],
+) -> Iterator[ClosureRecord]:
+    """Inside, calls of layers and calls of the whole model are recorded, whoever makes them.
 
     Args:
-        model: the whole model; its inputs and the gradient of its output are kept.
-        sites: where to listen.
-        receive: called with the number of a layer's call and its output gradient, during the backward pass.
-        leaves: parameters whose gradients are kept as they arrive: before anybody clips or averages them.
+        model: The whole model; its inputs and the gradient of its output are kept.
+        plan: Which layers to listen to.
+        on_gradient: Called with the number of a layer's call and its output gradient, during the backward pass.
+        parameters: Parameters whose gradients are kept as they arrive: before anybody clips or averages them.
     """
     with ExitStack() as stack:
-        calls = stack.enter_context(capture(sites, receive))
-        seen = Seen(calls)
+        calls = stack.enter_context(record_calls(plan, on_gradient))
+        record = ClosureRecord(calls)
 
-        def keep_root(call: RootCall) -> None:
-            def keep(grad: Tensor) -> None:
-                call.grad = grad if call.grad is None else call.grad + grad
+        def keep_model_call(call: ModelCall) -> None:
+            def keep(gradient: Tensor) -> None:
+                call.gradient = gradient if call.gradient is None else call.gradient + gradient
 
-            seen.roots.append(call)
+            record.model_calls.append(call)
             if call.output is not None:
                 call.output.register_hook(keep)
 
-        def keep_leaf(name: str) -> Callable[[Tensor], None]:
-            def keep(grad: Tensor) -> None:
-                seen.leaves[name] = grad if name not in seen.leaves else seen.leaves[name] + grad
+        def keep_gradient_of(name: str) -> Callable[[Tensor], None]:
+            def keep(gradient: Tensor) -> None:
+                gradients = record.parameter_gradients
+                gradients[name] = gradient if name not in gradients else gradients[name] + gradient
 
             return keep
 
-        stack.callback(hook_root(model, keep_root).remove)
-        for name, parameter in leaves.items():
+        stack.callback(hook_model(model, keep_model_call).remove)
+        for name, parameter in parameters.items():
             if parameter.requires_grad:
-                stack.callback(parameter.register_hook(keep_leaf(name)).remove)
-        yield seen
+                stack.callback(parameter.register_hook(keep_gradient_of(name)).remove)
+        yield record
 
 
-def hook_root(model: nn.Module, receive: Callable[[RootCall], None]) -> RemovableHandle:
-    """Calls ``receive`` with every call of the whole model that a gradient can come from, until the handle is removed."""
+def hook_model(model: nn.Module, on_call: Callable[[ModelCall], None]) -> RemovableHandle:
+    """Calls ``on_call`` with every call of the whole model that a gradient can come from, until the handle is removed."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        found = _only_tensor(output)
-        if not torch.is_grad_enabled() or (found is not None and not found.requires_grad):
+        tensor = _only_tensor(output)
+        if not torch.is_grad_enabled() or (tensor is not None and not tensor.requires_grad):
             return  # a look at the outputs, say for a metric
-        receive(RootCall(args, kwargs, found))
+        on_call(ModelCall(args, kwargs, tensor))
 
     return model.register_forward_hook(hook, with_kwargs=True)
 
@@ -229,11 +267,11 @@ def _only_tensor(output: Any) -> Tensor | None:
 
 
 @contextmanager
-def altered_outputs(changes: Mapping[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Iterator[None]:
+def outputs_replaced(changes: Mapping[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Iterator[None]:
     """Inside, each of the modules returns what its function makes of (input, output).
 
     >>> net = nn.Linear(2, 3)
-    >>> with altered_outputs({net: lambda x, out: 0 * out + x.sum()}):
+    >>> with outputs_replaced({net: lambda x, out: 0 * out + x.sum()}):
     ...     net(torch.ones(1, 2))[0].tolist()
     [2.0, 2.0, 2.0]
     """
@@ -250,115 +288,171 @@ def altered_outputs(changes: Mapping[nn.Module, Callable[[Tensor, Tensor], Tenso
         yield
 
 
-@contextmanager
-def _tapped(module: nn.MultiheadAttention, parts: dict[str, int], record: Any) -> Iterator[None]:
-    def tap(part: str, inputs: Tensor, output: Tensor, group: int | None) -> None:
-        if part in parts:
-            record(parts[part], module, inputs, output, group)
+@dataclass
+class LayerCall:
+    """A call in the format whose first dimension is the batch; its input rows are made when first asked for.
 
-    own = module.__dict__
-    had = "forward" in own
-    before = own.get("forward")
-    try:
-        own["forward"] = attention_forward(module, tap)
-        yield
-    finally:
-        if had:
-            own["forward"] = before
-        else:
-            del own["forward"]
+    Attributes:
+        layer: The layer that was called.
+        call: The call as it was recorded.
+        inputs: The input [b, ...].
+        space: The shape of the output without the batch.
+        to_batch_first: Takes the gradient [v, *output] at the call's edge to [v, b, ...].
+        edge: The number of the edge.
+        cached: Whether the rows are kept, because several vectors will meet them.
+    """
+
+    layer: Layer
+    call: RecordedCall
+    inputs: Tensor
+    space: tuple[int, ...]
+    to_batch_first: Callable[[Tensor], Tensor]
+    edge: int
+    cached: bool = False
+    _rows: Rows | None = field(default=None, repr=False)
+
+    @property
+    def rows(self) -> Rows:
+        """The input rows, kept for the next vector."""
+        if self._rows is None:
+            rows = self.fresh_rows()
+            self._rows = rows.for_reuse() if self.cached else rows
+        return self._rows
+
+    def fresh_rows(self) -> Rows:
+        """The input rows, not kept: for what is done once per batch."""
+        if self.layer.reads_inputs:
+            self.call.check_unchanged()
+        rule, group, inputs = self.layer.rule, self.call.group, self.inputs
+        if inputs.is_floating_point():  # under autocast, sums are made in the parameters' dtype
+            inputs = inputs.to(self.layer.dtype)
+        if group is not None and isinstance(rule, PackedProjectionRule):
+            return rule.rows_of_group(inputs, group, self.layer.named)
+        return rule.rows(self.call.module, inputs, self.space, self.layer.named)
+
+    def gradients(self, arrived: Tensor) -> Tensor:
+        """The gradient [v, *output] that arrived at the edge as [v, b, g, t, o]."""
+        rule, group = self.layer.rule, self.call.group
+        batch_first = self.to_batch_first(arrived.to(self.layer.dtype))
+        if group is not None and isinstance(rule, PackedProjectionRule):
+            return rule.grads_of_group(batch_first, group)
+        return rule.grads(self.call.module, batch_first)
 
 
-def backpropagate(
-    outputs: Tensor, edges: Sequence[GradientEdge], vectors: Tensor, *, batched: bool, keep: bool
-) -> Iterator[list[Tensor | None]]:
-    """Gradients at the edges for each vector, several at a time or one by one.
+def layer_calls(call: RecordedCall, layer: Layer, edge: int, batch_dimension: int, size: int) -> Iterator[LayerCall]:
+    """Brings a call to the format whose first dimension is the batch.
 
     Args:
-        outputs: [b, ..., c].
-        edges: of the layer outputs.
-        vectors: [v, b, ..., c].
-        batched: all vectors in one vectorised pass (faster for matrix products, slower for convolutions).
-        keep: the graph is needed again afterwards.
-
-    Yields:
-        For some vectors at a time, a gradient [v', b, ...] per edge; None where the output does not depend on it.
+        call: The call as it was recorded.
+        layer: Its layer.
+        edge: The number of its edge.
+        batch_dimension: Which dimension of input and output holds the batch. Along dimension 0 an example may own several
+            consecutive rows (tokens or frames folded into the batch): they become shared positions, or calls of their own.
+        size: How many examples there are.
     """
-    if batched and len(vectors) > 1:
-        with warnings.catch_warnings():
-            # A missing batching rule makes PyTorch loop inside: slower, not wrong.
-            warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-            yield list(
-                torch.autograd.grad(
-                    outputs, list(edges), vectors, is_grads_batched=True, retain_graph=keep, allow_unused=True
-                )
-            )
+    inputs, shape = call.inputs, call.out_shape
+    if batch_dimension == 1:
+        space = (shape[0], *shape[2:])
+        yield LayerCall(layer, call, inputs.movedim(1, 0), space, lambda arrived: arrived.movedim(2, 1), edge)
         return
-    for number, vector in enumerate(vectors):
-        last = number == len(vectors) - 1
-        # Nothing may hold the gradients of one vector while the next one is on its way: that would double the memory.
-        yield [
-            None if g is None else g[None]
-            for g in torch.autograd.grad(outputs, list(edges), vector, retain_graph=keep or not last, allow_unused=True)
-        ]
+    fold = shape[0] // size
+    if fold == 1:
+        yield LayerCall(layer, call, inputs, shape[1:], lambda arrived: arrived, edge)
+        return
+    unfolded = inputs.unflatten(0, (size, fold))
+    if layer.rule.leading:
+        yield LayerCall(
+            layer, call, unfolded, (fold, *shape[1:]), lambda arrived: arrived.unflatten(1, (size, fold)), edge
+        )
+        return
+    for part in range(fold):
+
+        def take_part(arrived: Tensor, part: int = part) -> Tensor:
+            return arrived.unflatten(1, (size, fold))[:, :, part]
+
+        yield LayerCall(layer, call, unfolded[:, part], shape[1:], take_part, edge)
 
 
-def arriving_gradients(
-    outputs: Tensor,
-    edges: Sequence[GradientEdge],
-    vectors: Tensor,
-    receive: Callable[[int, Tensor], None],
-    passed: Callable[[], None],
-    *,
-    keep: bool,
-    last: Collection[int] | None = None,
-) -> None:
-    """Back-propagates one vector after another and hands out the gradient at each edge as soon as it is complete.
+@dataclass
+class ForwardRecord:
+    """A batch after its forward pass.
 
-    Autograd holds the gradients that are asked of it until the pass is over. So it is asked only for the last edges, those
-    with no other edge behind them; at the others, a hook on the node looks at what passes by.
-
-    Args:
-        outputs: [b, ..., c].
-        edges: of the layer outputs.
-        vectors: [v, b, ..., c].
-        receive: called with an edge's number and its gradient; never for an edge that the outputs do not depend on.
-        passed: called at the end of each vector's pass.
-        keep: the graph is needed again afterwards.
-        last: what `last_edges` finds, if that is known.
+    Attributes:
+        model: The network.
+        batch: What it was called with.
+        outputs: What it returned [b, ..., c].
+        plan: How its layers are read.
+        calls: Layer number -> its calls; every layer that covers a parameter has an entry.
+        edges: The gradient edges of the calls, numbered.
+        misfits: Parameters of layers that were called on something that does not fit the batch, with the reason.
     """
-    wanted = sorted(last_edges(edges) if last is None else last)
-    asked = [edges[n] for n in wanted]
 
-    def looking_at(number: int) -> Callable[[Sequence[Tensor | None]], None]:
-        place = edges[number].output_nr
+    model: nn.Module
+    batch: Batch
+    outputs: Tensor
+    plan: ModelPlan
+    calls: dict[int, list[LayerCall]]
+    edges: list[GradientEdge]
+    misfits: dict[str, str]
 
-        def look(grads: Sequence[Tensor | None]) -> None:
-            grad = grads[place]
-            if grad is not None:
-                receive(number, grad)
+    @staticmethod
+    def make(
+        model: nn.Module, batch: Batch, outputs: Tensor, plan: ModelPlan, recorded: Sequence[RecordedCall]
+    ) -> ForwardRecord:
+        """Brings the recorded calls of layers that cover a parameter into the batch-first format."""
+        calls: dict[int, list[LayerCall]] = {number: [] for number in plan.covering_layers}
+        edges: list[GradientEdge] = []
+        misfits: dict[str, str] = {}
+        for call in recorded:
+            if call.layer not in calls:
+                continue
+            layer = plan.layers[call.layer]
+            # A layer that was not called before has its batch first, as most have; that is verified like everything new.
+            dimension = plan.batch_dimensions.get((call.layer, id(call.module)), 0)
+            length = call.out_shape[dimension] if len(call.out_shape) > dimension else 0
+            if length == 0 or length % batch.size:
+                misfits.update(
+                    dict.fromkeys(layer.layout.names, "its layer is called on something else than the whole batch")
+                )
+                continue
+            calls[call.layer] += layer_calls(call, layer, len(edges), dimension, batch.size)
+            edges.append(call.edge)
+        return ForwardRecord(model, batch, outputs, plan, calls, edges, misfits)
 
-        return look
+    @property
+    def size(self) -> int:
+        """The number of examples."""
+        return self.batch.size
 
-    def hand_out(found: Sequence[Tensor | None]) -> None:  # and forget: the next vector needs the memory
-        for number, grad in zip(wanted, found, strict=True):
-            if grad is not None:
-                receive(number, grad)
+    @cached_property
+    def deepest_edges(self) -> list[int]:
+        """Numbers of the edges behind which there is no other; the graph is the same for every vector."""
+        return sorted(deepest_edges(self.edges))
 
-    with ExitStack() as stack:
-        for number, edge in enumerate(edges):
-            if number not in wanted:
-                stack.callback(edge.node.register_prehook(looking_at(number)).remove)
-        for place, vector in enumerate(vectors):
-            again = keep or place < len(vectors) - 1
-            hand_out(torch.autograd.grad(outputs, asked, vector, retain_graph=again, allow_unused=True))
-            passed()
+    @cached_property
+    def uses(self) -> dict[str, int]:
+        """How often the outputs use each parameter that requires a gradient."""
+        return uses_in_graph(self.outputs, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
+
+    @cached_property
+    def signature(self) -> Signature:
+        """How this batch used the parameters that are covered by a rule."""
+        names, uses = self.plan.layers_of_parameter, self.uses
+        folds = {
+            number: tuple(call.call.out_shape[0] != self.size for call in calls if call.call.group is None)
+            for number, calls in self.calls.items()
+        }
+        recorded = {number: len({id(call.call) for call in calls}) for number, calls in self.calls.items()}
+        return tuple(
+            (n, sum(recorded[k] for k in numbers), uses.get(n, 0), tuple(f for k in numbers for f in folds[k]))
+            for n, numbers in names.items()
+        )
 
 
-def last_edges(edges: Sequence[GradientEdge]) -> set[int]:
+def deepest_edges(edges: Sequence[GradientEdge]) -> set[int]:
     """Numbers of the edges from whose nodes no other edge's node can be reached."""
     nodes = {edge.node for edge in edges}
-    last = set()
+    deepest = set()
     for number, edge in enumerate(edges):
         seen, stack = {edge.node}, [edge.node]
         while stack:
@@ -368,83 +462,42 @@ def last_edges(edges: Sequence[GradientEdge]) -> set[int]:
             seen.update(following)
             stack += following
         else:
-            last.add(number)
-    return last
+            deepest.add(number)
+    return deepest
 
 
-@dataclass
-class ArrangedCall:
-    """A call whose input has the batch as its first dimension; rows are made when first asked for.
+def uses_in_graph(output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """How often the graph of an output uses each parameter: the edges into its leaf, or into a node that only casts it.
 
-    Attributes:
-        pick: takes the gradient [v, *output] at the call's edge to [v, b, ...].
-        edge: number of the edge.
-        reused: several vectors will meet the rows.
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> uses_in_graph((weight * 3 + weight).sum(), {"weight": weight})
+    {'weight': 2}
     """
-
-    site: Site
-    call: Call
-    inputs: Tensor
-    space: tuple[int, ...]
-    pick: Callable[[Tensor], Tensor]
-    edge: int
-    reused: bool = False
-    _rows: Rows | None = field(default=None, repr=False)
-
-    @property
-    def rows(self) -> Rows:
-        """Input rows, kept for the next vector."""
-        if self._rows is None:
-            rows = self.fresh_rows()
-            self._rows = rows.for_reuse() if self.reused else rows
-        return self._rows
-
-    def fresh_rows(self) -> Rows:
-        """Input rows, not kept: for what is done once per batch."""
-        if self.site.reads_inputs:
-            self.call.check_unchanged()
-        rule, group = self.site.rule, self.call.group
-        if group is not None and isinstance(rule, PackedProjectionRule):
-            return rule.rows_of_group(self.inputs, group, self.site.named)
-        return rule.rows(self.call.module, self.inputs, self.space, self.site.named)
-
-    def grads(self, raw: Tensor) -> Tensor:
-        """Gradient at the edge as [v, b, g, t, o]."""
-        rule, group = self.site.rule, self.call.group
-        picked = self.pick(raw)
-        if group is not None and isinstance(rule, PackedProjectionRule):
-            return rule.grads_of_group(picked, group)
-        return rule.grads(self.call.module, picked)
+    by_id = {id(p): name for name, p in parameters.items()}
+    uses = dict.fromkeys(parameters, 0)
+    if output.grad_fn is None:
+        return uses
+    seen: set[Node] = {output.grad_fn}
+    stack: list[Node] = [output.grad_fn]
+    leaves: dict[Node, str | None] = {}  # a leaf, or a cast of one -> the parameter's name; None: neither
+    while stack:
+        for node, _ in stack.pop().next_functions:
+            if node is None:
+                continue
+            if node not in leaves:
+                leaves[node] = by_id.get(id(_leaf_of(node)))
+            name = leaves[node]
+            if name is not None:
+                uses[name] += 1
+            elif node not in seen:
+                seen.add(node)
+                stack.append(node)
+    return uses
 
 
-def arrange(call: Call, site: Site, edge: int, axis: int, batch: int) -> Iterator[ArrangedCall]:
-    """Brings a call to batch-first form.
-
-    Args:
-        call: as it was recorded.
-        site: its site.
-        edge: number of its edge.
-        batch: how many examples there are.
-        axis: which dimension of input and output holds the batch. Along axis 0 an example may own several consecutive
-            rows (tokens or frames folded into the batch): they become shared positions, or calls of their own.
-    """
-    inputs, shape = call.inputs, call.out_shape
-    if axis == 1:
-        space = (shape[0], *shape[2:])
-        yield ArrangedCall(site, call, inputs.movedim(1, 0), space, lambda raw: raw.movedim(2, 1), edge)
-        return
-    fold = shape[0] // batch
-    if fold == 1:
-        yield ArrangedCall(site, call, inputs, shape[1:], lambda raw: raw, edge)
-        return
-    unfolded = inputs.unflatten(0, (batch, fold))
-    if site.rule.leading:
-        pick = lambda raw: raw.unflatten(1, (batch, fold))  # noqa: E731
-        yield ArrangedCall(site, call, unfolded, (fold, *shape[1:]), pick, edge)
-        return
-    for part in range(fold):
-
-        def pick_part(raw: Tensor, part: int = part) -> Tensor:
-            return raw.unflatten(1, (batch, fold))[:, :, part]
-
-        yield ArrangedCall(site, call, unfolded[:, part], shape[1:], pick_part, edge)
+def _leaf_of(node: Node) -> Tensor | None:
+    """The tensor that a node accumulates a gradient for, also behind a cast: autocast keeps the casts of weights."""
+    if node.name() == "ToCopyBackward0" and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    variable: Tensor | None = getattr(node, "variable", None)
+    return variable

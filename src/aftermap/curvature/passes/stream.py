@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,18 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.curvature.passes.backward import Accumulator, BatchStep, deliver
-from aftermap.curvature.passes.plan import Probe
-from aftermap.curvature.passes.record import Call, capture
+from aftermap.curvature.passes.backward import Accumulator, BackwardPass
+from aftermap.curvature.passes.block import Block
+from aftermap.curvature.passes.plan import ModelPlan, PlanCheck, PlanContradicted
+from aftermap.curvature.passes.record import ForwardRecord, record_calls
 from aftermap.curvature.passes.vectors import make_vectors, resolve_kind
-from aftermap.curvature.rules.scale import keeping
+from aftermap.distributed import all_reduce_, together
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
 from aftermap.linalg import TERMS_PER_PART
-from aftermap.models import call_model, check_device, check_outputs, gradients_for
+from aftermap.models import call_model, check_device, check_outputs, only_require_grad
 from aftermap.progress import progress
 
-__all__ = ["Seen", "Stream", "is_convolutional"]
+__all__ = ["CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
 
 # Back-propagated at once: so many numbers of gradients (8 MB in float32).
 _GRADIENT_NUMBERS = 1 << 21
@@ -33,48 +33,148 @@ _PIECE_NUMBERS = 1 << 21
 _LEAST_EXAMPLES = 16
 
 
-def is_convolutional(model: nn.Module) -> bool:
-    """Whether vectors should go one by one: PyTorch's vectorised backward pass is slow for these layers."""
+def vectors_go_together(model: nn.Module) -> bool:
+    """Whether all vectors go in one pass: PyTorch's vectorised backward pass is slow for convolutions and pooling."""
     slow = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.RNNBase)
-    return any(isinstance(m, slow) for m in model.modules())
+    return not any(isinstance(m, slow) for m in model.modules())
+
+
+def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> Batch:
+    """The first batch that holds an example; the data are asked anew for the rest."""
+    device, dtype = check_device(model)
+    for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
+        return batch
+    raise DataError("the data hold no example: every batch is empty")
 
 
 @dataclass
-class Seen:
-    """What passed by: data (weights count as copies), Σ −log p, outputs per datum, the kind of vectors."""
+class DataCounts:
+    """What passed by, of one pass over the data.
+
+    Attributes:
+        n_data: How many data there are; weights count as copies.
+        loss: Σ −log p.
+        n_outputs: How many numbers the network returns for one datum.
+        kind: The kind of vectors.
+        used: The parameters that some batch has used.
+    """
 
     n_data: float = 0.0
     loss: float = 0.0
     n_outputs: int = 0
     kind: str = ""
+    used: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
-class Stream:
-    """A model with its data, ready to be passed over.
+class CurvatureProblem:
+    """A model with its data, its plan and the options of a fit, ready to be passed over.
 
     Attributes:
-        curvature: kind of vectors, or "auto".
-        samples: draws per datum for the random kinds.
-        chunk: vectors at a time; None chooses by memory.
-        passes: how often the data are gone through (an augmenting loader gives new samples of the same data).
-        split: large batches may be worked on in pieces (not where a batch is averaged over, as in KFRA).
+        model: The network.
+        data: Batches.
+        likelihood: Of the targets.
+        names: The selected parameters.
+        plan: How the layers are read.
+        curvature: The kind of vectors, or "auto".
+        approach: How Kronecker factors treat shared weights: "expand" or "reduce".
+        samples: Draws for each datum, for the random kinds of vectors.
+        chunk: Vectors at a time; None chooses by memory.
+        passes: How often the data are gone through (an augmenting loader gives new samples of the same data).
+        rank: Of a low-rank approximation.
+        small_block: Up to this size norm layers and parameters without a rule get a full block.
+        sums_dtype: The dtype of the sums.
+        unpack: Turns a batch of another form into (inputs, targets).
+        generator: For the random kinds of vectors.
+        show_progress: Whether to show a bar; None: on a terminal.
     """
 
     model: nn.Module
     data: Iterable[Any]
     likelihood: Likelihood
     names: Sequence[str]
+    plan: ModelPlan
     curvature: str = "auto"
+    approach: str = "expand"
     samples: int = 1
     chunk: int | None = None
     passes: int = 1
+    rank: int = 50
+    small_block: int = 1024
+    sums_dtype: torch.dtype = torch.float32
     unpack: Unpack | None = None
     generator: torch.Generator | None = None
     show_progress: bool | None = None
-    split: bool = True
 
-    def batches(self, description: str) -> Iterator[Batch]:
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The selected parameters and their shapes."""
+        owned = dict(self.model.named_parameters())
+        return {n: tuple(owned[n].shape) for n in self.names}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return check_device(self.model)[0]
+
+    @property
+    def model_dtype(self) -> torch.dtype:
+        """The dtype of the model's parameters."""
+        return check_device(self.model)[1]
+
+    def run(
+        self, accumulators: Sequence[Accumulator], description: str, *, whole_batches: bool = False
+    ) -> tuple[tuple[Block, ...], DataCounts]:
+        """Passes over the data with these accumulators.
+
+        Args:
+            accumulators: What is summed.
+            description: Stands beside the progress bar.
+            whole_batches: Batches are not worked on in pieces (where a batch is averaged over, as in KFRA).
+
+        Returns:
+            The blocks of the accumulators and what passed by, both for one pass over the data of this process.
+
+        Raises:
+            PlanContradicted: A batch, of this process or of another, used the network in another way than the plan says.
+        """
+        counts, check = DataCounts(), PlanCheck()
+        reasons: dict[str, str] = {}
+        batch_number = 1
+        with together(f"summing: {description}"):
+            try:
+                with only_require_grad(self.model, self.names):
+                    for batch in self._pieces(description, whole_batches):
+                        with record_calls(self.plan) as calls:
+                            outputs = call_model(self.model, batch.inputs)
+                        self._count(outputs, batch, counts)
+                        record = ForwardRecord.make(self.model, batch, outputs, self.plan, calls)
+                        del calls, outputs
+                        check.check(record)
+                        self._back_propagate(record, accumulators, counts)
+                        del record
+            except PlanContradicted as contradicted:
+                reasons, batch_number = contradicted.reasons, contradicted.batch
+        reasons = self._reasons_of_all_processes(reasons)
+        if reasons:
+            raise PlanContradicted(reasons, batch_number)
+        blocks = tuple(block for accumulator in accumulators for block in accumulator.blocks())
+        if self.passes > 1:
+            blocks = tuple(block.scaled(1 / self.passes) for block in blocks)
+            counts.n_data, counts.loss = counts.n_data / self.passes, counts.loss / self.passes
+        counts.used = frozenset(check.used)
+        return blocks, counts
+
+    def sum_loss(self) -> DataCounts:
+        """Only counts the data and sums their loss."""
+        counts = DataCounts(kind="exact", used=frozenset(self.names))
+        with together("summing the loss"), torch.no_grad():
+            for batch in self._batches("loss"):
+                self._count(call_model(self.model, batch.inputs), batch, counts)
+        counts.n_data, counts.loss = counts.n_data / self.passes, counts.loss / self.passes
+        return counts
+
+    def _batches(self, description: str) -> Iterator[Batch]:
         """Every batch of every pass, checked."""
         device, dtype = check_device(self.model)
         for number in range(self.passes):
@@ -82,76 +182,34 @@ class Stream:
             bar = progress(self.data, description=label, enabled=self.show_progress)
             yield from iterate(bar, device=device, dtype=dtype, unpack=self.unpack)
 
-    def pieces(self, found: Probe, description: str) -> Iterator[Batch]:
+    def _pieces(self, description: str, whole_batches: bool) -> Iterator[Batch]:
         """Batches in pieces whose gradients take little memory; sums over data do not notice."""
-        size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, found.numbers)))
-        for batch in self.batches(description):
-            if not self.split or batch.size <= size:
+        size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, self.plan.numbers)))
+        for batch in self._batches(description):
+            if whole_batches or batch.size <= size:
                 yield batch
             else:
-                count = math.ceil(batch.size / size)
-                yield from batch.pieces(math.ceil(batch.size / count))
+                yield from batch.pieces(math.ceil(batch.size / math.ceil(batch.size / size)))
 
-    def first(self) -> Batch:
-        """The first batch; the data are asked anew for the rest."""
-        device, dtype = check_device(self.model)
-        for batch in iterate(self.data, device=device, dtype=dtype, unpack=self.unpack):
-            return batch
-        raise DataError("the data hold no example: every batch is empty")
-
-    def run(self, found: Probe, accumulators: Sequence[Accumulator], description: str) -> Seen:
-        """Passes over the data; returns what was seen, per pass."""
-        seen = Seen()
-        slow = is_convolutional(self.model)
-        # One set of hooks for all batches, unless per-example gradients of the rest go through the model in between.
-        once = not found.reasons and not found.sites.attention
-        with gradients_for(self.model, self.names), keeping(), self._listening(found, once) as all_calls:
-            for batch in self.pieces(found, description):
-                with nullcontext(all_calls) if once else capture(found.sites) as calls:
-                    calls.clear()
-                    outputs = call_model(self.model, batch.inputs)
-                self._count(outputs, batch, seen)
-                step = BatchStep.make(self.model, batch, outputs, found.sites, found.by_parameter, calls, found.axes)
-                calls.clear()
-                self._vectors(step, batch, accumulators, seen, batched=not slow)
-        seen.n_data /= self.passes
-        seen.loss /= self.passes
-        return seen
-
-    def _listening(self, found: Probe, once: bool) -> AbstractContextManager[list[Call]]:
-        return capture(found.sites) if once else nullcontext([])
-
-    def run_loss(self) -> Seen:
-        """Only counts the data and sums their loss."""
-        seen = Seen(kind="exact")
-        with torch.no_grad():
-            for batch in self.batches("loss"):
-                outputs = call_model(self.model, batch.inputs)
-                self._count(outputs, batch, seen)
-        seen.n_data /= self.passes
-        seen.loss /= self.passes
-        return seen
-
-    def _count(self, outputs: Tensor, batch: Batch, seen: Seen) -> None:
-        """Checks a batch's outputs and targets, and adds it to what was seen."""
+    def _count(self, outputs: Tensor, batch: Batch, counts: DataCounts) -> None:
+        """Checks a batch's outputs and targets, and adds it to what passed by."""
         check_outputs(outputs, batch.size)
         if batch.targets is None:
             raise DataError("a batch has no targets; curvature is a curvature of the loss, which needs them")
         self.likelihood.check(outputs.detach(), batch.targets)
         losses = self.likelihood.nll(outputs.detach(), batch.targets)
-        seen.n_data += batch.size if batch.weight is None else float(batch.weight.sum())
-        seen.loss += float((losses if batch.weight is None else losses * batch.weight).sum())
-        seen.n_outputs = math.prod(outputs.shape[1:])
+        counts.n_data += batch.size if batch.weight is None else float(batch.weight.sum())
+        counts.loss += float((losses if batch.weight is None else losses * batch.weight).sum())
+        counts.n_outputs = math.prod(outputs.shape[1:])
+        counts.kind = resolve_kind(self.curvature, outputs)
 
-    def _vectors(
-        self, step: BatchStep, batch: Batch, accumulators: Sequence[Accumulator], seen: Seen, *, batched: bool
-    ) -> None:
-        outputs = step.outputs.detach()
-        seen.kind = resolve_kind(self.curvature, outputs)
-        for each in accumulators:
-            each.on_batch(step)
+    def _back_propagate(self, record: ForwardRecord, accumulators: Sequence[Accumulator], counts: DataCounts) -> None:
+        """Sends the vectors of a batch through its graph."""
+        batch, outputs = record.batch, record.outputs.detach()
+        for accumulator in accumulators:
+            accumulator.start_batch(record)
         vectors = make_vectors(
-            seen.kind,
+            counts.kind,
             self.likelihood,
             outputs,
             batch.targets,
@@ -159,24 +217,21 @@ class Stream:
             samples=self.samples,
             generator=self.generator,
         )
-        for call in (c for calls in step.calls.values() for c in calls):
-            call.reused = vectors.count > 2
-        done = 0
-        for part in vectors.chunks(self._chunk(step, batched=batched)):
+        calls = [call for calls in record.calls.values() for call in calls]
+        for call in calls:
+            call.cached = vectors.count > 2
+        go_together = vectors_go_together(self.model)
+        numbers = outputs.numel() + (sum(math.prod(c.call.out_shape) for c in calls) if go_together else 0)
+        chunk = self.chunk or max(1, _GRADIENT_NUMBERS // max(1, numbers))
+        backward, done = BackwardPass(record, accumulators), 0
+        for part in vectors.chunks(chunk):
             done += len(part)
-            keep = done < vectors.count
-            if not batched or len(part) == 1:
-                deliver(step, part, accumulators, keep=keep)
-                continue
-            for moved in step.backpropagate(part, batched=True, keep=keep):
-                for each in accumulators:
-                    each.on_vectors(moved)
-                del moved
+            with torch.no_grad():
+                backward.run(part, together=go_together, keep_graph=done < vectors.count)
 
-    def _chunk(self, step: BatchStep, *, batched: bool) -> int:
-        """How many vectors are made at a time, and back-propagated at a time where they go together."""
-        if self.chunk is not None:
-            return self.chunk
-        calls = [call for calls in step.calls.values() for call in calls] if batched else []
-        numbers = sum(math.prod(call.call.out_shape) for call in calls) + step.outputs.numel()
-        return max(1, _GRADIENT_NUMBERS // max(1, numbers))
+    def _reasons_of_all_processes(self, reasons: dict[str, str]) -> dict[str, str]:
+        """What any process noticed: all of them must begin again with the same plan."""
+        contradicted = torch.tensor([n in reasons for n in self.names], dtype=torch.int64)
+        all_reduce_([contradicted])
+        elsewhere = "its rule does not hold on the data of another process"
+        return {n: reasons.get(n, elsewhere) for n, c in zip(self.names, contradicted.tolist(), strict=True) if c}

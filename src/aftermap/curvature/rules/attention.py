@@ -18,7 +18,7 @@ from aftermap.curvature.rules.base import LayerRule, Layout, Named, Rows, append
 from aftermap.curvature.rules.linear import DenseRows, LinearRule
 from aftermap.errors import InputError
 
-__all__ = ["PackedProjectionRule", "attention_forward", "attention_sites", "unviewed"]
+__all__ = ["PackedProjectionRule", "attention_forward", "attention_projections", "without_view"]
 
 Tap = Callable[[str, Tensor, Tensor, int | None], None]  # (site, input, output, group)
 _PROJECTIONS = ("q", "k", "v")
@@ -61,7 +61,7 @@ class PackedProjectionRule(LayerRule):
         return full
 
 
-def unviewed(output: Any) -> Any:
+def without_view(output: Any) -> Any:
     """The same numbers in the same memory, but no view to autograd.
 
     A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
@@ -72,7 +72,7 @@ def unviewed(output: Any) -> Any:
     return output
 
 
-def attention_sites(module: nn.MultiheadAttention) -> Mapping[str, tuple[LayerRule, dict[str, str]]]:
+def attention_projections(module: nn.MultiheadAttention) -> Mapping[str, tuple[LayerRule, dict[str, str]]]:
     """For each projection its rule and, by role, the attribute path of its parameters."""
     sites: dict[str, tuple[LayerRule, dict[str, str]]] = {}
     if module._qkv_same_embed_dim:
@@ -123,7 +123,7 @@ def attention_forward(module: nn.MultiheadAttention, tap: Tap) -> Callable[..., 
         weights = F.dropout(scores.softmax(-1), module.dropout, module.training)
         mixed = (weights @ v).permute(2, 0, 1, 3).reshape(length, batch, width)
         mixed = mixed[:, 0] if not batched else (mixed.transpose(0, axis) if axis else mixed)
-        output = unviewed(F.linear(mixed, module.out_proj.weight, module.out_proj.bias))
+        output = without_view(F.linear(mixed, module.out_proj.weight, module.out_proj.bias))
         tap("out_proj", mixed, output, None)
         if not need_weights:
             return output, None

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,40 +20,7 @@ __all__ = [
     "PReLURule",
     "RMSNormRule",
     "ScaleRows",
-    "keeping",
-    "kept",
 ]
-
-Value = TypeVar("Value")
-_STORE: ContextVar[dict[Hashable, Any] | None] = ContextVar("aftermap_kept", default=None)
-
-
-@contextmanager
-def keeping() -> Iterator[None]:
-    """Inside, what `kept` makes is made once; afterwards it is forgotten."""
-    token = _STORE.set({})
-    try:
-        yield
-    finally:
-        _STORE.reset(token)
-
-
-def kept(key: Hashable, make: Callable[[], Value]) -> Value:
-    """``make()``, or what it returned before for this key inside the same `keeping`; outside of one, always anew.
-
-    >>> with keeping():
-    ...     kept("a", lambda: 1) + kept("a", lambda: 2)
-    2
-    >>> kept("a", lambda: 3)
-    3
-    """
-    store = _STORE.get()
-    if store is None:
-        return make()
-    if key not in store:
-        store[key] = make()
-    found: Value = store[key]
-    return found
 
 
 @dataclass(frozen=True)
@@ -187,7 +151,7 @@ class BatchNormRule(_ScaleRule):
             return super().rows(module, inputs, space, named)
         data = self.arranged(module, inputs, 1)
         shape = (data.shape[0], data.shape[1], data.shape[2])
-        statistics = kept((id(module), shape[0], data.dtype), lambda: _for_examples(module, shape[0], data.dtype))
+        statistics = _for_examples(module, shape[0], data.dtype)
         return ScaleRows(data, "bias" in named, shape, (*statistics, module.eps))
 
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:

@@ -23,8 +23,8 @@ Index legend: b example, v output, g group, t shared position, i feature in, o f
 
 from __future__ import annotations
 
+import difflib
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,24 +33,33 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Block, VectorStep
+from aftermap.curvature.passes.backward import LayerGradients
+from aftermap.curvature.passes.block import Block, same_names
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
+from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.rules.base import Layout, budget
 from aftermap.curvature.rules.convolution import ConvRows
 from aftermap.curvature.rules.linear import DenseRows
 from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.draws import normal_like
-from aftermap.errors import InputError, NumericalWarning
+from aftermap.errors import InputError
 from aftermap.params import Params, flatten
 from aftermap.prior import Prior
 
 __all__ = [
+    "STRUCTURES",
+    "Block",
     "BlockPosterior",
     "Factors",
+    "Structure",
     "Treatment",
+    "find_structure",
     "flatten_batch",
     "join_flat",
-    "site_covariance",
-    "site_of",
+    "layer_covariance",
+    "layer_of",
+    "register_structure",
+    "same_names",
     "split_flat",
 ]
 
@@ -118,15 +127,19 @@ class Factors:
 
     __rmul__ = __mul__
 
-    def all_reduced(self) -> Factors:
-        """The sum over all processes; one message per dtype. In one process: the same."""
+    def all_reduced(self, *, counts_only: bool = False) -> Factors:
+        """The sum over all processes; one message for each dtype. In one process: the same.
+
+        Args:
+            counts_only: The blocks are those of all processes already; only data and loss are summed.
+        """
         if not is_distributed():
             return self
-        count = torch.tensor([self.n_data, self.loss], dtype=torch.float64)
-        sums = [{k: t.clone() for k, t in b.tensors().items()} for b in self.blocks]
-        all_reduce_([count, *(t for each in sums for t in each.values())])
-        blocks = tuple(b.with_tensors(t) for b, t in zip(self.blocks, sums, strict=True))
-        return replace(self, blocks=blocks, n_data=float(count[0]), loss=float(count[1]))
+        counts = torch.tensor([self.n_data, self.loss], dtype=torch.float64)
+        sums = [] if counts_only else [{k: t.clone() for k, t in b.tensors().items()} for b in self.blocks]
+        all_reduce_([counts, *(t for tensors in sums for t in tensors.values())])
+        blocks = tuple(b.with_tensors(t) for b, t in zip(self.blocks, sums, strict=True)) if sums else self.blocks
+        return replace(self, blocks=blocks, n_data=float(counts[0]), loss=float(counts[1]))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -267,20 +280,20 @@ class BlockPosterior(ABC):
         return torch.cat([product[n].reshape(self.size, -1) for n in self.names], dim=1)
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
     ) -> list[Tensor]:
         """J Σ Jᵀ of this block for back-propagated outputs, under each of ``variants`` (the same curvature, other priors).
 
         Args:
-            step: the outputs' vectors v at every site.
+            gradients: of the outputs' unit vectors at every layer.
             variants: block posteriors made from this one by `with_prior`.
             diagonal: only the variances.
 
         Returns:
             For each variant [b, v, v], or [b, v].
         """
-        stride = budget(2 * step.vectors * sum(math.prod(s) for s in self.shapes.values()))
-        return covariances_by_example(step, self.names, stride, self.gradient_rows, variants, diagonal)
+        stride = budget(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
+        return covariances_by_example(gradients, self.names, stride, self.gradient_rows, variants, diagonal)
 
     def output_noise(self, layout: Layout) -> OutputNoise | None:
         """How to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
@@ -342,7 +355,7 @@ class HasOutputCovariance(Protocol):
 
 
 def covariances_by_example(
-    step: VectorStep,
+    gradients: LayerGradients,
     names: Sequence[str],
     stride: int,
     gradient_rows: Callable[[Params], Tensor],
@@ -352,7 +365,7 @@ def covariances_by_example(
     """J Σ Jᵀ from per-example gradients, some examples at a time.
 
     Args:
-        step: The outputs' vectors v, back-propagated.
+        gradients: Of the outputs' vectors v.
         names: The parameters whose gradients are wanted.
         stride: How many examples fit into memory.
         gradient_rows: It turns gradients by name [v, b, *shape] into [v, b, p].
@@ -363,10 +376,11 @@ def covariances_by_example(
         For each variant [b, v, v], or [b, v].
     """
     parts: list[list[Tensor]] = [[] for _ in variants]
-    for start in range(0, step.batch.size, stride):
-        gradients = gradient_rows(step.per_example(names, start, min(stride, step.batch.size - start)))
+    size = gradients.record.size
+    for start in range(0, size, stride):
+        rows = gradient_rows(gradients.per_example(names, start, min(stride, size - start)))
         for covariances, variant in zip(parts, variants, strict=True):
-            covariances.append(variant.output_covariance(gradients, diagonal))
+            covariances.append(variant.output_covariance(rows, diagonal))
     return [torch.cat(covariances) for covariances in parts]
 
 
@@ -400,87 +414,29 @@ def join_flat(values: Params, names: Sequence[str], lead: int) -> Tensor:
     )
 
 
-# The share of a variance that rounding of the gradients may make up before a warning says so.
-_ROUNDING_SHARE = 0.01
-
-
-def warn_of_rounding(posterior: BlockPosterior, gradients: Tensor, prior: Tensor, variance: Tensor) -> None:
-    """Warns where the rounding of gradients may make up much of the variance of an output.
-
-    Entry j of a gradient is known to a relative error of eps, which adds about eps² · Σ_j J_j² Σ_jj to the variance.
-
-    Args:
-        posterior: It gives the marginal variances Σ_jj.
-        gradients: J [v, b, p] as it was computed.
-        prior: Precisions [p].
-        variance: J Σ Jᵀ [b, v].
-    """
-    squares, share = gradients.detach().to(torch.float64).square(), _ROUNDING_SHARE * variance.detach().T
-    eps = torch.finfo(gradients.dtype).eps
-    # No variance is above the prior's, which is at hand; marginal variances are computed only where they matter.
-    if not bool((eps**2 * (squares @ (1 / prior.detach())) > share).any()):
-        return
-    marginal = torch.cat([v.reshape(-1) for v in posterior.marginal_variance().values()])
-    unclear = eps**2 * (squares @ marginal) > share
-    if bool(unclear.any()):
-        name = str(gradients.dtype).removeprefix("torch.")
-        warnings.warn(
-            f"the variance of {int(unclear.sum())} of {unclear.numel()} outputs is so much smaller than that of the weights that the "
-            f"rounding of {name} gradients may change it. Compute in double precision (model.double() and data in "
-            "float64), or use a larger prior precision",
-            NumericalWarning,
-            stacklevel=2,
-        )
-
-
-@dataclass(frozen=True)
-class PriorRatio:
-    """A diagonal prior relative to the one that a matrix was whitened with.
-
-    Attributes:
-        vector: The prior's precisions [p].
-        ratio: What the prior is multiplied by in comparison, 0-d; it carries a gradient only if the prior is one number.
-    """
-
-    vector: Tensor
-    ratio: Tensor
-
-    @staticmethod
-    def of(prior: Prior, names: Sequence[str], whitener: Tensor | None, device: torch.device) -> PriorRatio | None:
-        """Compares a prior with whitener²; None where they differ by more than one common factor.
-
-        Args:
-            prior: The new prior.
-            names: The parameters in the order of the matrix.
-            whitener: √ of the precisions that the matrix was whitened with [p]; None: those of ``prior`` itself.
-            device: Where the matrix is.
-        """
-        vector = prior.vector(names, device)
-        ratio = vector / (vector.detach() if whitener is None else whitener.square())
-        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) >= 1e-12:
-            return None
-        # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
-        return PriorRatio(vector, ratio[0] if prior.is_shared(names) else ratio[0].detach())
-
-
-def site_of(step: VectorStep, names: Sequence[str]) -> int | None:
-    """The site whose rule alone accounts for exactly these parameters; None where there is none."""
-    plan = step.batch.by_parameter
+def layer_of(gradients: LayerGradients, names: Sequence[str]) -> int | None:
+    """The layer whose rule alone accounts for exactly these parameters; None where there is none."""
+    plan = gradients.record.plan.layers_of_parameter
     numbers = plan.get(names[0], [])
     if len(numbers) != 1 or any(plan.get(n) != numbers for n in names):
         return None
-    layout = step.batch.sites.sites[numbers[0]].layout
+    layout = gradients.record.plan.layers[numbers[0]].layout
     return numbers[0] if set(layout.names) == set(names) else None
 
 
-def site_covariance(
-    step: VectorStep, site: int, tables: Sequence[Tensor], outer: Tensor | None, inner: Tensor | None, diagonal: bool
+def layer_covariance(
+    gradients: LayerGradients,
+    layer: int,
+    tables: Sequence[Tensor],
+    outer: Tensor | None,
+    inner: Tensor | None,
+    diagonal: bool,
 ) -> list[Tensor]:
-    """Covariance of the outputs due to one site.
+    """Covariance of the outputs due to one layer.
 
     Args:
-        step: the outputs' vectors, back-propagated.
-        site: its number.
+        gradients: of the outputs' unit vectors at every layer.
+        layer: its number.
         tables: variances R [g, o, i] in the basis, one per variant.
         outer: U_B [g, o, o]; None for the identity.
         inner: U_A [g, i, i]; None for the identity.
@@ -489,20 +445,24 @@ def site_covariance(
     Returns:
         For each table [b, v, v], or [b, v].
     """
-    calls = step.grads[site]
+    calls = gradients.by_layer[layer]
     if not calls:
-        shape = (step.batch.size, step.vectors) if diagonal else (step.batch.size, step.vectors, step.vectors)
-        return [step.chunk.new_zeros(shape) for _ in tables]
+        shape = (
+            (gradients.record.size, gradients.n_vectors)
+            if diagonal
+            else (gradients.record.size, gradients.n_vectors, gradients.n_vectors)
+        )
+        return [gradients.vectors.new_zeros(shape) for _ in tables]
     call, grads = calls[0]
     if len(calls) > 1 or not isinstance(call.rows, DenseRows) or call.rows.shared > 1:
-        return _with_sharing(step, site, tables, outer, inner, diagonal)
-    dtype = step.chunk.dtype
+        return _with_sharing(gradients, layer, tables, outer, inner, diagonal)
+    dtype = gradients.vectors.dtype
     inputs = call.rows.dense()[:, :, 0]  # [b, g, i]
     if inner is not None:
         inputs = torch.einsum("bgi,gij->bgj", inputs, inner.to(dtype))
     squares = inputs.square().transpose(0, 1)  # [g, b, i]
     weights = [(squares @ t.to(dtype).transpose(-1, -2)).transpose(0, 1) for t in tables]  # [b, g, o]
-    if step.identity:
+    if gradients.unit_vectors:
         basis = torch.eye(grads.shape[-1], dtype=dtype, device=inputs.device) if outer is None else outer[0].to(dtype)
         if diagonal:
             return [w[:, 0] @ basis.square().T for w in weights]
@@ -514,14 +474,19 @@ def site_covariance(
 
 
 def _with_sharing(
-    step: VectorStep, site: int, tables: Sequence[Tensor], outer: Tensor | None, inner: Tensor | None, diagonal: bool
+    gradients: LayerGradients,
+    layer: int,
+    tables: Sequence[Tensor],
+    outer: Tensor | None,
+    inner: Tensor | None,
+    diagonal: bool,
 ) -> list[Tensor]:
     found: list[list[Tensor]] = [[] for _ in tables]
-    layout = step.batch.sites.sites[site].layout
-    stride = budget(2 * step.vectors * layout.size)
-    for start in range(0, step.batch.size, stride):
-        length = min(stride, step.batch.size - start)
-        turned = _turned_inputs(step, site, start, length, inner)  # [v, b, g, o, i]
+    layout = gradients.record.plan.layers[layer].layout
+    stride = budget(2 * gradients.n_vectors * layout.size)
+    for start in range(0, gradients.record.size, stride):
+        length = min(stride, gradients.record.size - start)
+        turned = _turned_inputs(gradients, layer, start, length, inner)  # [v, b, g, o, i]
         if outer is not None:
             turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
         turned = turned.transpose(0, 1)
@@ -530,18 +495,18 @@ def _with_sharing(
     return [torch.cat(parts) for parts in found]
 
 
-def _turned_inputs(step: VectorStep, site: int, start: int, length: int, inner: Tensor | None) -> Tensor:
+def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: int, inner: Tensor | None) -> Tensor:
     """G U_A for some examples: the rows are turned first where they are fewer than the gradients' rows, v·o."""
-    calls = step.grads[site]
+    calls = gradients.by_layer[layer]
     rows = calls[0][0].rows
     if inner is None:
-        return step.outer(site, start, length)
+        return gradients.block_gradients(layer, start, length)
     if len(calls) == 1 and isinstance(rows, DenseRows | ConvRows):
         grads = calls[0][1]
-        if rows.shared < step.vectors * grads.shape[-1]:
+        if rows.shared < gradients.n_vectors * grads.shape[-1]:
             turned = rows.narrow(start, length).dense() @ inner.to(grads.dtype)
             return DenseRows(turned, ones=False).outer(grads[:, start : start + length])
-    each = step.outer(site, start, length)
+    each = gradients.block_gradients(layer, start, length)
     return each @ inner.to(each.dtype)
 
 
@@ -550,3 +515,78 @@ def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
     weighted = (values * weights).flatten(2)
     flat = values.flatten(2)
     return (weighted * flat).sum(-1) if diagonal else weighted @ flat.transpose(-1, -2)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """One approximation of the curvature: how it is fitted, and what must be known before there is a fit.
+
+    Attributes:
+        name: The word that users write.
+        summary: One sentence for help texts, errors and the documentation's table.
+        fit: Passes over a problem's data; returns the blocks and what passed by.
+        blocks: The kinds of blocks that a fit may return.
+        passes: How often a fit goes through the data.
+        curvatures: The kinds of vectors that have a meaning for it.
+        dampings: How the prior may be added to its blocks.
+        max_parameters: The most numbers that it can be over; None where memory alone decides.
+        updatable: Whether fits on further data can be added to it.
+        saveable: Whether its posterior can be written to a folder.
+        blocks_are_global: Whether the blocks of a fit are those of the data of all processes already, because the
+            structure is made from products with the whole matrix.
+    """
+
+    name: str
+    summary: str
+    fit: Callable[[CurvatureProblem], tuple[tuple[Block, ...], DataCounts]]
+    blocks: tuple[type[Block], ...]
+    passes: int = 1
+    curvatures: tuple[str, ...] = VECTOR_KINDS
+    dampings: tuple[str, ...] = ("exact",)
+    max_parameters: int | None = None
+    updatable: bool = True
+    saveable: bool = True
+    blocks_are_global: bool = False
+
+    def check_size(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises where a dense matrix over the parameters would be too large."""
+        size = sum(math.prod(s) for s in shapes.values())
+        if self.max_parameters is not None and size > self.max_parameters:
+            raise InputError(
+                f"a full matrix over {size:,} parameters would take {8 * size**2 / 2**30:,.1f} GiB; the limit is "
+                f"{self.max_parameters:,}. Use structure='kron', 'ekfac' or 'diagonal', structure='low_rank' for cross-layer "
+                "terms, or choose fewer parameters with params= (for example 'last_layer')"
+            )
+
+
+STRUCTURES: dict[str, Structure] = {}
+
+
+def register_structure(structure: Structure) -> Structure:
+    """Makes a structure known: to `fit_curvature`, to `Laplace`, to saving and to the command line.
+
+    Raises:
+        InputError: Another structure has the name already.
+    """
+    if structure.name in STRUCTURES and STRUCTURES[structure.name] != structure:
+        raise InputError(f"a structure {structure.name!r} is registered already; choose another name")
+    STRUCTURES[structure.name] = structure
+    return structure
+
+
+def find_structure(name: str) -> Structure:
+    """The structure of that name.
+
+    Raises:
+        InputError: There is none; the message lists all that are registered.
+
+    >>> find_structure("kron").summary
+    'Kronecker factors: one pair of matrices for each layer.'
+    """
+    if name not in STRUCTURES:
+        close = difflib.get_close_matches(str(name), STRUCTURES, n=1)
+        hint = f". Did you mean {close[0]!r}?" if close else ""
+        raise InputError(
+            f"structure={name!r} is not known; allowed are {', '.join(map(repr, sorted(STRUCTURES)))}{hint}"
+        )
+    return STRUCTURES[name]

@@ -8,23 +8,52 @@ Diagonal posteriors: independent Gaussians with precision s·d + δ per entry.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Accumulator, Block, ExampleSum, VectorStep
+from aftermap.batches import Batch
+from aftermap.curvature.passes.backward import (
+    Accumulator,
+    BackwardPass,
+    LayerGradients,
+    PerExampleAccumulator,
+    PerExampleSum,
+)
+from aftermap.curvature.passes.closure import ClosureReading
+from aftermap.curvature.passes.plan import inputs_of_call
+from aftermap.curvature.passes.record import ForwardRecord
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
+from aftermap.curvature.passes.vectors import make_vectors
 from aftermap.curvature.rules.base import Layout, budget
 from aftermap.curvature.rules.scale import ScaleRows
-from aftermap.curvature.structures.base import BlockPosterior, OutputNoise, site_covariance, site_of
+from aftermap.curvature.structures.base import (
+    Block,
+    BlockPosterior,
+    OutputNoise,
+    Structure,
+    layer_covariance,
+    layer_of,
+    register_structure,
+)
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.draws import normal_like
+from aftermap.errors import UnsupportedError
+from aftermap.likelihoods import Likelihood
 from aftermap.linalg import RunningSum
 from aftermap.params import Params
 from aftermap.prior import Prior
 
-__all__ = ["DiagonalBlock", "DiagonalBlockPosterior", "DiagonalSum", "SiteDiagonalAccumulator"]
+__all__ = [
+    "DiagonalAccumulator",
+    "DiagonalBlock",
+    "DiagonalBlockPosterior",
+    "DiagonalSum",
+    "ggn_diagonal_of_closure",
+]
 
 
 @dataclass(frozen=True)
@@ -71,31 +100,44 @@ class DiagonalBlock(Block):
         return DiagonalBlockPosterior(self, precision, scale.to(device), dtype)
 
 
-class SiteDiagonalAccumulator(Accumulator):
-    """The diagonal of one site by its rule."""
+class DiagonalAccumulator(Accumulator):
+    """The diagonal of one layer by its rule.
 
-    def __init__(self, site: int, layout: Layout, dtype: torch.dtype, device: torch.device):
-        self.site, self.layout, self.needs = site, layout, (site,)
+    Args:
+        layer: The layer's number.
+        layout: How its parameters form a block.
+        dtype, device: Of the sums.
+    """
+
+    def __init__(self, layer: int, layout: Layout, dtype: torch.dtype, device: torch.device):
+        self.layer, self.layout, self.layers = layer, layout, (layer,)
         self.sums = RunningSum([torch.zeros(layout.groups, layout.out, layout.in_, dtype=dtype, device=device)])
         # Of scales: by the length of their columns, squares that are still to be summed over the examples.
         self._columns: dict[int, RunningSum] = {}
 
-    def on_vectors(self, step: VectorStep) -> None:
-        calls = step.grads[self.site]
+    @staticmethod
+    def of(problem: CurvatureProblem, layer: int) -> DiagonalAccumulator:
+        """The accumulator of a problem's layer."""
+        return DiagonalAccumulator(layer, problem.plan.layers[layer].layout, problem.sums_dtype, problem.device)
+
+    def add(self, gradients: LayerGradients) -> None:
+        calls = gradients.by_layer[self.layer]
         if len(calls) == 1:
-            call, grads = calls[0]
+            call, arrived = calls[0]
             rows = call.rows
-            columns = rows.columns(grads) if isinstance(rows, ScaleRows) else None
+            columns = rows.columns(arrived) if isinstance(rows, ScaleRows) else None
             if columns is not None:
                 self._add_columns(columns)
             else:
-                rows.add_outer_squared_(self.sums.room_for(step.batch.size)[0], grads)
+                rows.add_outer_squared_(self.sums.room_for(gradients.record.size)[0], arrived)
         elif calls:
             # Several calls of one layer: their gradients add up before the square.
-            stride = budget(step.vectors * self.layout.size)
-            for start in range(0, step.batch.size, stride):
-                length = min(stride, step.batch.size - start)
-                self.sums.room_for(1)[0].add_(step.outer(self.site, start, length).square_().sum((0, 1)))
+            stride = budget(gradients.n_vectors * self.layout.size)
+            for start in range(0, gradients.record.size, stride):
+                length = min(stride, gradients.record.size - start)
+                self.sums.room_for(1)[0].add_(
+                    gradients.block_gradients(self.layer, start, length).square_().sum((0, 1))
+                )
 
     def _add_columns(self, columns: list[Tensor]) -> None:
         """Adds squares of columns [b·g]. They are short, so operations count: the sum over b is left for the end."""
@@ -105,7 +147,7 @@ class SiteDiagonalAccumulator(Accumulator):
         for squares, column in zip(self._columns[size].room_for(1), columns, strict=True):
             squares.addcmul_(column, column)
 
-    def results(self) -> list[Block]:
+    def blocks(self) -> list[Block]:
         sums = self.sums.take()
         for columns in self._columns.values():
             for feature in reversed(range(len(columns.parts))):
@@ -115,20 +157,81 @@ class SiteDiagonalAccumulator(Accumulator):
         return [DiagonalBlock(self.layout.name, values)]
 
 
-class DiagonalSum(ExampleSum):
+class DiagonalSum(PerExampleSum):
     """The diagonal of parameters without a rule of their own, from per-example gradients."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         self.names = tuple(shapes)
         self.sums = RunningSum([torch.zeros(s, dtype=dtype, device=device) for s in shapes.values()])
 
-    def add(self, found: Mapping[str, Tensor]) -> None:
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
         for name, total in zip(self.names, self.sums.room_for(1), strict=True):
-            total += found[name].square().sum((0, 1))
+            total += gradients[name].square().sum((0, 1))
 
-    def result(self) -> DiagonalBlock:
+    def block(self) -> DiagonalBlock:
         values = {name: self.sums.take() for name in reversed(self.names)}
         return DiagonalBlock(self.names[0], {name: values[name] for name in self.names})
+
+
+def fit_diagonal(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """The diagonal of every layer by its rule, and of all other parameters by per-example gradients."""
+    plan = problem.plan
+    accumulators: list[Accumulator] = [DiagonalAccumulator.of(problem, k) for k in plan.whole_layers]
+    covered = {n for k in plan.whole_layers for n in plan.layers[k].layout.names}
+    rest = {n: s for n, s in problem.shapes.items() if n not in covered}
+    if rest:
+        sums = [DiagonalSum({n: s}, problem.sums_dtype, problem.device) for n, s in rest.items()]
+        layers = tuple(sorted({k for n in rest for k in plan.layers_of_parameter.get(n, ())}))
+        accumulators.append(PerExampleAccumulator(sums, sum(math.prod(s) for s in rest.values()), layers))
+    return problem.run(accumulators, "diagonal curvature")
+
+
+def ggn_diagonal_of_closure(
+    reading: ClosureReading, likelihood: Likelihood, kind: str, samples: int, generator: torch.Generator | None
+) -> dict[str, Tensor]:
+    """The diagonal of Σ_n J_nᵀ Λ_n J_n at the outputs of a closure: the curvature of the sum loss.
+
+    Must run while the graph is alive and the parameters are those of the closure.
+
+    Args:
+        reading: Of the closure.
+        likelihood: Gives Λ.
+        kind: Of the vectors: exact, rademacher, sampled or auto.
+        samples: For the random kinds.
+        generator: For the random kinds.
+
+    Returns:
+        Parameter name -> [*shape].
+    """
+    reading.closed = True
+    reader = reading.reader
+    plan, call = reader.prepare(reading), reading.model_call()
+    inputs = None if call is None else inputs_of_call(reader.model, call)
+    if call is None or call.output is None or inputs is None:
+        raise UnsupportedError(
+            "curvature='ggn' needs a closure that calls the whole model once, with one output tensor"
+        )
+    batch = Batch(inputs, None, None, reading.size)
+    record = ForwardRecord.make(reader.model, batch, call.output, plan, reading.record.calls)
+    shapes = {n: tuple(p.shape) for n, p in reader.parameters.items() if p.requires_grad}
+    like = next(iter(reader.parameters.values()))
+    accumulators: list[Accumulator] = [
+        DiagonalAccumulator(k, plan.layers[k].layout, like.dtype, like.device) for k in plan.whole_layers
+    ]
+    covered = {n for k in plan.whole_layers for n in plan.layers[k].layout.names}
+    rest = [DiagonalSum({n: s}, like.dtype, like.device) for n, s in shapes.items() if n not in covered]
+    if rest:
+        numbers = sum(math.prod(s) for n, s in shapes.items() if n not in covered)
+        accumulators.append(PerExampleAccumulator(rest, numbers))
+    backward = BackwardPass(record, accumulators)
+    for part in make_vectors(kind, likelihood, call.output.detach(), None, samples=samples, generator=generator).chunks(
+        1
+    ):
+        with torch.no_grad():
+            backward.run(part, together=False, keep_graph=True)
+    tensors = [block.tensors() for accumulator in accumulators for block in accumulator.blocks()]
+    squares = {n: value for values in tensors for n, value in values.items()}
+    return {n: squares[n] for n in shapes}
 
 
 @dataclass(frozen=True)
@@ -185,17 +288,20 @@ class DiagonalBlockPosterior(BlockPosterior):
         return {n: values[n] / p.to(values[n].dtype) for n, p in self.precision.items()}
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
     ) -> list[Tensor]:
-        site = site_of(step, self.names)
-        if site is None:
-            return super().functional_covariance(step, variants, diagonal)
-        layout = step.batch.sites.sites[site].layout
+        layer = layer_of(gradients, self.names)
+        if layer is None:
+            return super().functional_covariance(gradients, variants, diagonal)
+        layout = gradients.record.plan.layers[layer].layout
         tables = [layout.join(v.marginal_variance()) for v in variants]
-        return site_covariance(step, site, tables, None, None, diagonal)
+        return layer_covariance(gradients, layer, tables, None, None, diagonal)
 
     def output_noise(self, layout: Layout) -> OutputNoise:
         return OutputNoise(layout.join(self.marginal_variance())[0], None, None)
 
     def marginal_variance(self) -> Params:
         return {n: 1 / p.detach() for n, p in self.precision.items()}
+
+
+register_structure(Structure("diagonal", "One number for each weight.", fit_diagonal, (DiagonalBlock,)))

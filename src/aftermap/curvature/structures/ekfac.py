@@ -17,12 +17,23 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Accumulator, Block, VectorStep
-from aftermap.curvature.passes.record import ArrangedCall
+from aftermap.curvature.passes.backward import Accumulator, LayerGradients
+from aftermap.curvature.passes.record import LayerCall
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import Layout, Rows, budget
 from aftermap.curvature.rules.linear import DenseRows, OneHotRows
+from aftermap.curvature.structures.assign import layer_accumulators
+from aftermap.curvature.structures.base import Block, Factors, Structure, register_structure
+from aftermap.curvature.structures.diagonal import DiagonalBlock
 from aftermap.curvature.structures.eigenbasis import Eigen, KroneckerEigenbasis
-from aftermap.curvature.structures.kron import KronBlockPosterior, KroneckerEigenvalues
+from aftermap.curvature.structures.full import FullBlock
+from aftermap.curvature.structures.kron import (
+    KronAccumulator,
+    KronBlock,
+    KronBlockPosterior,
+    KroneckerEigenvalues,
+    decompose_bases,
+)
 from aftermap.errors import InputError
 from aftermap.linalg import RunningSum
 from aftermap.prior import Prior
@@ -117,26 +128,34 @@ def _pieces(batch: int, numbers: int) -> Iterator[tuple[int, int]]:
     return ((start, min(length, batch - start)) for start in range(0, batch, max(1, length)))
 
 
-def _rows(call: ArrangedCall) -> Rows:
+def _rows(call: LayerCall) -> Rows:
     """Kept for the next vector, but not where windows are small and many: they take more memory than time (4 % of a fit)."""
     fresh = call.fresh_rows()
     return call.rows if fresh.shared <= fresh.features else fresh
 
 
 class EigenAccumulator(Accumulator):
-    """Sums E of one site in a fixed basis."""
+    """Sums E of one layer in a fixed basis.
+
+    Args:
+        layer: The layer's number.
+        layout: How its parameters form [group, out, in].
+        basis: Where its Kronecker factors are diagonal.
+        model_dtype: Of the gradients that are rotated.
+        dtype: Of the sums.
+    """
 
     def __init__(
-        self, site: int, layout: Layout, basis: KroneckerEigenbasis, model_dtype: torch.dtype, dtype: torch.dtype
+        self, layer: int, layout: Layout, basis: KroneckerEigenbasis, model_dtype: torch.dtype, dtype: torch.dtype
     ):
-        self.site, self.layout, self.basis = site, layout, basis
-        self.needs = (site,)
-        self.outer, self.inner = basis.to(model_dtype).outputs, basis.to(model_dtype).inputs
+        self.layer, self.layout, self.basis, self.layers = layer, layout, basis, (layer,)
+        rotation = basis.to(model_dtype)
+        self.outer, self.inner = rotation.outputs, rotation.inputs
         shape = (layout.groups, layout.out, layout.in_)
         self.sums = RunningSum([torch.zeros(shape, dtype=dtype, device=self.outer.device)])
 
-    def on_vectors(self, step: VectorStep) -> None:
-        calls = step.grads[self.site]
+    def add(self, gradients: LayerGradients) -> None:
+        calls = gradients.by_layer[self.layer]
         if not calls:
             return
         pairs = [(_rows(call), grads) for call, grads in calls]
@@ -157,7 +176,7 @@ class EigenAccumulator(Accumulator):
         # Else turn the per-example gradients: (U_Bᵀ G U_A)², few at a time: three tensors of their size exist.
         # With a matrix instead of a batch of one, the product is one product over all examples.
         inner = self.inner[0] if self.inner is not None and self.layout.groups == 1 else self.inner
-        for start, length in _pieces(step.batch.size, step.vectors * self.layout.size):
+        for start, length in _pieces(gradients.record.size, gradients.n_vectors * self.layout.size):
             parts = [r.narrow(start, length).outer(g[:, start : start + length]) for r, g in pairs]
             each = self.outer.transpose(-1, -2) @ sum(parts[1:], parts[0])
             del parts
@@ -172,5 +191,44 @@ class EigenAccumulator(Accumulator):
             turned = torch.einsum("vbgto,gop->vbgtp", grads[:, start : start + length], self.outer)
             DenseRows(some, ones=False).add_outer_squared_(self.sums.room_for(length)[0], turned)
 
-    def results(self) -> list[Block]:
+    def blocks(self) -> list[Block]:
         return [EkfacBlock(self.layout, self.basis, self.sums.take())]
+
+
+def fit_ekfac(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """Two passes: Kronecker factors, of which only the bases are kept, then squared gradients in these bases."""
+    accumulators = layer_accumulators(problem, KronAccumulator.of)
+    layers = [a.layer for a in accumulators if isinstance(a, KronAccumulator)]
+    blocks, counts = problem.run(accumulators, "ekfac: Kronecker factors")
+    del accumulators
+    rest = [None if isinstance(b, KronBlock) else b for b in blocks]
+    # The bases are those of the factors of all processes, and the factors go as their bases come.
+    krons = [b for b in _over_processes(blocks, problem) if isinstance(b, KronBlock)]
+    layouts = [block.layout for block in krons]
+    del blocks
+    # Half precision has no eigendecomposition, and its rotations would lose what the bases are for.
+    basis_dtype = torch.float32 if problem.model_dtype in (torch.float16, torch.bfloat16) else problem.model_dtype
+    second: list[Accumulator] = [
+        EigenAccumulator(layer, layout, basis, problem.model_dtype, problem.sums_dtype)
+        for layer, layout, basis in zip(layers, layouts, decompose_bases(krons, basis_dtype), strict=True)
+    ]
+    corrected, _ = problem.run(second, "ekfac: eigenvalues")
+    following = iter(corrected)
+    return tuple(next(following) if b is None else b for b in rest), counts
+
+
+def _over_processes(blocks: tuple[Block, ...], problem: CurvatureProblem) -> tuple[Block, ...]:
+    """The Kronecker factors among the blocks, summed over all processes."""
+    krons = tuple(b for b in blocks if isinstance(b, KronBlock))
+    return Factors("kron", krons, tuple(problem.names), 0.0, 0.0, "", {}).all_reduced().blocks
+
+
+register_structure(
+    Structure(
+        "ekfac",
+        "Kronecker eigenbases with the exact curvature along each eigenvector.",
+        fit_ekfac,
+        (EkfacBlock, FullBlock, DiagonalBlock),
+        passes=2,
+    )
+)

@@ -9,22 +9,103 @@ s reuse V and l; another shape of D costs one decomposition.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Block, ExampleSum
-from aftermap.curvature.structures.base import BlockPosterior, PriorRatio, join_flat, split_flat, warn_of_rounding
+from aftermap.curvature.passes.backward import PerExampleAccumulator, PerExampleSum
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
+from aftermap.curvature.structures.base import (
+    Block,
+    BlockPosterior,
+    Structure,
+    join_flat,
+    register_structure,
+    split_flat,
+)
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.draws import normal_like
-from aftermap.errors import NumericalError
+from aftermap.errors import NumericalError, NumericalWarning
 from aftermap.linalg import GramSum, psd_eigh, symmetrise
 from aftermap.params import Params
 from aftermap.prior import Prior
 
-__all__ = ["FullBlock", "FullBlockPosterior", "FullSum", "coarser_dtype"]
+__all__ = [
+    "MAX_FULL",
+    "FullBlock",
+    "FullBlockPosterior",
+    "FullSum",
+    "PriorRatio",
+    "coarser_dtype",
+    "warn_of_rounding",
+]
+
+
+MAX_FULL = 20_000  # parameters of a dense matrix: 3 GiB in double precision
+# The share of a variance that rounding of the gradients may make up before a warning says so.
+_ROUNDING_SHARE = 0.01
+
+
+def warn_of_rounding(posterior: BlockPosterior, gradients: Tensor, prior: Tensor, variance: Tensor) -> None:
+    """Warns where the rounding of gradients may make up much of the variance of an output.
+
+    Entry j of a gradient is known to a relative error of eps, which adds about eps² · Σ_j J_j² Σ_jj to the variance.
+
+    Args:
+        posterior: It gives the marginal variances Σ_jj.
+        gradients: J [v, b, p] as it was computed.
+        prior: Precisions [p].
+        variance: J Σ Jᵀ [b, v].
+    """
+    squares, share = gradients.detach().to(torch.float64).square(), _ROUNDING_SHARE * variance.detach().T
+    eps = torch.finfo(gradients.dtype).eps
+    # No variance is above the prior's, which is at hand; marginal variances are computed only where they matter.
+    if not bool((eps**2 * (squares @ (1 / prior.detach())) > share).any()):
+        return
+    marginal = torch.cat([v.reshape(-1) for v in posterior.marginal_variance().values()])
+    unclear = eps**2 * (squares @ marginal) > share
+    if bool(unclear.any()):
+        name = str(gradients.dtype).removeprefix("torch.")
+        warnings.warn(
+            f"the variance of {int(unclear.sum())} of {unclear.numel()} outputs is so much smaller than that of the weights that the "
+            f"rounding of {name} gradients may change it. Compute in double precision (model.double() and data in "
+            "float64), or use a larger prior precision",
+            NumericalWarning,
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True)
+class PriorRatio:
+    """A diagonal prior relative to the one that a matrix was whitened with.
+
+    Attributes:
+        vector: The prior's precisions [p].
+        ratio: What the prior is multiplied by in comparison, 0-d; it carries a gradient only if the prior is one number.
+    """
+
+    vector: Tensor
+    ratio: Tensor
+
+    @staticmethod
+    def of(prior: Prior, names: Sequence[str], whitener: Tensor | None, device: torch.device) -> PriorRatio | None:
+        """Compares a prior with whitener²; None where they differ by more than one common factor.
+
+        Args:
+            prior: The new prior.
+            names: The parameters in the order of the matrix.
+            whitener: √ of the precisions that the matrix was whitened with [p]; None: those of ``prior`` itself.
+            device: Where the matrix is.
+        """
+        vector = prior.vector(names, device)
+        ratio = vector / (vector.detach() if whitener is None else whitener.square())
+        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) >= 1e-12:
+            return None
+        # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
+        return PriorRatio(vector, ratio[0] if prior.is_shared(names) else ratio[0].detach())
 
 
 @dataclass(frozen=True)
@@ -86,7 +167,7 @@ def coarser_dtype(left: Tensor, right: Tensor) -> torch.dtype:
     return max(left.dtype, right.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
-class FullSum(ExampleSum):
+class FullSum(PerExampleSum):
     """Sums the outer products of per-example gradients over all of its parameters, in float64.
 
     A sum in single precision would know the matrix to 1e-7 of its largest eigenvalue. The gradients themselves, squared, know
@@ -98,11 +179,12 @@ class FullSum(ExampleSum):
         size = sum(math.prod(s) for s in shapes.values())
         self.sums = GramSum(1, size, torch.float64, device)
 
-    def add(self, found: Mapping[str, Tensor]) -> None:
-        lines = torch.cat([found[n].reshape(math.prod(found[n].shape[:2]), -1) for n in self.names], dim=1)
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        parts = (gradients[n] for n in self.names)
+        lines = torch.cat([g.reshape(math.prod(g.shape[:2]), -1) for g in parts], dim=1)
         self.sums.add(lines[None].to(torch.float64))
 
-    def result(self) -> FullBlock:
+    def block(self) -> FullBlock:
         return FullBlock(self.label, self.shapes, self.sums.full()[0])
 
 
@@ -229,3 +311,21 @@ def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:
             f"the Hessian plus the prior is not positive definite (smallest eigenvalue relative to the prior: {smallest:.3g}), "
             "so it is no precision. Train longer, use a larger prior precision, or structure='full' (the GGN)"
         )
+
+
+def fit_full(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """One dense matrix over all selected parameters."""
+    size = sum(math.prod(s) for s in problem.shapes.values())
+    matrix = FullSum("all", problem.shapes, problem.sums_dtype, problem.device)
+    return problem.run([PerExampleAccumulator([matrix], size)], "full curvature")
+
+
+register_structure(
+    Structure(
+        "full",
+        "One dense matrix over all weights, with the terms between layers.",
+        fit_full,
+        (FullBlock,),
+        max_parameters=MAX_FULL,
+    )
+)

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, iterate
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
+from aftermap.curvature.structures.base import Block, Structure, register_structure
+from aftermap.curvature.structures.full import FullBlock
 from aftermap.distributed import all_reduce_, together
 from aftermap.errors import InputError, NumericalError, NumericalWarning
 from aftermap.likelihoods import Likelihood
@@ -181,3 +184,24 @@ def _rows(gradient: Tensor, variables: list[Tensor], units: Tensor, batched: boo
     if batched:
         return torch.cat([g.reshape(len(units), -1) for g in pull(units)], dim=1)
     return torch.stack([torch.cat([g.reshape(-1) for g in pull(unit)]) for unit in units])
+
+
+def fit_hessian(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """The exact Hessian over all selected parameters, of the data of all processes."""
+    counts = problem.sum_loss()
+    result = full_hessian(problem.model, problem.data, problem.likelihood, problem.names, problem.unpack)
+    return (FullBlock("all", problem.shapes, result.matrix, "hessian"),), counts
+
+
+register_structure(
+    Structure(
+        "hessian",
+        "The exact Hessian of the loss, dense; it can be indefinite away from a minimum.",
+        fit_hessian,
+        (FullBlock,),
+        passes=2,
+        curvatures=("exact",),
+        max_parameters=MAX_PARAMETERS,
+        blocks_are_global=True,
+    )
+)

@@ -15,8 +15,15 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from aftermap.batches import take, unpack_batch
-from aftermap.curvature.passes.backward import Accumulator, BatchStep, Block, VectorStep
-from aftermap.curvature.passes.plan import ROOT, Sites
+from aftermap.curvature.passes.backward import Accumulator, LayerGradients
+from aftermap.curvature.passes.plan import WHOLE_MODEL, ModelPlan
+from aftermap.curvature.passes.record import ForwardRecord
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
+from aftermap.curvature.structures.assign import layer_accumulators
+from aftermap.curvature.structures.base import Block, Structure, register_structure
+from aftermap.curvature.structures.diagonal import DiagonalBlock
+from aftermap.curvature.structures.eigenbasis import DAMPINGS
+from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood
@@ -468,28 +475,48 @@ def _layer_factor(layer: Any, node: fx.Node, H: Tensor, walk: _Walk) -> Tensor:
 class KfraAccumulator(Accumulator):
     """Sums the factors of all layers with a weight matrix; one recursion per batch serves them all."""
 
-    needs = ()
+    layers = ()
 
-    def __init__(self, parts: Sequence[KronAccumulator], sites: Sites, likelihood: Likelihood):
+    def __init__(self, parts: Sequence[KronAccumulator], plan: ModelPlan, likelihood: Likelihood):
         self.parts, self.likelihood = list(parts), likelihood
-        self.names = [sites.sites[p.site].name for p in self.parts]
+        self.names = [plan.layers[p.layer].name for p in self.parts]
 
-    def on_batch(self, step: BatchStep) -> None:
-        if step.batch.weight is not None:
+    def start_batch(self, record: ForwardRecord) -> None:
+        if record.batch.weight is not None:
             raise UnsupportedError(
                 "KFRA averages one matrix over the examples of a batch and cannot weigh them; "
                 "use structure='kron' with example weights"
             )
-        model, names = step.model, self.names
-        if names == [ROOT]:  # the recursion walks over the children of a model
+        model, names = record.model, self.names
+        if names == [WHOLE_MODEL]:  # the recursion walks over the children of a model
             model, names = nn.Sequential(model), ["0"]
-        found = kfra_factors(model, step.batch.inputs, self.likelihood, step.batch.targets, names)
+        factors = kfra_factors(model, record.batch.inputs, self.likelihood, record.batch.targets, names)
         for part, name in zip(self.parts, names, strict=True):
-            part.on_batch(step)
-            part.outputs.add_products(found[name].to(part.outputs.dtype).expand(part.outputs.groups, -1, -1))
+            part.start_batch(record)
+            part.outputs.add_products(factors[name].to(part.outputs.dtype).expand(part.outputs.groups, -1, -1))
 
-    def on_vectors(self, step: VectorStep) -> None:
+    def add(self, gradients: LayerGradients) -> None:
         """Nothing: the recursion needs no vectors."""
 
-    def results(self) -> list[Block]:
-        return [replace(b, kind="kfra") for p in self.parts for b in p.results() if isinstance(b, KronBlock)]
+    def blocks(self) -> list[Block]:
+        return [replace(b, kind="kfra") for p in self.parts for b in p.blocks() if isinstance(b, KronBlock)]
+
+
+def fit_kfra(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """One pass over whole batches: the recursion averages inside a batch."""
+    accumulators = layer_accumulators(problem, KronAccumulator.of)
+    krons = [a for a in accumulators if isinstance(a, KronAccumulator)]
+    rest = [a for a in accumulators if not isinstance(a, KronAccumulator)]
+    recursion = KfraAccumulator(krons, problem.plan, problem.likelihood)
+    return problem.run([recursion, *rest], "kfra curvature", whole_batches=True)
+
+
+register_structure(
+    Structure(
+        "kfra",
+        "Kronecker factors whose output side follows a recursion through the network, without random vectors.",
+        fit_kfra,
+        (KronBlock, FullBlock, DiagonalBlock),
+        dampings=DAMPINGS,
+    )
+)

@@ -33,13 +33,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Accumulator, BatchStep, Block, VectorStep
+from aftermap.curvature.passes.backward import Accumulator, LayerGradients
+from aftermap.curvature.passes.record import ForwardRecord
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import Layout, MatrixRows, add_grad_gram_
-from aftermap.curvature.structures.base import BlockPosterior, OutputNoise, site_covariance, site_of
+from aftermap.curvature.structures.assign import layer_accumulators
+from aftermap.curvature.structures.base import (
+    Block,
+    BlockPosterior,
+    OutputNoise,
+    Structure,
+    layer_covariance,
+    layer_of,
+    register_structure,
+)
+from aftermap.curvature.structures.diagonal import DiagonalBlock
 from aftermap.curvature.structures.eigenbasis import (
     DAMPINGS,
     Eigen,
@@ -47,11 +60,15 @@ from aftermap.curvature.structures.eigenbasis import (
     damped_eigenvalues,
     eigendecompose,
 )
+from aftermap.curvature.structures.full import FullBlock
 from aftermap.draws import normal_like
 from aftermap.errors import InputError
 from aftermap.linalg import GramSum, kron
 from aftermap.params import Params
 from aftermap.prior import Prior
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = [
     "APPROACHES",
@@ -65,6 +82,8 @@ __all__ = [
 ]
 
 APPROACHES = ("expand", "reduce")
+# An embedding with more entries than this has no reduced Kronecker factors: their input side would be a dense matrix.
+_MAX_REDUCED_ONE_HOT = 4096
 _SAMPLE_NUMBERS = 1 << 20
 _ROUNDING = 8  # times machine epsilon: less than the rotations themselves round
 
@@ -187,59 +206,82 @@ def decompose_bases(blocks: list[KronBlock], dtype: torch.dtype) -> list[Kroneck
 
 
 class KronAccumulator(Accumulator):
-    """Sums A and B of one site."""
+    """Sums A and B of one layer.
+
+    Args:
+        layer: The layer's number.
+        layout: How its parameters form a block.
+        approach: "expand" or "reduce".
+        dtype, device: Of the sums.
+        one_hot: Whether the input rows are one-hot. Expanded, their Gram matrix is diagonal and kept as one; reduced, each
+            example's rows are summed first, and it is not.
+    """
 
     def __init__(
         self,
-        site: int,
+        layer: int,
         layout: Layout,
         approach: str,
         dtype: torch.dtype,
         device: torch.device,
-        one_hot: bool,
+        one_hot: bool = False,
     ):
-        self.site, self.layout, self.approach = site, layout, approach
-        self.needs = (site,)
+        self.layer, self.layout, self.approach, self.layers = layer, layout, approach, (layer,)
         groups, out, width = layout.groups, layout.out, layout.in_
-        self.inputs = GramSum(groups, width, dtype, device, diagonal=one_hot)
+        if one_hot and approach == "reduce" and width > _MAX_REDUCED_ONE_HOT:
+            raise InputError(
+                f"approach='reduce' for {layout.name} would need a matrix over its {width:,} entries; allowed are "
+                f"{_MAX_REDUCED_ONE_HOT:,}. Use approach='expand', or leave its parameters out with params="
+            )
+        self.inputs = GramSum(groups, width, dtype, device, diagonal=one_hot and approach == "expand")
         self.outputs = GramSum(groups, out, dtype, device)
         self.rows, self.device = [0.0] * groups, device
 
-    def on_batch(self, step: BatchStep) -> None:
-        weight = step.batch.weight
-        rows = [r for r in (call.fresh_rows() for call in step.calls[self.site]) if isinstance(r, MatrixRows)]
+    @staticmethod
+    def of(problem: CurvatureProblem, layer: int) -> KronAccumulator:
+        """The accumulator of a problem's layer."""
+        chosen = problem.plan.layers[layer]
+        return KronAccumulator(
+            layer, chosen.layout, problem.approach, problem.sums_dtype, problem.device, chosen.rule.one_hot
+        )
+
+    def start_batch(self, record: ForwardRecord) -> None:
+        weight = record.batch.weight
+        rows = [r for r in (call.fresh_rows() for call in record.calls[self.layer]) if isinstance(r, MatrixRows)]
         if not rows:
             return
-        count = step.size if weight is None else float(weight.sum())
-        lengths = [sum(each) for each in zip(*(r.lengths() for r in rows), strict=True)]  # by group
+        count = record.size if weight is None else float(weight.sum())
+        lengths = [sum(group) for group in zip(*(r.lengths() for r in rows), strict=True)]
         if self.approach == "expand":
-            for each in rows:
-                each.add_gram_(self.inputs, weight)
+            for part in rows:
+                part.add_gram_(self.inputs, weight)
             self.rows = [r + count * n for r, n in zip(self.rows, lengths, strict=True)]
             return
         total = sum((r.total() for r in rows[1:]), rows[0].total())  # [b, g, i]
         if weight is not None:
             total = total * weight.to(total.dtype).sqrt()[:, None, None]
-        if self.inputs.diagonal is not None:
-            self.inputs.add_diagonal(total.square().sum(0))
-        else:
-            self.inputs.add(total.transpose(0, 1))
+        self.inputs.add(total.transpose(0, 1))
         self.rows = [r + count * n**2 for r, n in zip(self.rows, lengths, strict=True)]
 
-    def on_vectors(self, step: VectorStep) -> None:
-        grads = [g for _, g in step.grads[self.site]]
-        if not grads:
+    def add(self, gradients: LayerGradients) -> None:
+        arrived = [g for _, g in gradients.by_layer[self.layer]]
+        if not arrived:
             return
         if self.approach == "expand":
-            for each in grads:
-                add_grad_gram_(self.outputs, each)
+            for part in arrived:
+                add_grad_gram_(self.outputs, part)
             return
-        total = sum((g.sum(3) for g in grads[1:]), grads[0].sum(3))  # [v, b, g, o]
+        total = sum((g.sum(3) for g in arrived[1:]), arrived[0].sum(3))  # [v, b, g, o]
         self.outputs.add(total.flatten(0, 1).transpose(0, 1))
 
-    def results(self) -> list[Block]:
+    def blocks(self) -> list[Block]:
         rows = torch.tensor(self.rows, dtype=torch.float64, device=self.device)
         return [KronBlock(self.layout, self.inputs.full(), self.outputs.full(), rows, approach=self.approach)]
+
+
+def fit_kron(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """One pass over the data: Kronecker factors for weight matrices, small full blocks or diagonals for the rest."""
+    return problem.run(layer_accumulators(problem, KronAccumulator.of), "kron curvature")
 
 
 def rotation_costs(rows: int, columns: int, out: int, into: int) -> tuple[int, int]:
@@ -436,10 +478,21 @@ class KronBlockPosterior(BlockPosterior):
         return OutputNoise((1 / self.precision.detach())[0], self.basis.outputs[0], inputs)
 
     def functional_covariance(
-        self, step: VectorStep, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
     ) -> list[Tensor]:
-        site = site_of(step, self.names)
+        layer = layer_of(gradients, self.names)
         tables = [1 / v.precision for v in variants if isinstance(v, KronBlockPosterior)]
-        if site is None or len(tables) != len(variants):
-            return super().functional_covariance(step, variants, diagonal)
-        return site_covariance(step, site, tables, self.basis.outputs, self.basis.inputs, diagonal)
+        if layer is None or len(tables) != len(variants):
+            return super().functional_covariance(gradients, variants, diagonal)
+        return layer_covariance(gradients, layer, tables, self.basis.outputs, self.basis.inputs, diagonal)
+
+
+register_structure(
+    Structure(
+        "kron",
+        "Kronecker factors: one pair of matrices for each layer.",
+        fit_kron,
+        (KronBlock, FullBlock, DiagonalBlock),
+        dampings=DAMPINGS,
+    )
+)

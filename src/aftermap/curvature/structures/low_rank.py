@@ -16,11 +16,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import Block
 from aftermap.curvature.passes.products import GGNOperator
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import budget
-from aftermap.curvature.structures.base import BlockPosterior, PriorRatio, join_flat, split_flat, warn_of_rounding
+from aftermap.curvature.structures.base import (
+    Block,
+    BlockPosterior,
+    Structure,
+    join_flat,
+    register_structure,
+    split_flat,
+)
 from aftermap.curvature.structures.eigenbasis import Eigen
+from aftermap.curvature.structures.full import PriorRatio, warn_of_rounding
+from aftermap.distributed import is_distributed, same_everywhere
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalWarning
 from aftermap.krylov import lanczos_eigh
@@ -297,3 +306,29 @@ class LowRankBlockPosterior(BlockPosterior):
         if diagonal:
             return variance.to(gradients.dtype)
         return (inside @ inside.transpose(1, 2) + outside @ outside.transpose(1, 2)).to(gradients.dtype)
+
+
+def fit_low_rank(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """The leading eigenpairs of the Gauss-Newton matrix of the data of all processes."""
+    counts = problem.sum_loss()
+    operator = GGNOperator(problem.model, problem.data, problem.likelihood, list(problem.names), problem.unpack)
+    generator = problem.generator
+    if is_distributed():  # every process must walk through the same vectors
+        seed = same_everywhere(int(torch.randint(2**62, (), generator=generator)))
+        generator = torch.Generator().manual_seed(seed)
+    vectors, values = low_rank_ggn(operator, min(problem.rank, operator.size), generator=generator)
+    return (LowRankBlock("all", problem.shapes, vectors, values),), counts
+
+
+register_structure(
+    Structure(
+        "low_rank",
+        "The leading eigenvectors of the whole matrix; all other directions keep the prior.",
+        fit_low_rank,
+        (LowRankBlock,),
+        passes=2,
+        curvatures=("exact",),
+        updatable=False,
+        blocks_are_global=True,
+    )
+)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack
-from aftermap.curvature.passes.backward import Block, ExampleAccumulator, ExampleSum, same_names
-from aftermap.curvature.passes.plan import agreed, probe
-from aftermap.curvature.passes.stream import Stream
-from aftermap.curvature.structures.base import BlockPosterior, Factors, Treatment
+from aftermap.curvature.passes.backward import PerExampleAccumulator, PerExampleSum
+from aftermap.curvature.passes.plan import PlanContradicted, plan_model
+from aftermap.curvature.passes.stream import CurvatureProblem, first_batch
+from aftermap.curvature.structures.base import Block, BlockPosterior, Factors, Treatment, same_names
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, coarser_dtype
 from aftermap.distributed import together
@@ -150,7 +150,7 @@ class SubnetworkBlock(Block):
         return SubnetworkBlockPosterior(self, inner, inner.scale)
 
 
-class SubnetworkSum(ExampleSum):
+class SubnetworkSum(PerExampleSum):
     """Sums the outer products of some entries of per-example gradients."""
 
     def __init__(
@@ -165,10 +165,10 @@ class SubnetworkSum(ExampleSum):
         size = sum(len(p) for p in entries.values())
         self.sums = GramSum(1, size, torch.float64, device)
 
-    def add(self, found: Mapping[str, Tensor]) -> None:
-        self.sums.add(take_entries(found, self.entries, 2).flatten(0, 1)[None].to(torch.float64))
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        self.sums.add(take_entries(gradients, self.entries, 2).flatten(0, 1)[None].to(torch.float64))
 
-    def result(self) -> SubnetworkBlock:
+    def block(self) -> SubnetworkBlock:
         return SubnetworkBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
 
 
@@ -208,23 +208,39 @@ def fit_subnetwork(
     """
     names = [n for n in named_parameters(model) if n in entries]
     shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
-    stream = Stream(
-        model, data, likelihood, names, curvature, samples, None, passes, unpack, generator, progress
-    )  # fmt: skip
     with together("looking at the first batch"):
-        found = probe(model, names, stream.first())
-    found = agreed(found, names)
+        plan = plan_model(model, names, first_batch(model, data, unpack))
+    plan = plan.agree_over_processes(names)
     device, dtype = check_device(model)
     dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = SubnetworkSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
-    accumulator = ExampleAccumulator([total], sum(math.prod(s) for s in shapes.values()))
-    with together("summing the curvature of a subnetwork"):
-        seen = stream.run(found, [accumulator], "subnetwork curvature")
-    told = {
+    while True:
+        problem = CurvatureProblem(
+            model,
+            data,
+            likelihood,
+            names,
+            plan,
+            curvature,
+            samples=samples,
+            passes=passes,
+            sums_dtype=dtype,
+            unpack=unpack,
+            generator=generator,
+            show_progress=progress,
+        )
+        matrix = SubnetworkSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
+        accumulator = PerExampleAccumulator([matrix], sum(math.prod(s) for s in shapes.values()))
+        try:
+            blocks, counts = problem.run([accumulator], "subnetwork curvature")
+            break
+        except PlanContradicted as contradicted:
+            plan = plan.without(contradicted.reasons)
+    treatment = {
         n: Treatment("subset", "per-example", f"{len(entries[n]):,} of {math.prod(shapes[n]):,} entries") for n in names
     }
-    block = total.result().scaled(1 / passes)
-    factors = Factors("full", (block,), tuple(names), seen.n_data, seen.loss, seen.kind, told, seen.n_outputs)
+    factors = Factors(
+        "full", blocks, tuple(names), counts.n_data, counts.loss, counts.kind, treatment, counts.n_outputs
+    )
     return factors.all_reduced()
 
 

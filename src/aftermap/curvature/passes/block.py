@@ -1,0 +1,112 @@
+"""What a fit gives back for some parameters: a symmetric matrix, as a sum over data."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from aftermap.errors import InputError
+from aftermap.prior import Prior
+
+__all__ = ["Block", "same_names"]
+
+
+class Block(ABC):
+    """A symmetric matrix over some parameters, in the order of `shapes`, each parameter row-major.
+
+    Attributes:
+        kind: A word for tables and saved folders.
+        dampings: The ways in which a posterior may add the prior to the block.
+        joins_layers: Whether a block may hold several layers with the terms between them.
+    """
+
+    kind: str
+    dampings: ClassVar[tuple[str, ...]] = ("exact",)
+    joins_layers: ClassVar[bool] = False
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """A name for tables: the layer's path, or the first parameter."""
+
+    @property
+    @abstractmethod
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Parameters and their shapes."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that adds up over data."""
+
+    @abstractmethod
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Block:
+        """The same block with other sums."""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Block:
+        """The block times a number."""
+
+    @abstractmethod
+    def to_dense(self) -> Tensor:
+        """[p, p] in float64."""
+
+    @abstractmethod
+    def diagonal(self) -> dict[str, Tensor]:
+        """The diagonal, by parameter, in float64."""
+
+    def matrices_to_decompose(self, prior: Prior) -> list[tuple[str, Tensor]]:
+        """The positive semi-definite matrices [g, D, D] whose eigendecompositions `posterior` needs, with names for messages.
+
+        They are collected over all blocks and shared out over processes.
+        """
+        return []
+
+    @abstractmethod
+    def posterior(
+        self,
+        prior: Prior,
+        scale: Tensor,
+        eigen: Sequence[tuple[Tensor, Tensor]],
+        *,
+        damping: str,
+        dtype: torch.dtype,
+        n_data: float,
+    ) -> Any:
+        """The `BlockPosterior` with precision s·H + P₀ of this block H.
+
+        Args:
+            prior: P₀, at least over the parameters of the block.
+            scale: s, 0-d float64.
+            eigen: Eigenvalues and eigenvectors of `matrices_to_decompose`, in its order, in float64.
+            damping: How a Kronecker product and the prior are added: one of `dampings`, or "exact".
+            dtype: The precision of samples and of gradients that the posterior will meet: the network's own.
+            n_data: How many data the block is a sum over.
+        """
+
+    @property
+    def size(self) -> int:
+        """P."""
+        return sum(math.prod(s) for s in self.shapes.values())
+
+    def trace(self) -> float:
+        """Σ of the diagonal."""
+        return float(sum(d.sum() for d in self.diagonal().values()))
+
+    def __add__(self, other: Block) -> Block:
+        same_names(self, other)
+        mine, theirs = self.tensors(), other.tensors()
+        return self.with_tensors({k: mine[k] + theirs[k] for k in mine})
+
+
+def same_names(left: Block, right: Block) -> None:
+    """Raises unless two blocks are of one kind and over the same parameters."""
+    if type(left) is not type(right) or left.shapes != right.shapes:
+        raise InputError(
+            f"a {left.kind} block over {list(left.shapes)} and a {right.kind} block over {list(right.shapes)} cannot be added; "
+            "fit both with the same structure and parameters"
+        )

@@ -1,0 +1,252 @@
+"""Networks whose use of a weight, or whose order of rows, depends on the data: noticed on the batch where it happens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import aftermap as am
+from aftermap.batches import Batch
+from aftermap.curvature import fit_curvature, reference
+from aftermap.curvature.passes.plan import PlanCheck, PlanContradicted, find_last_layer, plan_model
+from aftermap.curvature.passes.record import ForwardRecord, record_calls, uses_in_graph
+from aftermap.errors import StatisticalWarning, UnsupportedError
+from aftermap.likelihoods import Categorical
+
+N = 30
+
+
+class Sorted(nn.Module):
+    """Sorts the batch by length (as for packed sequences), works, and sorts back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out, self.beside = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        order = length.argsort(descending=True, stable=True)
+        hidden = torch.tanh(self.inside(x[order]))
+        return self.beside(x) + self.out(hidden)[order.argsort()]
+
+
+class Gated(nn.Module):
+    """Uses a weight in its layer and, where a gate is open, once more as a bare tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.inside(x)) + (x[:, :1] > 0).to(x) * (x @ self.inside.weight))
+
+
+class SecondStage(nn.Module):
+    """Uses a layer, and a weight of another once more, only for batches that need it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.second, self.out = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.inside(x))
+        if bool((x[:, 0] > 5.0).any()):
+            far = (x[:, :1] > 5.0).to(x)
+            hidden = hidden + far * torch.tanh(self.second(hidden) + x @ self.inside.weight)
+        return self.out(hidden)
+
+
+class TimeMajor(nn.Module):
+    """Folds time before the batch: rows of an example are apart, which does not show at length one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out = nn.Linear(2, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        size, length, _ = x.shape
+        rows = torch.tanh(self.inside(x.transpose(0, 1).reshape(length * size, 2)))
+        return self.out(rows.view(length, size, 4).mean(0))
+
+
+class Experts(nn.Module):
+    """A sparse mixture: an expert sees only the examples that are routed to it, and perhaps none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(3, 2), nn.Linear(4, 3)
+        self.experts = nn.ModuleList([nn.Linear(3, 4) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.gate(x).softmax(-1)
+        hidden = x.new_zeros(len(x), 4)
+        for k, expert in enumerate(self.experts):
+            index = (weight.argmax(-1) == k).nonzero()[:, 0]
+            hidden = hidden.index_add(0, index, weight[index, k : k + 1] * torch.tanh(expert(x[index])))
+        return self.out(hidden)
+
+
+def made(kind: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind().double().eval()
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def labels(count: int = N) -> Tensor:
+    return torch.arange(count) % 3
+
+
+def truth(model: nn.Module, x: Any, y: Tensor) -> Tensor:
+    return reference.ggn(model, x, Categorical(), y, [n for n, _ in model.named_parameters()])
+
+
+def sorted_inputs() -> tuple[Tensor, Tensor]:
+    """The first three are in order."""
+    length = torch.arange(N) * 7 % 9
+    length[:3] = 9
+    return inputs(N, 3), length
+
+
+def gated_inputs() -> Tensor:
+    """The gate is closed for the first three."""
+    x = inputs(N, 3)
+    x[:3, 0] = -x[:3, 0].abs()
+    return x
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "sorted": (Sorted, sorted_inputs()),
+    "gated": (Gated, gated_inputs()),
+    "time-major": (TimeMajor, inputs(N, 4, 2)),
+    "experts": (Experts, inputs(N, 3)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("structure", ["full", "diagonal"])
+def test_a_first_batch_that_the_first_examples_do_not_represent(case: str, structure: str) -> None:
+    kind, x = CASES[case]
+    model, y = made(kind), labels()
+    factors = fit_curvature(model, [(x, y)], "classification", structure=structure, curvature="exact")
+    expected = truth(model, x, y)
+    expected = expected if structure == "full" else torch.diag(expected.diagonal())
+    torch.testing.assert_close(factors.to_dense(), expected, rtol=1e-9, atol=1e-10)
+    assert any(not t.by_rule for t in factors.treatment.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_predictions_of_networks_that_depend_on_the_data(case: str) -> None:
+    kind, x = CASES[case]
+    model, y = made(kind), labels()
+    laplace = am.Laplace(model, "classification", structure="full").fit([(x, y)])
+    few = tuple(t[:6] for t in x) if isinstance(x, tuple) else x[:6]
+    one_by_one = [tuple(t[i : i + 1] for t in x) if isinstance(x, tuple) else x[i : i + 1] for i in range(6)]
+    together = laplace.predict(few).latent_cov
+    alone = torch.cat([laplace.predict(x).latent_cov for x in one_by_one])  # type: ignore[misc]
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("late", [2, 7])
+def test_another_use_is_noticed_on_the_batch_where_it_appears(late: int) -> None:
+    model, y = made(SecondStage), labels(4)
+    batches = [(inputs(40, 3).clamp_max(2.0)[4 * k : 4 * k + 4].clone(), y) for k in range(10)]
+    batches[late - 1][0][1, 0] = 6.0
+    with pytest.warns(StatisticalWarning, match=f"inside.weight.*noticed on batch {late}"):
+        factors = fit_curvature(model, batches, "classification", structure="full", curvature="exact")
+    expected = sum((truth(model, x, y) for x, y in batches), torch.zeros(()))
+    torch.testing.assert_close(factors.to_dense(), expected, rtol=1e-9, atol=1e-10)
+    assert factors.treatment["inside.weight"].rule == "per-example"
+    # A layer that is first used on that batch has a rule, and is not called unused.
+    assert factors.treatment["second.weight"].by_rule
+    assert factors.treatment["second.weight"].note == ""
+
+
+def test_mixing_without_a_new_signature_is_noticed_on_batches_that_are_powers_of_two() -> None:
+    model = made(Sorted)
+    x, ordered = inputs(8, 3), torch.ones(8)  # nothing to sort
+    names = [n for n, _ in model.named_parameters()]
+    plan = plan_model(model, names, Batch((x, ordered), None, None, 8))
+    assert "inside.weight" in plan.layers_of_parameter
+    check = PlanCheck()
+    for number in range(1, 9):
+        length = ordered if number < 7 else torch.tensor([3, 8, 1, 7, 2, 6, 4, 5])
+        batch = Batch((x, length), None, None, 8)
+        with record_calls(plan) as calls:
+            outputs = model(x, length)
+        record = ForwardRecord.make(model, batch, outputs, plan, calls)
+        if number == 8:
+            with pytest.raises(PlanContradicted, match="inside"):
+                check.check(record)
+        else:
+            check.check(record)  # on batch 7 the same signature is trusted
+
+
+def test_a_prediction_at_length_one_does_not_spoil_later_ones() -> None:
+    model, x = made(TimeMajor), inputs(20, 4, 2)
+    for structure in ("kron", "diagonal", "full"):
+        first, second = (
+            am.Laplace(model, "classification", structure=structure).fit([(x, labels(20))]) for _ in range(2)
+        )
+        expected = first.predict(x[:5]).latent_cov
+        second.predict(x[:5, :1])
+        torch.testing.assert_close(second.predict(x[:5]).latent_cov, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_compiled_networks_run_as_they_were_written() -> None:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().eval()
+    x, y = inputs(17, 4), labels(17)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(model, backend="eager")
+        compiled(x[:1])  # specialises a graph to batches of one, without hooks
+    batches = [(x[i : i + 8], y[i : i + 8]) for i in (0, 8, 16)]
+    for structure in ("kron", "full"):
+        expected = fit_curvature(model, batches, "classification", structure=structure)
+        factors = fit_curvature(compiled, batches, "classification", structure=structure)
+        torch.testing.assert_close(factors.to_dense(), expected.to_dense(), rtol=1e-10, atol=1e-12)
+        assert all(t.by_rule for t in factors.treatment.values())
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return torch.cat([self.left(hidden), self.right(hidden)], -1)
+
+
+class Skip(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        return 2 * self.head(hidden) + hidden
+
+
+def test_the_last_layer_is_one_that_all_outputs_depend_on() -> None:
+    batch = Batch(inputs(2, 3), None, None, 2)
+    with pytest.raises(
+        UnsupportedError, match=r"found right, but outputs \[0\] of 3 do not depend on it: .* several heads"
+    ):
+        find_last_layer(made(TwoHeads), batch)
+    assert find_last_layer(made(Skip), batch) == ["head.weight", "head.bias"]
+
+
+def test_uses_are_counted_behind_casts_and_in_other_dtypes() -> None:
+    layer = nn.Linear(3, 3)
+    x = torch.randn(2, 3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        twice = layer(layer(x))
+    assert uses_in_graph(twice, dict(layer.named_parameters())) == {"weight": 2, "bias": 2}
+    assert uses_in_graph(layer(x).detach(), dict(layer.named_parameters())) == {"weight": 0, "bias": 0}
