@@ -17,6 +17,7 @@ __all__ = [
     "Unpack",
     "check_inputs",
     "describe",
+    "in_dtype",
     "iterate",
     "take",
     "tensors_of",
@@ -165,6 +166,11 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     if isinstance(tree, tuple | list):
         return tuple(_map(function, item) for item in tree)
     return tree
+
+
+def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
+    """Inputs or targets whose floating-point tensors have this dtype; all others stay as they are."""
+    return _map(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 def _size(inputs: Any) -> int:

@@ -1,11 +1,10 @@
-"""Linear algebra with a symmetric matrix known only through products: eigenpairs, solves, log determinants.
+"""Linear algebra with a symmetric matrix known only through products: eigenpairs and solves.
 
 Nothing here knows about networks. A `matvec` takes [P] or [P, k] and returns the same shape.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,13 +19,12 @@ __all__ = [
     "KrylovSpace",
     "LanczosResult",
     "Matvec",
+    "Rounding",
     "TraceEstimate",
     "conjugate_gradient",
     "gaussian",
     "lanczos",
     "lanczos_eigh",
-    "randomised_eigh",
-    "stochastic_lanczos_quadrature",
 ]
 
 Matvec = Callable[[Tensor], Tensor]
@@ -69,11 +67,40 @@ class TraceEstimate:
     standard_error: float
 
 
+@dataclass(frozen=True)
+class Rounding:
+    """How much rounding there is in products with A.
+
+    The error of A q is random and of size ``noise`` · ‖A‖. A product that is computed as Rᵀ(R q) is better than that away
+    from the leading eigenvectors: what R q loses, noise · ‖R‖, is multiplied by Rᵀ again, so that within a subspace whose
+    largest eigenvalue is l only noise · √(l ‖A‖) of the error remains. Eigenvalues can then be told from zero down to
+    noise² · ‖A‖.
+
+    Attributes:
+        noise: The error of a product relative to the norm of A.
+        factored: Whether products are computed as Rᵀ(R q).
+    """
+
+    noise: float
+    factored: bool = False
+
+    @property
+    def floor(self) -> float:
+        """The least eigenvalue, relative to the largest, that is more than rounding."""
+        return max(self.noise**2, 100 * torch.finfo(torch.float64).eps) if self.factored else self.noise
+
+    def relative(self, values: Tensor, scale: float) -> Tensor:
+        """What errors in directions with these eigenvalues are relative to: ‖A‖, or √(l ‖A‖) for Rᵀ(R q)."""
+        if not self.factored:
+            return torch.full_like(values, scale)
+        return (values.clamp_min(self.floor * scale) * scale).sqrt()
+
+
 class KrylovSpace:
     """A growing Krylov basis with full reorthogonalisation, kept orthogonal to `against`."""
 
-    def __init__(self, matvec: Matvec, start: Tensor, against: Tensor | None, noise: float, scale: float) -> None:
-        self.matvec, self.against, self.noise, self.scale = matvec, against, noise, scale
+    def __init__(self, matvec: Matvec, start: Tensor, against: Tensor | None, rounding: Rounding, scale: float) -> None:
+        self.matvec, self.against, self.rounding, self.scale = matvec, against, rounding, scale
         self.columns: list[Tensor] = []
         self.diagonal: list[float] = []
         self.off_diagonal: list[float] = []
@@ -103,12 +130,14 @@ class KrylovSpace:
         v = self.matvec(q).to(q)
         if not bool(torch.isfinite(v).all()):
             raise NumericalError("the matrix-vector product is not finite; check the model's outputs and weights")
-        self.diagonal.append(float(q @ v))
+        energy = q @ v
+        self.diagonal.append(float(energy))
         self.scale = max(self.scale, float(v.norm()))
         v = self._project(v)
         self.remainder = float(v.norm())
+        least = self.rounding.noise * float(self.rounding.relative(energy, self.scale))
         full = len(self.columns) + (0 if self.against is None else self.against.shape[1]) >= q.numel()
-        if full or self.remainder <= self.noise * self.scale:
+        if full or self.remainder <= least:
             self.exhausted, self.remainder = True, 0.0
         else:
             self.next = v / self.remainder
@@ -154,66 +183,10 @@ def lanczos(matvec: Matvec, start: Tensor, steps: int, *, noise: float = 1e-13) 
             f"got steps={steps} and a start of shape {tuple(start.shape)}; "
             "pass steps >= 1 and a vector that is not zero"
         )
-    state = KrylovSpace(matvec, start, None, noise, 0.0)
+    state = KrylovSpace(matvec, start, None, Rounding(noise), 0.0)
     while len(state.columns) < steps and not state.exhausted:
         state.step()
     return state.result()
-
-
-def stochastic_lanczos_quadrature(
-    matvec: Matvec,
-    size: int,
-    *,
-    function: Callable[[Tensor], Tensor] = torch.log,
-    samples: int = 16,
-    steps: int = 50,
-    noise: float = 1e-13,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-) -> TraceEstimate:
-    """Estimate tr f(A); with f = log (the default) this is log det A.
-
-    tr f(A) ~ (1/S) sum_s P sum_i tau_si^2 f(theta_si): Rademacher probes, m Lanczos steps each, theta the
-    Ritz values and tau the first entries of their eigenvectors.
-
-    Args:
-        matvec: v [P] -> A v [P], A symmetric, positive definite for the logarithm.
-        size: P.
-        function: applied to Ritz values, [m] -> [m].
-        samples: S.
-        steps: m.
-        noise: relative rounding of `matvec`.
-        generator: for the probes.
-        dtype: of the arithmetic in here.
-        device: of the vectors.
-
-    Returns:
-        The estimate and its standard error (over probes; NaN for one probe).
-
-    Raises:
-        NumericalError: the function is not finite at a Ritz value (log of a value that is not positive).
-
-    References:
-        Ubaru, Chen and Saad 2017.
-    """
-    if samples < 1 or steps < 1 or size < 1:
-        raise InputError(f"got size={size}, samples={samples}, steps={steps}; all must be at least 1")
-    estimates = []
-    for _ in range(samples):
-        bits = torch.randint(2, (size,), generator=generator, device=draw_device(generator, device))
-        start = (2.0 * bits - 1.0).to(dtype=dtype, device=device)
-        theta, S = lanczos(matvec, start, min(steps, size), noise=noise).eigh()
-        f = function(theta)
-        if not bool(torch.isfinite(f).all()):
-            raise NumericalError(
-                f"the function is not finite at the eigenvalue {float(theta.min()):.3g}; a log det needs a "
-                "positive definite matrix: add a prior precision"
-            )
-        estimates.append(float(size * (S[0] ** 2 * f).sum()))
-    values = torch.tensor(estimates, dtype=torch.float64)
-    error = float(values.std() / math.sqrt(samples)) if samples > 1 else math.nan
-    return TraceEstimate(float(values.mean()), error)
 
 
 def draw_device(generator: torch.Generator | None, device: torch.device | str) -> torch.device:
@@ -329,6 +302,7 @@ def lanczos_eigh(
     tolerance: float = 1e-8,
     max_matvecs: int | None = None,
     noise: float = 1e-13,
+    factored: bool = False,
     generator: torch.Generator | None = None,
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
@@ -342,9 +316,12 @@ def lanczos_eigh(
         matvec: v [P] -> A v [P].
         size: P.
         rank: the number of eigenpairs wanted.
-        tolerance: on residuals, relative to the largest eigenvalue.
+        tolerance: on residuals, relative to the largest eigenvalue; for factored products relative to the geometric mean of
+            the largest and the pair's own eigenvalue, so that all pairs together are as good as the tolerance's square.
         max_matvecs: a budget; None means 20 * rank + 200.
-        noise: relative rounding of `matvec`; eigenvalues below it (relative to the largest) are not returned.
+        noise: relative rounding of `matvec`. Eigenvalues below it (relative to the largest; for factored products below its
+            square) are not returned.
+        factored: whether `matvec` computes R^T (R v); see `Rounding`.
         generator: for the random starts.
         dtype: of the arithmetic in here.
         device: of the vectors.
@@ -360,23 +337,42 @@ def lanczos_eigh(
     budget = 20 * rank + 200 if max_matvecs is None else max_matvecs
     if budget < 1:
         raise InputError(f"got max_matvecs={max_matvecs}; pass at least 1")
+    rounding = Rounding(noise, factored)
     U = torch.zeros(size, 0, dtype=dtype, device=device)
     values, residuals = U.new_zeros(0), U.new_zeros(0)
     scale, used, finished = 0.0, 0, False
     while U.shape[1] < size and used < budget and not finished:
         threshold = float(values[rank - 1]) if len(values) >= rank else 0.0
-        state = KrylovSpace(matvec, gaussian((size,), U, generator), U, noise, scale)
+        state = KrylovSpace(matvec, gaussian((size,), U, generator), U, rounding, scale)
         theta, vectors, residual = _grow(state, rank, budget - used, threshold, tolerance)
         used, scale = used + len(state.columns), state.scale
         # A copy of the k-th eigenvalue itself may be exchanged for it freely, hence the margin.
-        keep = theta > max(threshold * (1 + 10 * tolerance), noise * scale)
+        keep = theta > max(threshold * (1 + 10 * tolerance), rounding.floor * scale)
         finished = not bool(keep.any())
         U = torch.cat([U, state.result().basis @ vectors[:, keep]], dim=1)
         values, residuals = torch.cat([values, theta[keep]]), torch.cat([residuals, residual[keep]])
         order = values.argsort(descending=True)
         U, values, residuals = U[:, order], values[order], residuals[order]
-    converged = (finished or U.shape[1] == size) and bool((residuals[:rank] <= tolerance * scale).all())
-    return Eigenpairs(U[:, :rank], values[:rank], residuals[:rank], used, converged)
+    complete = finished or U.shape[1] == size
+    U, values, residuals = U[:, :rank], values[:rank], residuals[:rank]
+    converged = complete and bool((residuals <= tolerance * rounding.relative(values, scale)).all())
+    if factored and len(values) and noise > torch.finfo(dtype).eps ** 0.75:
+        U, values = _rayleigh_ritz(matvec, U)
+        used += len(values)
+        above = values > rounding.floor * scale
+        U, values, residuals = U[:, above], values[above], residuals[above]
+    return Eigenpairs(U, values, residuals, used, converged)
+
+
+def _rayleigh_ritz(matvec: Matvec, U: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenpairs of a factored matrix within the span of U.
+
+    The vectors of a Krylov space mix all eigenvalues, so that its small Ritz values are off by the rounding of products with
+    the large ones. Products with the Ritz vectors themselves are graded: that of a small one rounds little.
+    """
+    projected = U.T @ matvec(U).to(U)
+    values, rotation = torch.linalg.eigh((projected + projected.T) / 2)
+    return U @ rotation.flip(1), values.flip(0)
 
 
 def _grow(
@@ -390,7 +386,8 @@ def _grow(
             theta, _, residual = _ritz(state, rank)
             relevant = theta + residual > threshold
             enough = m >= rank or threshold > 0
-            if enough and bool((residual[relevant] <= 0.1 * tolerance * state.scale).all()):
+            goal = 0.1 * tolerance * state.rounding.relative(theta, state.scale)
+            if enough and bool((residual <= goal)[relevant].all()):
                 break
     return _ritz(state, rank)
 
@@ -404,54 +401,6 @@ def _ritz(state: KrylovSpace, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     theta, S = result.eigh()
     theta, S = theta.flip(0)[:rank], S.flip(1)[:, :rank]
     return theta, S, result.remainder * S[-1].abs()
-
-
-def randomised_eigh(
-    matvec: Matvec,
-    size: int,
-    rank: int,
-    *,
-    oversampling: int = 10,
-    power_iterations: int = 3,
-    generator: torch.Generator | None = None,
-    dtype: torch.dtype = torch.float64,
-    device: torch.device | str = "cpu",
-) -> Eigenpairs:
-    """Leading eigenpairs by a random subspace, power iterations and Rayleigh-Ritz.
-
-    Q = orth(A^(q+1) Omega); Q^T A Q = V diag(l) V^T; U = Q V.
-
-    Args:
-        matvec: V [P, k] -> A V [P, k], A positive semi-definite.
-        size: P.
-        rank: the number of eigenpairs wanted.
-        oversampling: further columns of Omega.
-        power_iterations: q; every one costs rank + oversampling products.
-        generator: for Omega.
-        dtype: of the arithmetic in here.
-        device: of the vectors.
-
-    Returns:
-        `rank` eigenpairs (some may be zero); `converged`: all residuals are below 1e-6 of the largest.
-
-    References:
-        Halko, Martinsson and Tropp 2011 (subspace iteration).
-    """
-    _check_rank(rank, size)
-    columns = min(size, rank + oversampling)
-    like = torch.zeros((), dtype=dtype, device=device)
-    Q = torch.linalg.qr(gaussian((size, columns), like, generator)).Q
-    for _ in range(power_iterations + 1):
-        Q = torch.linalg.qr(matvec(Q).to(Q)).Q
-    AQ = matvec(Q).to(Q)
-    if not bool(torch.isfinite(AQ).all()):
-        raise NumericalError("the matrix-vector product is not finite; check the model's outputs and weights")
-    T = Q.T @ AQ
-    values, V = torch.linalg.eigh((T + T.T) / 2)
-    values, V = values.flip(0)[:rank], V.flip(1)[:, :rank]
-    residuals = (AQ @ V - (Q @ V) * values).norm(dim=0)
-    converged = bool((residuals <= 1e-6 * values.abs().max()).all())
-    return Eigenpairs(Q @ V, values, residuals, columns * (power_iterations + 2), converged)
 
 
 def _check_rank(rank: int, size: int) -> None:

@@ -166,7 +166,7 @@ def _per_parameter(
 def _from_mapping(
     precision: Mapping[str, float | Tensor], layers: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    chosen: dict[str, Tensor] = {}
     used: set[str] = set()
     patterns = {k: _pattern(k) for k in precision}
     values = {k: _number(v, f"the prior precision of {k!r}") for k, v in precision.items()}
@@ -177,15 +177,15 @@ def _from_mapping(
             # The parameter's own name beats its layer's, which beats a pattern.
             best = max(keys, key=lambda k: (k == name, k == layer, len(k)))
             used.update(keys)
-            found[name] = values[best]
-    missing = [n for n in shapes if n not in found]
+            chosen[name] = values[best]
+    missing = [n for n in shapes if n not in chosen]
     unused = [k for k in precision if k not in used]
     if missing or unused:
         raise InputError(
             f"the prior precisions do not fit: no number for {checks.few(missing) or 'none'}; fits nothing: {checks.few(unused) or 'none'}. "
             f"Layers are {checks.few(layers)}"
         )
-    return found
+    return chosen
 
 
 def _number(value: object, what: str) -> Tensor:

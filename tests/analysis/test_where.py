@@ -137,6 +137,30 @@ def test_maps_of_single_weights(structure: str) -> None:
     assert sum(found["0"].weights.contraction_counts) == 40 == sum(found["0"].weights.snr_counts)
 
 
+def test_a_weak_prior_leaves_the_parts_of_low_rank_layers_as_they_are_for_the_full_matrix() -> None:
+    """Two layers that the data determine completely: nothing of the prior's large variance must be left by cancellation."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.first(x[:, :2]) + self.second(100 * x[:, 2:])
+
+    net, x = Sum().double(), normal(40, 5)
+    data = [(x, x[:, :1])]
+    parts = {}
+    for structure in ("full", "low_rank"):
+        la = Laplace(net, "regression", structure=structure, rank=5, prior_precision=1e-10).fit(data)
+        parts[structure] = la.where(data, saliency=False).layers
+    for low_rank, full in zip(parts["low_rank"], parts["full"], strict=True):
+        assert low_rank.nats == pytest.approx(full.nats, rel=1e-6)
+        assert low_rank.predictive_share == pytest.approx(full.predictive_share, rel=1e-6)
+        assert low_rank.conditional_share == pytest.approx(full.conditional_share, rel=1e-6)
+        assert low_rank.posterior_share == pytest.approx(full.posterior_share, rel=1e-6)
+
+
 def test_a_large_matrix_free_posterior_is_cut_by_solves_and_by_samples() -> None:
     la = fitted("matrix_free", prior_precision=2.0)
     (x, y), _ = look()

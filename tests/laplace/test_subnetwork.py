@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.curvature import fit_curvature, reference
-from aftermap.curvature.structures.subnetwork import SubsetBlock
+from aftermap.curvature.structures.subnetwork import SubnetworkBlock
 from aftermap.errors import InputError
 from aftermap.laplace import Laplace, Subnetwork
 from aftermap.laplace.evidence import log_evidence
@@ -33,9 +33,9 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.cat(x), torch.cat(y)
 
 
-def block(laplace: Laplace) -> SubsetBlock:
+def block(laplace: Laplace) -> SubnetworkBlock:
     (found,) = laplace.factors.blocks
-    assert isinstance(found, SubsetBlock)
+    assert isinstance(found, SubnetworkBlock)
     return found
 
 

@@ -105,15 +105,16 @@ class RightCholesky(FullBlockPosterior):
 
 @dataclass(frozen=True)
 class TransposedBasis(KronBlockPosterior):
-    def rotate_back(self, values: Tensor) -> Tensor:
-        return self.outer.transpose(-1, -2) @ values @ self.inner
+    def precision_mv(self, values: Params) -> Params:
+        rotated = self.basis.rotate(self.layout.join(values)) * self.precision
+        return self.layout.split(self.basis.outputs.transpose(-1, -2) @ rotated @ self.basis.inputs)
 
 
 @dataclass(frozen=True)
 class ForgottenScale(KronBlockPosterior):
     @property
     def precision(self) -> Tensor:
-        return self.eigen.precision(torch.ones_like(self.scale), self.prior, self.damping)
+        return super(ForgottenScale, replace(self, scale=torch.ones_like(self.scale))).precision
 
 
 @dataclass(frozen=True)

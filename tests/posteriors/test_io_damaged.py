@@ -119,7 +119,7 @@ def test_a_tensor_of_another_shape_or_dtype(place: Path, change: Any, message: s
         (b"[1, 2]", r"does not belong to a saved posterior: it has no entry \"format\": \"aftermap posterior\""),
         (b'{"model_type": "bert"}', r"does not belong to a saved posterior"),
         (
-            b'{"format": "aftermap posterior", "schema": 1}',
+            b'{"format": "aftermap posterior", "schema": 2}',
             r"damaged: missing or of the wrong type are versions, weights_hash",
         ),
     ],
@@ -157,7 +157,7 @@ def _drop(*path: Any) -> Callable[[dict[str, Any]], None]:
 
 BLOCK = ("posterior", "blocks", 0)
 DAMAGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (_change("schema", to=99), r"has schema version 99, written by .*; aftermap .* reads version 1"),
+    (_change("schema", to=99), r"has schema version 99, written by .*; aftermap .* reads versions 1 and 2"),
     (_drop("schema"), r"has schema version None"),
     (_drop("tensors"), r"missing or of the wrong type are tensors"),
     (_change("laplace", to=[1]), r"missing or of the wrong type are laplace"),
@@ -165,9 +165,9 @@ DAMAGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_change(*BLOCK, "source_block", "kind", to="toeplitz"), r"a KronBlock of the unknown kind 'toeplitz'; known are 'kron', 'kfra'"),
     (_drop(*BLOCK, "damping"), r"posterior.blocks.0 \(KronBlockPosterior\) lacks \['damping'\] and has unknown nothing"),
     (_change(*BLOCK, "extra", to=1), r"lacks nothing and has unknown \['extra'\]"),
-    (_change(*BLOCK, "outer", to=None), r"posterior.blocks.0.outer should be a tensor, got None"),
-    (_change(*BLOCK, "outer", to={"$tensor": "gone"}), r"outer refers to the tensor 'gone', which is not in the file"),
-    (_change(*BLOCK, "outer", to={"a": 1, "b": 2}), r"posterior.blocks.0.outer is an object without a known tag"),
+    (_change(*BLOCK, "basis", "outputs", to=None), r"posterior.blocks.0.basis.outputs should be a tensor, got None"),
+    (_change(*BLOCK, "basis", "outputs", to={"$tensor": "gone"}), r"outputs refers to the tensor 'gone', which is not in the file"),
+    (_change(*BLOCK, "basis", "outputs", to={"a": 1, "b": 2}), r"posterior.blocks.0.basis.outputs is an object without a known tag"),
     (_change(*BLOCK, "layout", to={"$layout": {"name": "x"}}), r"posterior.blocks.0.layout is no layout of a block"),
     (_change("posterior", "mean", to={"$map": [1]}), r"posterior.mean should be a mapping, got list"),
     (_change("posterior", to={"$map": {}}), r"posterior should be a GaussianPosterior, got a dict"),

@@ -24,11 +24,11 @@ from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.plan import WHOLE_MODEL
 from aftermap.curvature.rules.base import budget
 from aftermap.curvature.structures.base import BlockPosterior, flatten_batch, join_flat, split_flat
-from aftermap.curvature.structures.ekfac import EigenBlock
+from aftermap.curvature.structures.ekfac import EkfacBlock
 from aftermap.curvature.structures.full import FullBlockPosterior
 from aftermap.curvature.structures.kron import KronBlock
 from aftermap.curvature.structures.low_rank import LowRankBlockPosterior
-from aftermap.curvature.structures.subnetwork import SubsetBlockPosterior, gathered, scattered
+from aftermap.curvature.structures.subnetwork import SubnetworkBlockPosterior, put_entries, take_entries
 from aftermap.draws import normal_like
 from aftermap.errors import UnsupportedError
 from aftermap.linalg import safe_cholesky, symmetrise
@@ -208,7 +208,7 @@ class DensePart(Part):
     def _lines(self, gradients: LayerGradients, start: int, length: int) -> Tensor:
         values = gradients.per_example(list(self.shapes), start, length)
         if self.entries is not None:
-            return gathered(values, self.entries, 2).to(self.sigma)
+            return take_entries(values, self.entries, 2).to(self.sigma)
         return flatten_batch(values, list(self.shapes)).to(self.sigma)
 
     def covariances(self, gradients: LayerGradients, diagonal: bool) -> Pieces:
@@ -231,7 +231,7 @@ class DensePart(Part):
         shapes = {n: self.shapes[n] for n in names}
         if self.entries is None:
             return split_flat(values, shapes)
-        return scattered(values, {n: self.entries[n] for n in names}, shapes)
+        return put_entries(values, {n: self.entries[n] for n in names}, shapes)
 
     def variance(self, layer: str) -> Params:
         return self._split(layer, self.sigma.diagonal()[self.rows[layer]])
@@ -273,47 +273,49 @@ class LowRankPart(Part):
         self.root = block.prior.detach().sqrt()
         self.gain = (1 + block.scale * block.values / block.ratio).detach()
         self.rows = rows_of(layers, block.shapes, None)
-        half = (self.gain - 1).clamp_min(0.0).sqrt()
-        eye = torch.eye(len(half), dtype=half.dtype, device=half.device)
-        self.taken: dict[str, Tensor] = {}  # (P_ℓℓ)⁻¹ = D⁻½ (I − Q_ℓ T Q_ℓᵀ) D⁻½
+        # P_ℓℓ = D½ (I + L σ² Lᵀ) D½ with Q_ℓ √(gain − 1) = L σ Rᵀ: its inverse is the prior's outside of L, and 1/(1 + σ²) in it.
+        self.conditional: dict[str, tuple[Tensor, Tensor]] = {}
         for layer, rows in self.rows.items():
-            own = block.basis[rows]
-            inner = eye + half[:, None] * (own.T @ own) * half
-            self.taken[layer] = half[:, None] * torch.linalg.solve(inner, torch.diag(half))
+            scaled = block.basis[rows] * (self.gain - 1).clamp_min(0.0).sqrt()
+            left, singular, _ = torch.linalg.svd(scaled, full_matrices=False)
+            self.conditional[layer] = left, 1 + singular.square()
 
     def covariances(self, gradients: LayerGradients, diagonal: bool) -> Pieces:
         block = self.block
         found = Collector(gradients, diagonal, block.size)
-        shrink = 1 - 1 / self.gain
+        # Sums over the informed directions and over the rest, never a difference of the two: it would cancel for a weak prior.
         for start, length in found.chunks():
             lines = flatten_batch(gradients.per_example(block.names, start, length), block.names).to(self.root)
             white = lines / self.root
-            inside = white @ block.basis  # [v, b, k]
+            inside, outside = block.informed_parts(white)  # [v, b, k] and [v, b, p]
             for layer, rows in self.rows.items():
-                part = white[..., rows]
-                own = part @ block.basis[rows]
-                found.add("own", layer, part, part)
-                found.add("own", layer, own, -own * shrink)
-                found.add("cross", layer, own, (own - inside) * shrink)
-                found.add("conditional", layer, part, part)
-                found.add("conditional", layer, own, -own @ self.taken[layer])
+                alone = torch.zeros_like(white)
+                alone[..., rows] = white[..., rows]
+                inside_alone, outside_alone = block.informed_parts(alone)
+                found.add("own", layer, inside_alone, inside_alone / self.gain)
+                found.add("own", layer, outside_alone, outside_alone)
+                found.add("cross", layer, inside_alone, (inside - inside_alone) / self.gain)
+                found.add("cross", layer, outside_alone, outside - outside_alone)
+                left, gain = self.conditional[layer]
+                known = white[..., rows] @ left
+                rest = white[..., rows] - known @ left.T
+                found.add("conditional", layer, known, known / gain)
+                found.add("conditional", layer, rest, rest)
         return found.pieces()
 
     def _split(self, layer: str, values: Tensor) -> Params:
         return split_flat(values, {n: self.block.shapes[n] for n in self.layers[layer]})
 
     def variance(self, layer: str) -> Params:
-        rows = self.rows[layer]
-        left = 1 - self.block.basis[rows].square() @ (1 - 1 / self.gain)
-        return self._split(layer, left / self.root[rows].square())
+        variance = self.block.marginal_variance()
+        return {n: variance[n] for n in self.layers[layer]}
 
     def effective(self) -> dict[str, float]:
         shrink = 1 - 1 / self.gain
         return {k: float((self.block.basis[rows].square() @ shrink).sum()) for k, rows in self.rows.items()}
 
     def half_effective(self, layer: str) -> float:
-        own = self.block.basis[self.rows[layer]]
-        return 0.5 * float((self.taken[layer] * (own.T @ own)).sum())
+        return 0.5 * float((1 - 1 / self.conditional[layer][1]).sum())
 
     def information(self) -> tuple[dict[str, float], float]:
         half = (1 - 1 / self.gain).clamp_min(0.0).sqrt()
@@ -327,10 +329,9 @@ class LowRankPart(Part):
     def draw(self, layer: str, count: int, generator: torch.Generator | None) -> Params:
         rows = self.rows[layer]
         noise = normal_like(self.root.new_empty(count, len(rows)), generator)
-        scaled = self.block.basis[rows] * (self.gain - 1).clamp_min(0.0).sqrt()
-        left, singular, _ = torch.linalg.svd(scaled, full_matrices=False)
-        shrunk = (noise @ left) * (1 - (1 + singular.square()).rsqrt())
-        return self._split(layer, (noise - shrunk @ left.T) / self.root[rows])
+        left, gain = self.conditional[layer]
+        known = noise @ left
+        return self._split(layer, (noise + known * (gain.rsqrt() - 1) @ left.T) / self.root[rows])
 
 
 class SolvedPart(Part):
@@ -415,12 +416,12 @@ def _by_owner(names: Sequence[str], model: nn.Module) -> dict[str, tuple[str, ..
 
 
 def _dense(block: BlockPosterior, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> DensePart:
-    entries = block.source_block.entries if isinstance(block, SubsetBlockPosterior) else None
-    inner = block.inner if isinstance(block, SubsetBlockPosterior) else block
+    entries = block.source_block.entries if isinstance(block, SubnetworkBlockPosterior) else None
+    inner = block.inner if isinstance(block, SubnetworkBlockPosterior) else block
     eye = torch.eye(inner.size, dtype=torch.float64, device=block.scale.device)
     covariance = join_flat(inner.covariance_mv(split_flat(eye, inner.shapes)), inner.names, 1).detach()
     vector = prior.vector(block.names, eye.device).detach()
-    if isinstance(block, SubsetBlockPosterior):
+    if isinstance(block, SubnetworkBlockPosterior):
         vector = vector[block.source_block.places.to(vector.device)]
     precision = inner.to_dense().detach() if inner.size <= _CONDITIONAL_LIMIT else None
     ratio = float(block.log_det_ratio().detach())
@@ -429,9 +430,9 @@ def _dense(block: BlockPosterior, layers: Mapping[str, tuple[str, ...]], prior: 
 
 def _part_of(block: BlockPosterior, model: nn.Module, prior: Prior) -> Part:
     layers = _by_owner(block.names, model)
-    if isinstance(block.source, KronBlock | EigenBlock):
+    if isinstance(block.source, KronBlock | EkfacBlock):
         return WholePart(block.source.name, block)
-    if isinstance(block, SubsetBlockPosterior):
+    if isinstance(block, SubnetworkBlockPosterior):
         return _dense(block, layers, prior)
     if isinstance(block, FullBlockPosterior | LowRankBlockPosterior) and len(layers) > 1:
         return _dense(block, layers, prior) if isinstance(block, FullBlockPosterior) else LowRankPart(layers, block)

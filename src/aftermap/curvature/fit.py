@@ -71,8 +71,8 @@ def fit_curvature(
         chunk: Vectors that are back-propagated at a time; None chooses by memory.
         rank: Of "low_rank".
         small_block: Norm layers and parameters without a rule get a full block up to this size, else a diagonal.
-        accumulate: The dtype of the sums; None: the model's own, at least float32. Long sums are totalled in float64, and
-            decompositions are in float64 in any case.
+        accumulate: The dtype of the sums; None: the model's own, at least float32. Long sums are totalled in float64; dense
+            blocks and decompositions are in float64 in any case.
         strict: Raise if a selected parameter has no layer rule, instead of treating it by per-example gradients.
         unpack: Turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
         generator: For rademacher and sampled; None: PyTorch's default generator.

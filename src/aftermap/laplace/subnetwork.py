@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.structures.full import MAX_FULL
-from aftermap.curvature.structures.subnetwork import SubsetBlock, fit_subset
+from aftermap.curvature.structures.subnetwork import SubnetworkBlock
+from aftermap.curvature.structures.subnetwork import fit_subnetwork as fit_entries
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params, Selection, named_parameters, select
@@ -61,7 +62,7 @@ class Subnetwork:
 
 def is_subnetwork(factors: Factors | None) -> bool:
     """Whether factors are over single weights."""
-    return factors is not None and isinstance(factors.blocks[0], SubsetBlock)
+    return factors is not None and isinstance(factors.blocks[0], SubnetworkBlock)
 
 
 def subnetwork_structure(structure: str, damping: str) -> str:
@@ -127,11 +128,11 @@ def fit_subnetwork(
     **options: Any,
 ) -> Factors:
     """Chooses the weights, or keeps those of an earlier fit, and sums their curvature."""
-    if previous is not None and isinstance(previous.blocks[0], SubsetBlock):
+    if previous is not None and isinstance(previous.blocks[0], SubnetworkBlock):
         entries: Mapping[str, Tensor] = previous.blocks[0].entries
     else:
         entries = chosen_entries(subnetwork, model, data, likelihood, prior, scale, **options)
-    return fit_subset(model, data, likelihood, entries, **options)
+    return fit_entries(model, data, likelihood, entries, **options)
 
 
 def with_fixed_means(factors: Factors, weights: Params, prior_mean: float | Params) -> float | Params:
@@ -143,7 +144,7 @@ def with_fixed_means(factors: Factors, weights: Params, prior_mean: float | Para
         prior_mean: a number or tensors by name.
     """
     block = factors.blocks[0]
-    if not isinstance(block, SubsetBlock):
+    if not isinstance(block, SubnetworkBlock):
         return prior_mean
     means: Params = {}
     for name, places in block.entries.items():

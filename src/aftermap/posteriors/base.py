@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,7 @@ from torch import Tensor
 
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
-from aftermap.curvature.structures.diagonal import DiagonalBlock, DiagonalBlockPosterior
-from aftermap.curvature.structures.eigenbasis import DAMPINGS, decompose
-from aftermap.curvature.structures.ekfac import EigenBlock
-from aftermap.curvature.structures.full import FullBlock, full_block_posterior
-from aftermap.curvature.structures.kron import KronBlock, kron_block_posterior
-from aftermap.curvature.structures.low_rank import LowRankBlock, low_rank_block_posterior
-from aftermap.curvature.structures.subnetwork import SubsetBlock, subset_block_posterior
+from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.params import Params
@@ -29,6 +23,8 @@ __all__ = [
     "GaussianPosterior",
     "Hyperparameters",
     "Posterior",
+    "by_module",
+    "check_scale",
     "has_noise",
     "layers_of",
     "noise_exponent",
@@ -88,12 +84,17 @@ class Posterior(ABC):
 
 def layers_of(factors: Factors) -> dict[str, list[str]]:
     """Layer name -> parameters: the blocks, or for one matrix over everything the modules that own the parameters."""
-    if len(factors.blocks) > 1 or not isinstance(factors.blocks[0], FullBlock | LowRankBlock):
+    if len(factors.blocks) > 1 or not factors.blocks[0].joins_layers:
         return {b.name: list(b.shapes) for b in factors.blocks}
-    found: dict[str, list[str]] = {}
-    for name in factors.names:
-        found.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    return found
+    return by_module(factors.names)
+
+
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Module -> its parameters, by the names alone; a parameter of the network itself stands for itself."""
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return modules
 
 
 def _checked(mean: Params, shapes: Mapping[str, tuple[int, ...]], what: str) -> Params:
@@ -109,8 +110,8 @@ def _checked(mean: Params, shapes: Mapping[str, tuple[int, ...]], what: str) -> 
     return {n: mean[n].detach().clone() for n in shapes}
 
 
-def _checked_scale(scale: float | Tensor) -> Tensor:
-    """A positive number as a 0-d float64 tensor; its gradient is kept."""
+def check_scale(scale: float | Tensor) -> Tensor:
+    """The scale of a curvature, which must be positive, as a 0-d float64 tensor; its gradient stays."""
     factor = torch.as_tensor(scale, dtype=torch.float64)
     if factor.dim() or not math.isfinite(float(factor.detach())) or float(factor.detach()) <= 0:
         raise InputError(f"the scale of the curvature must be one positive and finite number, got {scale!r}")
@@ -162,32 +163,25 @@ class GaussianPosterior(Posterior):
         mean = _checked(mean, factors.shapes, "the mean")
         layers = layers_of(factors)
         parsed = prior if isinstance(prior, Prior) else Prior.make(prior, prior_mean, layers, factors.shapes)
-        factor = _checked_scale(scale)
-        krons = [b for b in factors.blocks if isinstance(b, KronBlock)]
-        if damping != "exact" and not any(isinstance(b, KronBlock | EigenBlock) for b in factors.blocks):
+        factor = check_scale(scale)
+        if not any(damping in block.dampings for block in factors.blocks):
             raise InputError(
                 f"damping={damping!r} is for Kronecker factors, and structure={factors.structure!r} has none: use damping='exact'"
             )
-        eigens = dict(zip((id(b) for b in krons), decompose(krons), strict=True))
-        made: list[BlockPosterior] = []
-        for block in factors.blocks:
-            dtype = mean[next(iter(block.shapes))].dtype
-            if isinstance(block, KronBlock | EigenBlock):
-                eigen = eigens.get(id(block))
-                made.append(kron_block_posterior(block, eigen, parsed, factor, factors.n_data, damping, dtype))
-            elif isinstance(block, DiagonalBlock):
-                device = next(iter(block.values.values())).device
-                own = {n: parsed.precision[n].to(device) for n in block.shapes}
-                made.append(DiagonalBlockPosterior(block, own, factor.to(device), dtype))
-            elif isinstance(block, FullBlock):
-                made.append(full_block_posterior(block, parsed, factor, dtype))
-            elif isinstance(block, LowRankBlock):
-                made.append(low_rank_block_posterior(block, parsed, factor, dtype))
-            elif isinstance(block, SubsetBlock):
-                made.append(subset_block_posterior(block, parsed, factor, dtype))
-            else:
-                raise InputError(f"there is no posterior for a {type(block).__name__}")
-        return GaussianPosterior(mean, tuple(made), parsed, factor, layers, damping)
+        matrices = [block.matrices_to_decompose(parsed) for block in factors.blocks]
+        eigens = iter(eigendecompose([pair for pairs in matrices for pair in pairs]))
+        blocks = tuple(
+            block.posterior(
+                parsed,
+                factor,
+                [next(eigens) for _ in pairs],
+                damping=damping,
+                dtype=mean[next(iter(block.shapes))].dtype,
+                n_data=factors.n_data,
+            )
+            for block, pairs in zip(factors.blocks, matrices, strict=True)
+        )
+        return GaussianPosterior(mean, blocks, parsed, factor, layers, damping)
 
     def with_prior(
         self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None
@@ -200,7 +194,7 @@ class GaussianPosterior(Posterior):
             prior = self.prior
             if precision is not None:
                 prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
-        factor = self.scale if scale is None else _checked_scale(scale)
+        factor = self.scale if scale is None else check_scale(scale)
         blocks = tuple(b.with_prior(prior, factor) for b in self.blocks)
         return replace(self, blocks=blocks, prior=prior, scale=factor)
 
@@ -248,22 +242,22 @@ class GaussianPosterior(Posterior):
         }
 
     def precision_mv(self, values: Params) -> Params:
-        found: Params = {}
+        product: Params = {}
         for block in self.blocks:
-            found.update(block.precision_mv({n: values[n] for n in block.names}))
-        return {n: found[n] for n in self.names}
+            product.update(block.precision_mv({n: values[n] for n in block.names}))
+        return {n: product[n] for n in self.names}
 
     def covariance_mv(self, values: Params) -> Params:
-        found: Params = {}
+        product: Params = {}
         for block in self.blocks:
-            found.update(block.covariance_mv({n: values[n] for n in block.names}))
-        return {n: found[n] for n in self.names}
+            product.update(block.covariance_mv({n: values[n] for n in block.names}))
+        return {n: product[n] for n in self.names}
 
     def marginal_variance(self) -> Params:
-        found: Params = {}
+        variance: Params = {}
         for block in self.blocks:
-            found.update(block.marginal_variance())
-        return {n: found[n] for n in self.names}
+            variance.update(block.marginal_variance())
+        return {n: variance[n] for n in self.names}
 
     def to_dense(self) -> Tensor:
         starts, total = {}, 0

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from aftermap.batches import Unpack, iterate
 from aftermap.curvature.passes.backward import LayerGradients
-from aftermap.curvature.structures.base import join_flat, split_flat
+from aftermap.curvature.structures.base import covariances_by_example, join_flat, paired_products, split_flat
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Likelihood, parse_likelihood
@@ -211,8 +211,8 @@ class DualPosterior(Posterior):
     def _apply(self, values: Params, product: Any) -> Params:
         name = self.names[0]
         flat = join_flat(values, self.names, values[name].dim() - len(self.shapes[name]))
-        found = split_flat(product(flat.to(torch.float64)), self.shapes)
-        return {n: v.to(values[n].dtype) for n, v in found.items()}
+        products = split_flat(product(flat.to(torch.float64)), self.shapes)
+        return {n: v.to(values[n].dtype) for n, v in products.items()}
 
     def precision_mv(self, values: Params) -> Params:
         return self._apply(values, self._precision)
@@ -252,27 +252,28 @@ class DualPosterior(Posterior):
         self, gradients: LayerGradients, variants: Sequence[DualPosterior] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
         """J Σ Jᵀ as one part: [b, v, v], or [b, v] (see `GaussianPosterior.functional_covariance`)."""
-        lines = join_flat(
-            gradients.per_example(self.names, 0, gradients.record.size), self.names, 2
-        ).detach()  # [v, b, P]
-        left = lines.to(torch.float64)
-        found = []
-        for variant in [self] if variants is None else variants:
-            right = variant._covariance(left)
-            if diagonal:
-                found.append([(left * right).sum(-1).T.to(lines.dtype)])
-            else:
-                found.append([symmetrise(torch.einsum("vbp,wbp->bvw", left, right)).to(lines.dtype)])
-        return found
+
+        def rows(by_name: Params) -> Tensor:
+            return join_flat(by_name, self.names, 2).detach()
+
+        posteriors = [self] if variants is None else list(variants)
+        size = gradients.record.size
+        return [[c] for c in covariances_by_example(gradients, self.names, size, rows, posteriors, diagonal)]
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J Σ Jᵀ for the gradients of some outputs [v, b, P]: [b, v, v], or [b, v]."""
+        left = gradients.to(torch.float64)
+        covariance = paired_products(left, self._covariance(left), diagonal)
+        return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)
 
 
 def _rows(outputs: Tensor, leaves: Sequence[Tensor], roots: Tensor) -> Tensor:
     """Sᵀ J for every datum and position: [N · positions · K, P]."""
     size, width = outputs.shape[-1], roots.shape[-1]
     flat = outputs.reshape(-1, size)
-    found = []
+    rows = []
     for place, root in enumerate(roots.detach().reshape(-1, size, width)):
         for column in root.T:
             grads = torch.autograd.grad(flat[place], leaves, column, retain_graph=True, materialize_grads=True)
-            found.append(torch.cat([g.reshape(-1) for g in grads]).to(torch.float64))
-    return torch.stack(found)
+            rows.append(torch.cat([g.reshape(-1) for g in grads]).to(torch.float64))
+    return torch.stack(rows)

@@ -17,12 +17,12 @@ from torch import Tensor
 from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.base import Factors, Treatment
 from aftermap.curvature.structures.diagonal import DiagonalBlock, DiagonalBlockPosterior
-from aftermap.curvature.structures.eigenbasis import EigenTable
-from aftermap.curvature.structures.ekfac import EigenBlock
+from aftermap.curvature.structures.eigenbasis import KroneckerEigenbasis
+from aftermap.curvature.structures.ekfac import EkfacBlock
 from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior
-from aftermap.curvature.structures.kron import KronBlock, KronBlockPosterior
+from aftermap.curvature.structures.kron import KronBlock, KronBlockPosterior, KroneckerEigenvalues
 from aftermap.curvature.structures.low_rank import LowRankBlock, LowRankBlockPosterior
-from aftermap.curvature.structures.subnetwork import SubsetBlock, SubsetBlockPosterior
+from aftermap.curvature.structures.subnetwork import SubnetworkBlock, SubnetworkBlockPosterior
 from aftermap.errors import DataError, InputError
 from aftermap.posteriors.base import GaussianPosterior
 from aftermap.prior import Prior
@@ -30,42 +30,61 @@ from aftermap.prior import Prior
 __all__ = ["BLOCK_KINDS", "SAVED", "StateReader", "StateWriter", "described"]
 
 SAVED: dict[str, type[Any]] = {
-    made.__name__: made
-    for made in (
+    saved.__name__: saved
+    for saved in (
         GaussianPosterior,
         KronBlockPosterior,
         DiagonalBlockPosterior,
         FullBlockPosterior,
         LowRankBlockPosterior,
-        SubsetBlockPosterior,
-        EigenTable,
+        SubnetworkBlockPosterior,
+        KroneckerEigenbasis,
+        KroneckerEigenvalues,
         Prior,
         Factors,
         Treatment,
         KronBlock,
-        EigenBlock,
+        EkfacBlock,
         DiagonalBlock,
         FullBlock,
         LowRankBlock,
-        SubsetBlock,
+        SubnetworkBlock,
     )
 }
 BLOCK_KINDS: dict[str, tuple[str, ...]] = {
     "KronBlock": ("kron", "kfra"),
-    "EigenBlock": ("ekfac",),
+    "EkfacBlock": ("ekfac",),
     "DiagonalBlock": ("diagonal",),
     "FullBlock": ("full", "hessian"),
     "LowRankBlock": ("low_rank",),
-    "SubsetBlock": ("subset",),
+    "SubnetworkBlock": ("subset",),
+}
+
+
+def _with_basis(value: Mapping[str, Any], inputs: str, outputs: str) -> dict[str, Any]:
+    """Puts two entries for eigenvectors into one for the basis."""
+    others = {k: v for k, v in value.items() if k not in (inputs, outputs)}
+    if inputs not in value or outputs not in value:
+        return others  # the check of the entries says what is missing
+    return {**others, "basis": {"$class": "KroneckerEigenbasis", "inputs": value[inputs], "outputs": value[outputs]}}
+
+
+# How version 1 named classes and entries that have other names now.
+_FROM_VERSION_1: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "EigenTable": lambda value: {**value, "$class": "KroneckerEigenvalues"},
+    "EigenBlock": lambda value: {**_with_basis(value, "input_vectors", "output_vectors"), "$class": "EkfacBlock"},
+    "KronBlockPosterior": lambda value: _with_basis(value, "inner", "outer"),
+    "SubsetBlock": lambda value: {**value, "$class": "SubnetworkBlock"},
+    "SubsetBlockPosterior": lambda value: {**value, "$class": "SubnetworkBlockPosterior"},
 }
 
 
 def described(tensor: Tensor, order: Sequence[int] | None = None) -> dict[str, Any]:
     """Shape and dtype of a tensor as it lies in the file, and the order of its dimensions there if it is another."""
-    told: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    description: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     if order is not None and list(order) != sorted(order):
-        told["order"] = list(order)
-    return told
+        description["order"] = list(order)
+    return description
 
 
 @dataclass
@@ -147,12 +166,14 @@ class StateReader:
         tensors: key -> tensor as it lay in the file.
         table: key -> shape, dtype and order.
         where: the file that the values come from, for messages.
+        version: the version of the format that the values were written in, 1 or 2.
     """
 
     tensors: Mapping[str, Tensor]
     table: Mapping[str, Mapping[str, Any]]
     where: str
-    _made: dict[str, Tensor] = field(default_factory=dict)
+    version: int = 2
+    _tensors_read: dict[str, Tensor] = field(default_factory=dict)
 
     def decode(self, value: Any, path: str) -> Any:
         """The object that JSON stands for.
@@ -181,20 +202,20 @@ class StateReader:
     def _tensor(self, key: Any, path: str) -> Tensor:
         if not isinstance(key, str) or key not in self.tensors:
             raise DataError(f"{self.where}: {path} refers to the tensor {key!r}, which is not in the file of tensors")
-        if key not in self._made:
+        if key not in self._tensors_read:
             tensor = self.tensors[key]
             order = self.table[key].get("order", list(range(tensor.dim())))
             if not isinstance(order, list) or sorted(order) != list(range(tensor.dim())):
                 raise DataError(f"{self.where}: the order {order!r} of {key} is no order of {tensor.dim()} dimensions")
             inverse = sorted(range(len(order)), key=order.__getitem__)
-            self._made[key] = tensor.permute(inverse)
-        return self._made[key]
+            self._tensors_read[key] = tensor.permute(inverse)
+        return self._tensors_read[key]
 
     def _dtype(self, name: Any, path: str) -> torch.dtype:
-        found = getattr(torch, name, None) if isinstance(name, str) else None
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, name, None) if isinstance(name, str) else None
+        if not isinstance(dtype, torch.dtype):
             raise DataError(f"{self.where}: {path} is the dtype {name!r}, which torch does not know")
-        return found
+        return dtype
 
     def _layout(self, config: Any, path: str) -> Layout:
         try:
@@ -208,17 +229,19 @@ class StateReader:
         return {k: self.decode(v, f"{path}.{k}") for k, v in content.items()}
 
     def _object(self, value: Mapping[str, Any], path: str) -> Any:
+        if self.version == 1 and value["$class"] in _FROM_VERSION_1:
+            value = _FROM_VERSION_1[value["$class"]](value)
         name = value["$class"]
         if name not in SAVED:
             raise DataError(
                 f"{self.where}: {path} is a {name!r}, a kind that this version does not know; known are {', '.join(SAVED)}"
             )
         wanted = {f.name: str(f.type) for f in fields(SAVED[name])}
-        given = {k for k in value if k != "$class"}
-        if given != set(wanted):
+        entries = {k for k in value if k != "$class"}
+        if entries != set(wanted):
             raise DataError(
-                f"{self.where}: {path} ({name}) lacks {sorted(set(wanted) - given) or 'nothing'} and has unknown "
-                f"{sorted(given - set(wanted)) or 'nothing'}"
+                f"{self.where}: {path} ({name}) lacks {sorted(set(wanted) - entries) or 'nothing'} and has unknown "
+                f"{sorted(entries - set(wanted)) or 'nothing'}"
             )
         if name in BLOCK_KINDS and value["kind"] not in BLOCK_KINDS[name]:
             raise DataError(

@@ -46,7 +46,9 @@ __all__ = [
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 FORMAT = "aftermap posterior"
-SCHEMA = 1
+SCHEMA = 2
+# Version 1 named some classes differently; `encoding` reads both.
+_READABLE = (1, 2)
 _CONFIG, _POSTERIOR, _REFERENCE = "config.json", "posterior.safetensors", "reference.safetensors"
 _MODEL = "model.safetensors"
 _FILES = (_CONFIG, _POSTERIOR, _REFERENCE, _MODEL, "report.html")
@@ -217,7 +219,7 @@ def save_posterior(
             f"{len(posterior.names)} ({', '.join(posterior.names[:5])}); save a posterior with the factors that it was made from"
         )
     writer = StateWriter()
-    told: dict[str, Any] = {
+    description: dict[str, Any] = {
         "format": FORMAT,
         "schema": SCHEMA,
         "versions": {"aftermap": _version(), "torch": str(torch.__version__)},
@@ -230,14 +232,14 @@ def save_posterior(
         "reference": None if reference is None else {n: described(v) for n, v in reference.items()},
     }
     with replaced_folder(folder, overwrite=overwrite, known=_FILES) as place:
-        told["files"] = {_POSTERIOR: _write(place / _POSTERIOR, writer.tensors)}
+        description["files"] = {_POSTERIOR: _write(place / _POSTERIOR, writer.tensors)}
         if reference is not None:
             copies = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in reference.items()}
-            told["files"][_REFERENCE] = _write(place / _REFERENCE, copies)
+            description["files"][_REFERENCE] = _write(place / _REFERENCE, copies)
         if model_state is not None:  # copies: tied weights would share memory, which safetensors refuses
             state = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model_state.items()}
-            told["files"][_MODEL] = _write(place / _MODEL, state)
-        text = json.dumps(told, indent=1, ensure_ascii=False, allow_nan=False)
+            description["files"][_MODEL] = _write(place / _MODEL, state)
+        text = json.dumps(description, indent=1, ensure_ascii=False, allow_nan=False)
         (place / _CONFIG).write_text(text + "\n", encoding="utf-8")
     return Path(folder)
 
@@ -299,11 +301,11 @@ def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | 
     where = str(place / _CONFIG)
     table, parameters = config["tensors"], config["parameters"]
     tensors = _read_tensors(place, _POSTERIOR, table, config["files"], target)
-    reader = StateReader(tensors, table, where)
+    reader = StateReader(tensors, table, where, config["schema"])
     posterior, factors = (reader.decode(config[k], k) for k in ("posterior", "factors"))
-    for made, wanted, key in ((posterior, GaussianPosterior, "posterior"), (factors, Factors, "factors")):
-        if not isinstance(made, wanted):
-            raise DataError(f"{where}: {key} should be a {wanted.__name__}, got a {type(made).__name__}")
+    for loaded, wanted, key in ((posterior, GaussianPosterior, "posterior"), (factors, Factors, "factors")):
+        if not isinstance(loaded, wanted):
+            raise DataError(f"{where}: {key} should be a {wanted.__name__}, got a {type(loaded).__name__}")
     _check_agreement(posterior, factors, parameters, where)
     reference = None
     if config["reference"] is not None:
@@ -343,8 +345,8 @@ def read_model_state(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None
         raise DataError(
             f"{file} is not the file that was saved with {_CONFIG}: its checksum differs. It is damaged or from another fit"
         )
-    found: dict[str, Tensor] = load_file(file)
-    return found
+    tensors: dict[str, Tensor] = load_file(file)
+    return tensors
 
 
 def _read_config(file: Path) -> dict[str, Any]:
@@ -356,11 +358,11 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise DataError(f"{file} is damaged: it is no JSON ({error})") from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise DataError(f'{file} does not belong to a saved posterior: it has no entry "format": "{FORMAT}"')
-    if config.get("schema") != SCHEMA:
+    if config.get("schema") not in _READABLE:
         versions = config.get("versions")
         raise DataError(
-            f"{file} has schema version {config.get('schema')!r}, written by {versions}; aftermap {_version()} reads version "
-            f"{SCHEMA}. Load it with the version that wrote it, or fit again"
+            f"{file} has schema version {config.get('schema')!r}, written by {versions}; aftermap {_version()} reads versions "
+            f"{' and '.join(map(str, _READABLE))}. Load it with the version that wrote it, or fit again"
         )
     wanted: dict[str, tuple[type, ...]] = {
         "versions": (dict,),
@@ -399,7 +401,7 @@ def _read_tensors(
     try:
         with safe_open(file, framework="pt") as opened:
             keys = set(opened.keys())
-        found = load_file(file)
+        tensors = load_file(file)
     except SafetensorError as error:
         raise DataError(f"{file} is damaged or foreign: it is no safetensors file ({error})") from error
     if keys != set(table):
@@ -408,10 +410,10 @@ def _read_tensors(
             f"{file} does not fit {_CONFIG}: it lacks {missing[:5] or 'nothing'} and has unknown {extra[:5] or 'nothing'}"
         )
     wrong = []
-    for key, tensor in found.items():
-        told = {k: v for k, v in table[key].items() if k != "order"}
-        if described(tensor) != told:
-            wrong.append(f"{key} is {_short(described(tensor))}, should be {_short(told)}")
+    for key, tensor in tensors.items():
+        description = {k: v for k, v in table[key].items() if k != "order"}
+        if described(tensor) != description:
+            wrong.append(f"{key} is {_short(described(tensor))}, should be {_short(description)}")
     if wrong:
         raise DataError(f"{file} does not fit {_CONFIG}: " + "; ".join(wrong[:5]))
     if _digest(file) != expected.get("sha256"):
@@ -420,19 +422,19 @@ def _read_tensors(
         )
     # In the order of the configuration; copies of their own, aligned as torch aligns them: products may depend on that in
     # their last bit, and the file may be replaced while they are in use.
-    return {key: found[key].to(device, copy=True) for key in table}
+    return {key: tensors[key].to(device, copy=True) for key in table}
 
 
-def _short(told: Mapping[str, Any]) -> str:
-    return f"{told.get('dtype')} {told.get('shape')}"
+def _short(description: Mapping[str, Any]) -> str:
+    return f"{description.get('dtype')} {description.get('shape')}"
 
 
 def _check_agreement(
     posterior: GaussianPosterior, factors: Factors, parameters: Mapping[str, Mapping[str, Any]], where: str
 ) -> None:
-    told = {n: described(v) for n, v in posterior.mean.items()}
-    if told != parameters or list(told) != list(parameters):
-        wrong = sorted(n for n in {*told, *parameters} if told.get(n) != parameters.get(n))
+    saved = {n: described(v) for n, v in posterior.mean.items()}
+    if saved != parameters or list(saved) != list(parameters):
+        wrong = sorted(n for n in {*saved, *parameters} if saved.get(n) != parameters.get(n))
         raise DataError(
             f"{where}: the mean does not fit the list of parameters: {', '.join(wrong[:5]) or 'their order'}"
         )

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
-from aftermap.curvature.structures.base import join_flat, split_flat
+from aftermap.curvature.structures.base import covariances_by_example, join_flat, paired_products, split_flat
 from aftermap.distributed import rank, same_everywhere
 from aftermap.draws import normal_like, signs_like
 from aftermap.errors import InputError, ShapeError
 from aftermap.krylov import TraceEstimate
 from aftermap.linalg import safe_cholesky, symmetrise
 from aftermap.params import Params, flatten
-from aftermap.posteriors.base import GaussianPosterior, Posterior
+from aftermap.posteriors.base import GaussianPosterior, Posterior, by_module, check_scale
 from aftermap.posteriors.solver import (
     SOLVE_NUMBERS,
     LinearSystem,
@@ -279,14 +279,14 @@ class MatrixFreePosterior(Posterior):
         """
         mean = {n: p.detach().clone() for n, p in operator.params.items()}
         shapes = {n: tuple(p.shape) for n, p in mean.items()}
-        layers = _modules(shapes) if preconditioner is None else preconditioner.layers
+        layers = by_module(shapes) if preconditioner is None else preconditioner.layers
         if prior is not None or preconditioner is None:
             parsed = Prior.make(1.0 if prior is None else prior, prior_mean, layers, shapes)
         else:
             parsed = preconditioner.prior
         if scale is None:
             scale = 1.0 if preconditioner is None else preconditioner.scale
-        factor = _checked_scale(scale)
+        factor = check_scale(scale)
         helper = Preconditioner.make(preconditioner, parsed, factor, shapes, operator.device)
         settings = MatrixFreeSettings() if settings is None else settings
         if generator is not None:
@@ -306,7 +306,7 @@ class MatrixFreePosterior(Posterior):
             prior = self.prior
             if precision is not None:
                 prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
-        factor = self.scale if scale is None else _checked_scale(scale)
+        factor = self.scale if scale is None else check_scale(scale)
         helper = Preconditioner.make(self.preconditioner.posterior, prior, factor, self.shapes, self.operator.device)
         return replace(self, prior=prior, scale=factor, preconditioner=helper, _own=_Own())
 
@@ -528,37 +528,20 @@ class MatrixFreePosterior(Posterior):
             For each variant a list of one [b, v, v] (or [b, v]).
         """
         variants = [self] if variants is None else list(variants)
-        found: list[list[Tensor]] = [[] for _ in variants]
         stride = max(1, SOLVE_NUMBERS // (gradients.n_vectors * self.n_params))
-        for start in range(0, gradients.record.size, stride):
-            length = min(stride, gradients.record.size - start)
-            lines = join_flat(gradients.per_example(self.names, start, length), self.names, 2).detach()  # [v, b, P]
-            for place, variant in enumerate(variants):
-                found[place].append(variant._covariance_of(lines, diagonal))
-        return [[torch.cat(parts)] for parts in found]
 
-    def _covariance_of(self, lines: Tensor, diagonal: bool) -> Tensor:
-        left = lines.to(torch.float64)
+        def rows(by_name: Params) -> Tensor:
+            return join_flat(by_name, self.names, 2).detach()
+
+        return [[c] for c in covariances_by_example(gradients, self.names, stride, rows, variants, diagonal)]
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J Σ Jᵀ for the gradients of some outputs [v, b, P], by solves or fixed samples: [b, v, v], or [b, v]."""
+        left = gradients.to(torch.float64)
         if self.settings.kind == "samples":
             moved = left @ self.fixed_samples().T / math.sqrt(self.settings.samples)  # [v, b, S]
             left = right = moved
         else:
             right = self._system.solve(left.reshape(-1, self.n_params))[0].reshape(left.shape)
-        if diagonal:
-            return (left * right).sum(-1).T.to(lines.dtype)
-        return symmetrise(torch.einsum("vbp,wbp->bvw", left, right)).to(lines.dtype)
-
-
-def _checked_scale(scale: float | Tensor) -> Tensor:
-    factor = torch.as_tensor(scale, dtype=torch.float64)
-    if factor.dim() or not math.isfinite(float(factor.detach())) or float(factor.detach()) <= 0:
-        raise InputError(f"the scale of the curvature must be one positive and finite number, got {scale!r}")
-    return factor
-
-
-def _modules(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
-    """Module -> its parameters."""
-    found: dict[str, list[str]] = {}
-    for name in shapes:
-        found.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    return found
+        covariance = paired_products(left, right, diagonal)
+        return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)

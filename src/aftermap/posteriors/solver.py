@@ -125,11 +125,11 @@ class Preconditioner:
         if self.posterior is None:
             like = self.prior.expand(count, -1)
             return normal_like(like, generator) / self.prior.sqrt()
-        found = {}
+        draws = {}
         # Deviations of the blocks, not samples minus the mean: that would cancel in single precision.
         for block in self.posterior.blocks:
-            found.update(block.sample(count, generator))
-        return join_flat(found, list(self.shapes), 1).to(torch.float64)
+            draws.update(block.sample(count, generator))
+        return join_flat(draws, list(self.shapes), 1).to(torch.float64)
 
 
 @dataclass(frozen=True)
@@ -250,8 +250,8 @@ def symmetric_product(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Ten
     >>> x.grad
     tensor([3., 3.])
     """
-    found: Tensor = _Symmetric.apply(rows, function)
-    return found
+    product: Tensor = _Symmetric.apply(rows, function)
+    return product
 
 
 def log_det_quadrature(

@@ -26,10 +26,7 @@ from aftermap.batches import Batch
 from aftermap.curvature.passes.plan import CheckedPlan, Layer
 from aftermap.curvature.passes.record import outputs_replaced
 from aftermap.curvature.rules.base import append_ones
-from aftermap.curvature.structures.base import BlockPosterior
-from aftermap.curvature.structures.diagonal import DiagonalBlockPosterior
-from aftermap.curvature.structures.kron import KronBlockPosterior
-from aftermap.draws import normal_like
+from aftermap.curvature.structures.base import BlockPosterior, OutputNoise
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.models import call_model, functional_outputs, only_require_grad
 from aftermap.params import Params, swapped
@@ -125,8 +122,8 @@ def locally_sampled_outputs(
             "local=True draws the outputs of Linear layers that have a Kronecker or diagonal block and are called once, on one row "
             "per example; this posterior has none. Use local=False, or structure='kron', 'ekfac' or 'diagonal'"
         )
-    rest = [b for b in posterior.blocks if all(b is not block for block, _ in local.values())]
-    changes = {module: _change(block, layer, generator) for module, (block, layer) in local.items()}
+    rest = [b for b in posterior.blocks if all(b is not block for block, _, _ in local.values())]
+    changes = {module: _change(noise, layer, generator) for module, (_, layer, noise) in local.items()}
     drawn = []
     for _ in range(count):
         weights: Params = {}
@@ -140,12 +137,12 @@ def locally_sampled_outputs(
 
 def _local_layers(
     checked: CheckedPlan, posterior: GaussianPosterior, batch: Batch
-) -> dict[nn.Module, tuple[BlockPosterior, Layer]]:
+) -> dict[nn.Module, tuple[BlockPosterior, Layer, OutputNoise]]:
     """Modules whose outputs can be drawn, with their blocks."""
     with only_require_grad(checked.model, posterior.names):
         record = checked.record(batch)
     blocks = {frozenset(b.names): b for b in posterior.blocks}
-    local: dict[nn.Module, tuple[BlockPosterior, Layer]] = {}
+    local: dict[nn.Module, tuple[BlockPosterior, Layer, OutputNoise]] = {}
     for number in record.plan.whole_layers:
         layer, calls = record.plan.layers[number], record.calls[number]
         block = blocks.get(frozenset(layer.layout.names))
@@ -153,24 +150,17 @@ def _local_layers(
             continue
         call = calls[0].call
         plain = type(call.module) is nn.Linear and call.inputs.dim() == 2 and len(call.inputs) == batch.size
-        if plain and isinstance(block, KronBlockPosterior | DiagonalBlockPosterior):
-            local[call.module] = (block, layer)
+        noise = block.output_noise(layer.layout) if plain and block is not None else None
+        if block is not None and noise is not None:
+            local[call.module] = (block, layer, noise)
     return local
 
 
-def _change(block: BlockPosterior, layer: Layer, generator: torch.Generator | None) -> _Change:
+def _change(noise: OutputNoise, layer: Layer, generator: torch.Generator | None) -> _Change:
     """Adds the noise of a layer's weights to its output."""
-    if isinstance(block, KronBlockPosterior):
-        table, outer = (1 / block.precision.detach())[0], block.outer[0]
-        inner = None if block.inner is None else block.inner[0]
-    else:
-        table, outer, inner = layer.layout.join(block.marginal_variance())[0], None, None
 
     def change(inputs: Tensor, output: Tensor) -> Tensor:
         rows = append_ones(inputs) if "bias" in layer.named else inputs  # [b, i]
-        turned = rows if inner is None else rows @ inner.to(rows.dtype)
-        variance = turned.square() @ table.to(rows.dtype).T
-        noise = variance.sqrt() * normal_like(variance.detach(), generator)
-        return output + (noise if outer is None else noise @ outer.to(rows.dtype).T)
+        return output + noise.draw(rows, generator)
 
     return change

@@ -105,7 +105,7 @@ def test_dead_units_keep_their_prior() -> None:
 
 
 def test_factored_damping_needs_factors() -> None:
-    with pytest.raises(InputError, match="damping='factored' needs Kronecker factors; EKFAC has none"):
+    with pytest.raises(InputError, match="damping='factored' is for Kronecker factors, and structure='ekfac' has none"):
         posterior_of("ekfac", damping="factored")
 
 

@@ -168,3 +168,23 @@ def test_bad_input_is_named():
         model[4].weight[0, 0] = float("inf")
     with pytest.raises((NumericalError, DataError), match="finite"):
         full_hessian(model, [(x, y)], Categorical())
+
+
+def test_a_double_backward_that_is_wrong_is_refused():
+    """PyTorch's second derivative of weight normalisation is not symmetric: no Hessian can be made of it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        first = nn.utils.parametrizations.weight_norm(nn.Linear(2, 3))
+        net = nn.Sequential(first, nn.Tanh(), nn.Linear(3, 2)).double()
+    x, y = randn(6, 2), torch.randint(0, 2, (6,), generator=generator())
+    with pytest.raises(NumericalError, match=r"not symmetric.*original.*double backward.*structure='full'"):
+        full_hessian(net, [(x, y)], Categorical())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rounding_alone_is_no_asymmetry(dtype: torch.dtype):
+    net = mlp(nn.Tanh()).to(dtype)
+    x = randn(500, 3).to(dtype)
+    with pytest.warns(NumericalWarning, match="indefinite"):
+        matrix = full_hessian(net, [(x, labels(500))], Categorical()).matrix
+    assert torch.equal(matrix, matrix.T)

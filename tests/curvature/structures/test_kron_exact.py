@@ -247,6 +247,7 @@ def test_accumulation_dtype(structure: str) -> None:
     for dtype in (None, torch.float32, torch.float64):
         found = fit(single, narrow, CATEGORICAL, structure, accumulate=dtype)
         wanted = torch.float32 if dtype is None else dtype
+        wanted = torch.float64 if structure == "full" else wanted  # its small eigenvalues need the digits
         sums = [t for b in found.blocks for k, t in b.tensors().items() if k != "rows"]
         assert {t.dtype for t in sums} == {wanted}
         torch.testing.assert_close(found.to_dense(), exact, rtol=2e-3, atol=2e-5)
@@ -269,7 +270,7 @@ def test_ekfac_keeps_its_bases_in_the_dtype_of_the_model(dtype: torch.dtype) -> 
     found = fit_curvature(model, [(x, y)], "classification", structure="ekfac", progress=False)
     assert len(found.blocks) == 2
     for block in found.blocks:
-        for vectors in (block.input_vectors, block.output_vectors):
+        for vectors in (block.basis.inputs, block.basis.outputs):
             assert vectors.dtype == dtype
             eye = torch.eye(vectors.shape[-1], dtype=torch.float64)
             atol = 1e-6 if dtype == torch.float32 else 1e-13

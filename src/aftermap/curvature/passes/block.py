@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from aftermap.errors import InputError
+from aftermap.prior import Prior
 
 __all__ = ["Block", "same_names"]
 
 
 class Block(ABC):
-    """A symmetric matrix over some parameters, in the order of `shapes`, each parameter row-major."""
+    """A symmetric matrix over some parameters, in the order of `shapes`, each parameter row-major.
+
+    Attributes:
+        kind: A word for tables and saved folders.
+        dampings: The ways in which a posterior may add the prior to the block.
+        joins_layers: Whether a block may hold several layers with the terms between them.
+    """
 
     kind: str
+    dampings: ClassVar[tuple[str, ...]] = ("exact",)
+    joins_layers: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -47,6 +58,35 @@ class Block(ABC):
     @abstractmethod
     def diagonal(self) -> dict[str, Tensor]:
         """The diagonal, by parameter, in float64."""
+
+    def matrices_to_decompose(self, prior: Prior) -> list[tuple[str, Tensor]]:
+        """The positive semi-definite matrices [g, D, D] whose eigendecompositions `posterior` needs, with names for messages.
+
+        They are collected over all blocks and shared out over processes.
+        """
+        return []
+
+    @abstractmethod
+    def posterior(
+        self,
+        prior: Prior,
+        scale: Tensor,
+        eigen: Sequence[tuple[Tensor, Tensor]],
+        *,
+        damping: str,
+        dtype: torch.dtype,
+        n_data: float,
+    ) -> Any:
+        """The `BlockPosterior` with precision s·H + P₀ of this block H.
+
+        Args:
+            prior: P₀, at least over the parameters of the block.
+            scale: s, 0-d float64.
+            eigen: Eigenvalues and eigenvectors of `matrices_to_decompose`, in its order, in float64.
+            damping: How a Kronecker product and the prior are added: one of `dampings`, or "exact".
+            dtype: The precision of samples and of gradients that the posterior will meet: the network's own.
+            n_data: How many data the block is a sum over.
+        """
 
     @property
     def size(self) -> int:

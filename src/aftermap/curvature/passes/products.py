@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, Unpack, iterate
+from aftermap.batches import Batch, Unpack, in_dtype, iterate
 from aftermap.distributed import all_reduce_, together
 from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError, ShapeError
@@ -26,6 +26,10 @@ class GGNOperator:
     process must then ask for the same products. Every product streams once over the data: u = J v (forward mode), Lambda u, J^T Lambda u (reverse mode).
     Where an operation of the model knows no forward mode or no vmap, the product falls back to double
     backward, one column at a time. The model runs in eval mode and is unchanged afterwards.
+
+    Products with a network in half precision are made in single precision, with copies of its weights: the small
+    eigenvalues, which decide the posterior, would be lost otherwise. A network that insists on half precision inside gets
+    products in its own.
 
     Args:
         model: a network with outputs [N, ..., C].
@@ -67,7 +71,9 @@ class GGNOperator:
         prepare_forward_mode()
         self.names = list(self._params)
         self.size = sum(p.numel() for p in self._params.values())
-        self.device, self.dtype = check_device(model)
+        self.device, self._model_dtype = check_device(model)
+        half = self._model_dtype in (torch.float16, torch.bfloat16)
+        self.dtype = torch.float32 if half else self._model_dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,7 +117,7 @@ class GGNOperator:
         total, seen = torch.zeros_like(columns), 0
         with together("multiplying with the GGN"), evaluating(self._model):
             for batch in self._batches():
-                total += self._batch_product(batch, columns.to(self.dtype)).to(total)
+                total += self._batch_product(batch, columns).to(total)
                 seen += batch.size
         all_reduce_([total])
         self._count(seen)
@@ -146,7 +152,19 @@ class GGNOperator:
         return self.mv(torch.eye(self.size, dtype=torch.float64, device=self.device))
 
     def _batches(self) -> Iterable[Batch]:
-        return iterate(self._data, device=self.device, dtype=self.dtype, unpack=self._unpack)
+        return iterate(self._data, device=self.device, dtype=self._model_dtype, unpack=self._unpack)
+
+    def _working_params(self) -> Params:
+        """The weights in the precision of products."""
+        return {name: p.to(self.dtype) for name, p in self._params.items()}
+
+    def _outputs(self, params: Params, batch: Batch) -> Tensor:
+        """Outputs under ``params``, in the precision of products."""
+        if self.dtype == self._model_dtype:
+            return functional_outputs(self._model, params, batch.inputs)
+        others = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        fixed = {n: t.detach().to(self.dtype) for n, t in others.items() if n not in params and t.is_floating_point()}
+        return functional_outputs(self._model, {**fixed, **params}, in_dtype(batch.inputs, self.dtype))
 
     def _count(self, here: int) -> None:
         counted = torch.tensor([here])
@@ -161,6 +179,17 @@ class GGNOperator:
 
     def _batch_product(self, batch: Batch, columns: Tensor) -> Tensor:
         """One batch's sum of w_n J_n^T Lambda_n J_n V for V [P, k]."""
+        if self.dtype != self._model_dtype:
+            try:
+                return self._product(batch, columns.to(self.dtype))
+            except torch.OutOfMemoryError:
+                raise
+            except (NotImplementedError, RuntimeError):
+                # Some operation of the network insists on half precision. The model's own errors come back below.
+                self.dtype, self._forward_mode = self._model_dtype, True
+        return self._product(batch, columns.to(self.dtype))
+
+    def _product(self, batch: Batch, columns: Tensor) -> Tensor:
         if self._forward_mode:
             try:
                 return self._forward_product(batch, columns)
@@ -175,27 +204,28 @@ class GGNOperator:
 
     def _forward_product(self, batch: Batch, columns: Tensor) -> Tensor:
         def outputs(params: Params) -> Tensor:
-            return functional_outputs(self._model, params, batch.inputs)
+            return self._outputs(params, batch)
 
-        f, pullback, *_ = torch.func.vjp(outputs, self._params)
+        weights = self._working_params()
+        f, pullback, *_ = torch.func.vjp(outputs, weights)
         Lambda = self._output_hessian(f.detach(), batch)
 
         def product(tangent: Params) -> Tensor:
-            _, u, *_ = torch.func.jvp(outputs, (self._params,), (tangent,))
-            (gradient,) = pullback((Lambda @ u[..., None])[..., 0])
+            _, u, *_ = torch.func.jvp(outputs, (weights,), (tangent,))
+            (gradient,) = pullback((Lambda @ u[..., None].to(Lambda.dtype))[..., 0].to(u.dtype))
             return flatten(gradient, self.names)
 
         parts = [
-            torch.func.vmap(product)(unflatten(chunk, self._params)).T.detach()
+            torch.func.vmap(product)(unflatten(chunk, weights)).T.detach()
             for chunk in columns.split(self._chunk_size, dim=1)
         ]
         return torch.cat(parts, dim=1)
 
     def _double_backward_product(self, batch: Batch, columns: Tensor) -> Tensor:
         with torch.enable_grad():
-            params = {name: p.clone().requires_grad_() for name, p in self._params.items()}
+            params = {name: p.clone().requires_grad_() for name, p in self._working_params().items()}
             leaves = list(params.values())
-            f = functional_outputs(self._model, params, batch.inputs)
+            f = self._outputs(params, batch)
             Lambda = self._output_hessian(f.detach(), batch)
             # J^T z is linear in z, so that its derivative in z, applied to v, is J v.
             z = torch.zeros_like(f, requires_grad=True)
@@ -207,17 +237,16 @@ class GGNOperator:
                 (u,) = torch.autograd.grad(
                     [g for g, _ in used], z, [t for _, t in used], retain_graph=True, materialize_grads=True
                 )
-                gradient = torch.autograd.grad(
-                    f, leaves, (Lambda @ u[..., None])[..., 0], retain_graph=True, materialize_grads=True
-                )
+                vector = (Lambda @ u[..., None].to(Lambda.dtype))[..., 0].to(u.dtype)
+                gradient = torch.autograd.grad(f, leaves, vector, retain_graph=True, materialize_grads=True)
                 out.append(torch.cat([g.reshape(-1) for g in gradient]))
         return torch.stack(out, dim=1).detach()
 
     def _batch_noise(self, batch: Batch, count: int, generator: torch.Generator | None) -> Tensor:
         """One batch's sum of sqrt(w_n) J_n^T S_n eps_n: [P, count]."""
         with torch.enable_grad():
-            params = {name: p.clone().requires_grad_() for name, p in self._params.items()}
-            f = functional_outputs(self._model, params, batch.inputs)
+            params = {name: p.clone().requires_grad_() for name, p in self._working_params().items()}
+            f = self._outputs(params, batch)
             outputs = f.detach()
             self._likelihood.check(outputs, batch.targets)
             columns = self._likelihood.columns(outputs.shape[-1])
@@ -234,9 +263,12 @@ class GGNOperator:
         return torch.stack(out, dim=1).detach()
 
     def _output_hessian(self, f: Tensor, batch: Batch) -> Tensor:
-        """w_n Lambda_n: [N, ..., C, C]."""
+        """w_n Lambda_n in float64: [N, ..., C, C].
+
+        In single precision a direction in which outputs do not matter, such as a shift of all logits, would get curvature.
+        """
         self._likelihood.check(f, batch.targets)
-        Lambda = self._likelihood.hessian(f, batch.targets)
+        Lambda = self._likelihood.hessian(f.to(torch.float64), batch.targets)
         if batch.weight is None:
             return Lambda
         return Lambda * batch.weight.to(Lambda).reshape(-1, *[1] * (Lambda.dim() - 1))

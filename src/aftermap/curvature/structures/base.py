@@ -28,7 +28,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,10 +37,11 @@ from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.block import Block, same_names
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
-from aftermap.curvature.rules.base import budget
+from aftermap.curvature.rules.base import Layout, budget
 from aftermap.curvature.rules.convolution import ConvRows
 from aftermap.curvature.rules.linear import DenseRows
 from aftermap.distributed import all_reduce_, is_distributed
+from aftermap.draws import normal_like
 from aftermap.errors import InputError
 from aftermap.params import Params, flatten
 from aftermap.prior import Prior
@@ -143,8 +144,8 @@ class Factors:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters, in the order of `names`."""
-        found = {n: s for b in self.blocks for n, s in b.shapes.items()}
-        return {n: found[n] for n in self.names}
+        shapes = {n: s for b in self.blocks for n, s in b.shapes.items()}
+        return {n: shapes[n] for n in self.names}
 
     @property
     def n_params(self) -> int:
@@ -167,10 +168,10 @@ class Factors:
 
     def diagonal(self) -> dict[str, Tensor]:
         """The diagonal by parameter, in float64."""
-        found: dict[str, Tensor] = {}
+        diagonals: dict[str, Tensor] = {}
         for block in self.blocks:
-            found.update(block.diagonal())
-        return {n: found[n] for n in self.names}
+            diagonals.update(block.diagonal())
+        return {n: diagonals[n] for n in self.names}
 
     def trace(self) -> float:
         """Σ of the diagonal: the mean curvature seen by a random direction, times P."""
@@ -291,19 +292,103 @@ class BlockPosterior(ABC):
         Returns:
             For each variant [b, v, v], or [b, v].
         """
-        found: list[list[Tensor]] = [[] for _ in variants]
-        stride = budget(2 * gradients.n_vectors * self.size)
-        for start in range(0, gradients.record.size, stride):
-            length = min(stride, gradients.record.size - start)
-            values = gradients.per_example(self.names, start, length)  # [v, b, *shape]
-            left = flatten_batch(values, self.names)
-            for place, variant in enumerate(variants):
-                right = flatten_batch(variant.covariance_mv(values), self.names)
-                if diagonal:
-                    found[place].append((left * right).sum(-1).T)
-                else:
-                    found[place].append(torch.einsum("vbp,wbp->bvw", left, right))
-        return [torch.cat(parts) for parts in found]
+        stride = budget(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
+        return covariances_by_example(gradients, self.names, stride, self.gradient_rows, variants, diagonal)
+
+    def output_noise(self, layout: Layout) -> OutputNoise | None:
+        """How to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
+
+        Args:
+            layout: How the layer's parameters, which must be those of the block, form [group, out, in].
+        """
+        return None
+
+    def gradient_rows(self, gradients: Params) -> Tensor:
+        """Gradients of outputs in the uncertain numbers: by name [v, b, *shape] -> [v, b, p]."""
+        return flatten_batch(gradients, self.names)
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J Σ Jᵀ for the gradients of some outputs.
+
+        Args:
+            gradients: What `gradient_rows` returned, [v, b, p].
+            diagonal: Whether only the variances are wanted.
+
+        Returns:
+            [b, v, v], or [b, v].
+        """
+        product = flatten_batch(self.covariance_mv(split_flat(gradients, self.shapes)), self.names)
+        return paired_products(gradients, product, diagonal)
+
+
+@dataclass(frozen=True)
+class OutputNoise:
+    """What the uncertain weights of a linear layer do to its outputs, example by example.
+
+    With variances R in the basis U_B ⊗ U_A, an input a gets the noise U_B (√(R ã²) ∘ ε) with ã = U_Aᵀ a and ε ~ N(0, I)
+    (Kingma, Salimans & Welling 2015, eq. 6).
+
+    Attributes:
+        variances: R [o, i].
+        outputs: U_B [o, o]; None for the identity.
+        inputs: U_A [i, i]; None for the identity.
+    """
+
+    variances: Tensor
+    outputs: Tensor | None
+    inputs: Tensor | None
+
+    def draw(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Noise [b, o] for input rows [b, i] (with a trailing 1 where the layer has a bias)."""
+        rotated = rows if self.inputs is None else rows @ self.inputs.to(rows.dtype)
+        variance = rotated.square() @ self.variances.to(rows.dtype).T
+        noise = variance.sqrt() * normal_like(variance.detach(), generator)
+        return noise if self.outputs is None else noise @ self.outputs.to(rows.dtype).T
+
+
+class HasOutputCovariance(Protocol):
+    """Whatever knows the covariance of outputs from their gradients."""
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J Σ Jᵀ for [v, b, p]: [b, v, v], or [b, v]."""
+        ...
+
+
+def covariances_by_example(
+    gradients: LayerGradients,
+    names: Sequence[str],
+    stride: int,
+    gradient_rows: Callable[[Params], Tensor],
+    variants: Sequence[HasOutputCovariance],
+    diagonal: bool,
+) -> list[Tensor]:
+    """J Σ Jᵀ from per-example gradients, some examples at a time.
+
+    Args:
+        gradients: Of the outputs' vectors v.
+        names: The parameters whose gradients are wanted.
+        stride: How many examples fit into memory.
+        gradient_rows: It turns gradients by name [v, b, *shape] into [v, b, p].
+        variants: Posteriors over these parameters.
+        diagonal: Whether only the variances are wanted.
+
+    Returns:
+        For each variant [b, v, v], or [b, v].
+    """
+    parts: list[list[Tensor]] = [[] for _ in variants]
+    size = gradients.record.size
+    for start in range(0, size, stride):
+        rows = gradient_rows(gradients.per_example(names, start, min(stride, size - start)))
+        for covariances, variant in zip(parts, variants, strict=True):
+            covariances.append(variant.output_covariance(rows, diagonal))
+    return [torch.cat(covariances) for covariances in parts]
+
+
+def paired_products(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
+    """Σ_p left_p right_p of rows [v, b, p] of the same example: [b, v, v], or [b, v] for equal v."""
+    if diagonal:
+        return (left * right).sum(-1).T
+    return torch.einsum("vbp,wbp->bvw", left, right)
 
 
 def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:

@@ -33,11 +33,13 @@ from aftermap.curvature.rules.scale import ScaleRows
 from aftermap.curvature.structures.base import (
     Block,
     BlockPosterior,
+    OutputNoise,
     Structure,
     layer_covariance,
     layer_of,
     register_structure,
 )
+from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.draws import normal_like
 from aftermap.errors import UnsupportedError
 from aftermap.likelihoods import Likelihood
@@ -89,6 +91,13 @@ class DiagonalBlock(Block):
 
     def diagonal(self) -> dict[str, Tensor]:
         return {n: v.to(torch.float64) for n, v in self.values.items()}
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> DiagonalBlockPosterior:
+        device = next(iter(self.values.values())).device
+        precision = {n: prior.precision[n].to(device) for n in self.shapes}
+        return DiagonalBlockPosterior(self, precision, scale.to(device), dtype)
 
 
 class DiagonalAccumulator(Accumulator):
@@ -266,11 +275,11 @@ class DiagonalBlockPosterior(BlockPosterior):
         return torch.stack([(1 - self.prior[n] / p).sum() for n, p in self.precision.items()]).sum()
 
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
-        found = {}
+        draws = {}
         for name, precision in self.precision.items():
             deviation = precision.detach().rsqrt().to(self.dtype)
-            found[name] = normal_like(deviation.expand(count, *deviation.shape), generator) * deviation
-        return found
+            draws[name] = normal_like(deviation.expand(count, *deviation.shape), generator) * deviation
+        return draws
 
     def precision_mv(self, values: Params) -> Params:
         return {n: values[n] * p.to(values[n].dtype) for n, p in self.precision.items()}
@@ -287,6 +296,9 @@ class DiagonalBlockPosterior(BlockPosterior):
         layout = gradients.record.plan.layers[layer].layout
         tables = [layout.join(v.marginal_variance()) for v in variants]
         return layer_covariance(gradients, layer, tables, None, None, diagonal)
+
+    def output_noise(self, layout: Layout) -> OutputNoise:
+        return OutputNoise(layout.join(self.marginal_variance())[0], None, None)
 
     def marginal_variance(self) -> Params:
         return {n: 1 / p.detach() for n, p in self.precision.items()}

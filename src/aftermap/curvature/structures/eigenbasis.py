@@ -1,164 +1,146 @@
-"""Eigenbases of Kronecker blocks: decomposed in float64, shared out over processes, with the damped eigenvalues in them."""
+"""The eigenbasis of Kronecker factors: decomposed in float64, shared out over processes, with the damped eigenvalues in it.
+
+With A = U_A diag(λ) U_Aᵀ and B = U_B diag(μ) U_Bᵀ the matrix B ⊗ A is diagonal in the basis U_B ⊗ U_A. Structures, their
+posteriors and the K-FAC optimisers all work there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from aftermap.curvature.rules.base import Layout
 from aftermap.distributed import shared_out
 from aftermap.errors import InputError
 from aftermap.linalg import psd_eigh
 
-if TYPE_CHECKING:
-    from aftermap.curvature.structures.kron import KronBlock
-
-__all__ = ["DAMPINGS", "EigenBasis", "EigenTable", "KronEigen", "decompose", "eigenbases"]
+__all__ = ["DAMPINGS", "Eigen", "KroneckerEigenbasis", "damped_eigenvalues", "eigendecompose"]
 
 DAMPINGS = ("exact", "factored", "pi")
+# Eigenvalues [..., D], ascending, and eigenvectors [..., D, D] in columns.
+Eigen = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class KronEigen:
-    """Eigendecomposition of a Kronecker block, in float64.
+class KroneckerEigenbasis:
+    """The basis U_B ⊗ U_A of a layer's Kronecker factors.
 
     Attributes:
-        input_values: λ [g, i] of A / rows; input_vectors: U_A [g, i, i], None where A is diagonal (U_A = I).
-        output_values: μ [g, o] of B; output_vectors: U_B [g, o, o].
+        inputs: U_A [g, i, i]; None for the identity (one-hot inputs, whose factor is diagonal).
+        outputs: U_B [g, o, o].
+
+    >>> turn = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
+    >>> KroneckerEigenbasis(turn, turn).rotate(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
+    tensor([[[4., 3.],
+             [2., 1.]]])
     """
 
-    input_values: Tensor
-    input_vectors: Tensor | None
-    output_values: Tensor
-    output_vectors: Tensor
+    inputs: Tensor | None
+    outputs: Tensor
 
-    def values(self) -> Tensor:
-        """Eigenvalues μ_i λ_j of the block: [g, o, i]."""
-        return self.output_values[:, :, None] * self.input_values[:, None, :]
+    def rotate(self, block: Tensor) -> Tensor:
+        """U_Bᵀ W U_A for a block of weights W [..., g, o, i], in its dtype."""
+        rotated = self.outputs.to(block.dtype).transpose(-1, -2) @ block
+        return rotated if self.inputs is None else rotated @ self.inputs.to(block.dtype)
 
+    def rotate_back(self, rotated: Tensor) -> Tensor:
+        """U_B W U_Aᵀ, which undoes `rotate`."""
+        block = self.outputs.to(rotated.dtype) @ rotated
+        return block if self.inputs is None else block @ self.inputs.to(rotated.dtype).transpose(-1, -2)
 
-@dataclass(frozen=True)
-class EigenBasis:
-    """Where a Kronecker block is diagonal: U_A [g, i, i] (None for the identity) and U_B [g, o, o] of a layout."""
+    def diagonal(self, values: Tensor) -> Tensor:
+        """The diagonal of (U_B ⊗ U_A) diag(values) (U_B ⊗ U_A)ᵀ for values [g, o, i], in float64 and in the same shape."""
+        diagonal = self.outputs.to(torch.float64).square() @ values
+        if self.inputs is None:
+            return diagonal
+        return diagonal @ self.inputs.to(torch.float64).square().transpose(-1, -2)
 
-    layout: Layout
-    input_vectors: Tensor | None
-    output_vectors: Tensor
-
-
-def _matrices(block: KronBlock) -> list[tuple[Tensor, str]]:
-    """What there is to decompose: B, and A where it is not diagonal, with names for messages."""
-    found = [(block.outputs, f"the output factor of {block.name}")]
-    return found + ([(block.inputs, f"the input factor of {block.name}")] if block.inputs.dim() == 3 else [])
-
-
-def _costs(jobs: Iterable[tuple[Tensor, str]]) -> list[float]:
-    return [float(m.shape[0] * m.shape[-1] ** 3) for m, _ in jobs]
+    def to(self, dtype: torch.dtype) -> KroneckerEigenbasis:
+        """The same basis in another precision."""
+        return KroneckerEigenbasis(None if self.inputs is None else self.inputs.to(dtype), self.outputs.to(dtype))
 
 
-def decompose(blocks: Sequence[KronBlock]) -> list[KronEigen]:
-    """Eigendecompositions of Kronecker blocks; over several processes they are shared out by cost (width³)."""
-    jobs = [job for block in blocks for job in _matrices(block)]
-    if not jobs:
-        return []
-    like = torch.empty(0, dtype=torch.float64, device=jobs[0][0].device)
-    done = shared_out(
-        _costs(jobs),
-        [[tuple(m.shape[:-1]), tuple(m.shape)] for m, _ in jobs],
-        lambda job: psd_eigh(jobs[job][0], what=jobs[job][1]),
-        like,
-    )
-    found = iter(done)
-    result = []
-    for block in blocks:
-        output_values, output_vectors = next(found)
-        if block.inputs.dim() == 3:
-            input_values, input_vectors = next(found)
-            mean = input_values / block.row_counts()[:, None]
-            result.append(KronEigen(mean, input_vectors, output_values, output_vectors))
-        else:
-            result.append(KronEigen(block.input_mean(), None, output_values, output_vectors))
-    return result
+def eigendecompose(
+    matrices: list[tuple[str, Tensor]], dtype: torch.dtype = torch.float64, *, release: bool = False
+) -> list[Eigen]:
+    """Eigendecompositions of positive semi-definite matrices, in float64.
 
-
-def eigenbases(blocks: list[KronBlock], dtype: torch.dtype) -> list[EigenBasis]:
-    """Eigenbases of Kronecker blocks, computed in float64 and kept in ``dtype``; shared out as in `decompose`.
+    Over several processes they are shared out by cost (width³), and all processes get all results.
 
     Args:
-        blocks: the list is emptied: a factor is let go when its basis is there, so that never both exist of all layers.
-        dtype: of the eigenvectors.
+        matrices: Pairs of a name for messages ("the output factor of conv1") and a matrix [g, D, D].
+        dtype: The precision of the results.
+        release: Whether to empty the list on the way. If nobody else holds a matrix, it is let go as soon as its
+            decomposition exists, so that never both exist of all layers.
+
+    Returns:
+        For each matrix its eigenvalues [g, D] and eigenvectors [g, D, D].
+
+    Raises:
+        NumericalError: A matrix is not finite, or further from being positive semi-definite than rounding explains.
+
+    >>> [(values, vectors)] = eigendecompose([("a factor", torch.diag(torch.tensor([1.0, 4.0]))[None])])
+    >>> values
+    tensor([[1., 4.]], dtype=torch.float64)
     """
-    layouts = [(b.layout, b.inputs.dim() == 3) for b in blocks]
-    jobs = dict(enumerate(job for b in blocks for job in _matrices(b)))
-    del blocks[:]
-    if not jobs:
+    waiting = dict(enumerate(matrices))
+    if release:
+        matrices.clear()
+    if not waiting:
         return []
-    costs, shapes = _costs(jobs.values()), [[tuple(m.shape)] for m, _ in jobs.values()]
-    like = torch.empty(0, dtype=dtype, device=jobs[0][0].device)
+    costs = [float(m.shape[0] * m.shape[-1] ** 3) for _, m in waiting.values()]
+    shapes = [[tuple(m.shape[:-1]), tuple(m.shape)] for _, m in waiting.values()]
+    like = torch.empty(0, dtype=dtype, device=waiting[0][1].device)
 
     def work(number: int) -> list[Tensor]:
-        matrix, what = jobs.pop(number)
-        return [psd_eigh(matrix, what=what)[1].to(dtype)]
+        name, matrix = waiting.pop(number)
+        return [t.to(dtype) for t in psd_eigh(matrix, what=name)]
 
-    found = iter(each[0] for each in shared_out(costs, shapes, work, like))
-    result = []
-    for layout, dense in layouts:
-        outer = next(found)
-        result.append(EigenBasis(layout, next(found) if dense else None, outer))
-    return result
+    return [(values, vectors) for values, vectors in shared_out(costs, shapes, work, like)]
 
 
-@dataclass(frozen=True)
-class EigenTable:
-    """Curvature eigenvalues of a block: a full table E [g, o, i], or the outer product of μ [g, o] and λ [g, i].
+def damped_eigenvalues(
+    mu: Tensor,
+    lam: Tensor,
+    *,
+    scale: float | Tensor = 1.0,
+    prior: float | Tensor,
+    damping: str = "exact",
+    n_data: float = 1.0,
+) -> Tensor:
+    """Eigenvalues of s · B ⊗ A + δ I, or of a Kronecker product that stands for it.
 
-    Attributes:
-        n_data: N of eq. 9.
+    - "exact": s μ_i λ_j + δ.
+    - "factored": (√(s/N) μ_i + √δ)(√(sN) λ_j + √δ) (Ritter et al. 2018, eq. 9, with B/N and A as means over data).
+    - "pi": (√(s/N) μ_i + √δ/π)(√(sN) λ_j + π√δ), where π² is the ratio of the mean eigenvalues of the two factors, so that
+      scaling A up and B down changes nothing (Martens & Grosse 2015, section 6.3).
+
+    Args:
+        mu: The eigenvalues of B [g, o].
+        lam: The eigenvalues of A [g, i].
+        scale: s.
+        prior: δ; for an optimiser its damping as well.
+        damping: One of the three.
+        n_data: N, if B is a sum over so many data; 1 for means. Only "factored" depends on it.
+
+    Returns:
+        [g, o, i].
+
+    >>> damped_eigenvalues(torch.tensor([[2.0]]), torch.tensor([[3.0]]), prior=4.0, damping="factored")
+    tensor([[[20.]]])
     """
-
-    table: Tensor | None
-    outputs: Tensor | None
-    inputs: Tensor | None
-    n_data: float
-
-    def values(self) -> Tensor:
-        """[g, o, i]."""
-        if self.table is not None:
-            return self.table
-        if self.outputs is None or self.inputs is None:
-            raise InputError("an eigenvalue table needs E, or both μ and λ")
-        return self.outputs[:, :, None] * self.inputs[:, None, :]
-
-    def exceed(self, least: Tensor) -> tuple[Tensor, Tensor]:
-        """Where any eigenvalue of an output direction [g, o], and of an input direction [g, i], is above ``least``."""
-        if self.table is None and self.outputs is not None and self.inputs is not None:
-            outputs, inputs = self.outputs, self.inputs
-            return outputs * inputs.amax(-1, keepdim=True) > least, inputs * outputs.amax(-1, keepdim=True) > least
-        above = self.values() > least
-        return above.any(-1), above.any(-2)
-
-    def to(self, dtype: torch.dtype) -> EigenTable:
-        """The same in another precision."""
-        table, outputs, inputs = (None if t is None else t.to(dtype) for t in (self.table, self.outputs, self.inputs))
-        return EigenTable(table, outputs, inputs, self.n_data)
-
-    def precision(self, scale: Tensor, prior: Tensor, damping: str) -> Tensor:
-        """Eigenvalues of the posterior precision [g, o, i]."""
-        if damping == "exact":
-            return scale * self.values() + prior
-        if self.outputs is None or self.inputs is None:
-            raise InputError(f"damping={damping!r} needs Kronecker factors; EKFAC has none: use damping='exact'")
-        left = (scale / self.n_data).sqrt() * self.outputs
-        right = (scale * self.n_data).sqrt() * self.inputs
-        root = prior.sqrt()
-        pi = torch.ones_like(left[:, :1])
-        if damping == "pi":
-            inner, outer = right.mean(1, keepdim=True), left.mean(1, keepdim=True)
-            alive = (inner > 0) & (outer > 0)  # else the block is zero, and the prior stays as it is
-            pi = torch.where(alive, inner / torch.where(alive, outer, 1.0), 1.0).sqrt()
-            left, right = left * alive, right * alive
-        return (left + root / pi)[:, :, None] * (right + root * pi)[:, None, :]  # eq. (9)
+    if damping not in DAMPINGS:
+        raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
+    s, delta = (torch.as_tensor(v, dtype=mu.dtype, device=mu.device) for v in (scale, prior))
+    if damping == "exact":
+        return s * (mu[:, :, None] * lam[:, None, :]) + delta
+    left, right = (s / n_data).sqrt() * mu, (s * n_data).sqrt() * lam
+    root = delta.sqrt()
+    pi = torch.ones_like(left[:, :1])
+    if damping == "pi":
+        left_mean, right_mean = left.mean(1, keepdim=True), right.mean(1, keepdim=True)
+        alive = (right_mean > 0) & (left_mean > 0)  # else the block is zero, and the prior stays as it is
+        pi = torch.where(alive, right_mean / torch.where(alive, left_mean, 1.0), 1.0).sqrt()
+        left, right = left * alive, right * alive
+    return (left + root / pi)[:, :, None] * (right + root * pi)[:, None, :]

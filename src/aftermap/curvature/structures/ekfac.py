@@ -11,7 +11,7 @@ passes over the data: factors first, then E.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,29 +25,34 @@ from aftermap.curvature.rules.linear import DenseRows, OneHotRows
 from aftermap.curvature.structures.assign import layer_accumulators
 from aftermap.curvature.structures.base import Block, Factors, Structure, register_structure
 from aftermap.curvature.structures.diagonal import DiagonalBlock
-from aftermap.curvature.structures.eigenbasis import EigenBasis, eigenbases
+from aftermap.curvature.structures.eigenbasis import Eigen, KroneckerEigenbasis
 from aftermap.curvature.structures.full import FullBlock
-from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
+from aftermap.curvature.structures.kron import (
+    KronAccumulator,
+    KronBlock,
+    KronBlockPosterior,
+    KroneckerEigenvalues,
+    decompose_bases,
+)
 from aftermap.errors import InputError
 from aftermap.linalg import RunningSum
+from aftermap.prior import Prior
 
-__all__ = ["EigenAccumulator", "EigenBlock"]
+__all__ = ["EigenAccumulator", "EkfacBlock"]
 
 
 @dataclass(frozen=True)
-class EigenBlock(Block):
+class EkfacBlock(Block):
     """(U_B ⊗ U_A) diag(E) (U_B ⊗ U_A)ᵀ for each group; sums add up only in the same basis.
 
     Attributes:
         layout: how the parameters form [group, out, in].
-        input_vectors: U_A [g, i, i], or None for the identity.
-        output_vectors: U_B [g, o, o].
+        basis: U_A and U_B.
         values: E [g, o, i].
     """
 
     layout: Layout
-    input_vectors: Tensor | None
-    output_vectors: Tensor
+    basis: KroneckerEigenbasis
     values: Tensor
     kind: str = "ekfac"
 
@@ -62,19 +67,17 @@ class EigenBlock(Block):
     def tensors(self) -> dict[str, Tensor]:
         return {"values": self.values}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> EigenBlock:
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> EkfacBlock:
         return replace(self, values=tensors["values"])
 
-    def scaled(self, factor: float) -> EigenBlock:
+    def scaled(self, factor: float) -> EkfacBlock:
         return replace(self, values=self.values * factor)
 
     def __add__(self, other: Block) -> Block:
-        if isinstance(other, EigenBlock) and self.shapes == other.shapes:
-            same = torch.equal(self.output_vectors, other.output_vectors) and (
-                self.input_vectors is None
-                or (other.input_vectors is not None and torch.equal(self.input_vectors, other.input_vectors))
-            )
-            if not same:
+        if isinstance(other, EkfacBlock) and self.shapes == other.shapes:
+            mine, theirs = self.basis, other.basis
+            same_inputs = mine.inputs is None or (theirs.inputs is not None and torch.equal(mine.inputs, theirs.inputs))
+            if not (same_inputs and torch.equal(mine.outputs, theirs.outputs)):
                 raise InputError(
                     f"the EKFAC blocks of {self.name} have different eigenbases and cannot be added; "
                     "fit on all data at once, or use structure='kron', whose factors add up"
@@ -83,25 +86,36 @@ class EigenBlock(Block):
 
     def to_dense(self) -> Tensor:
         layout, size = self.layout, self.layout.out * self.layout.in_
-        outer = self.output_vectors.to(torch.float64)
-        dense = torch.zeros(self.size, self.size, dtype=torch.float64, device=outer.device)
+        basis = self.basis.to(torch.float64)
+        dense = torch.zeros(self.size, self.size, dtype=torch.float64, device=basis.outputs.device)
         for g in range(layout.groups):
-            eye = torch.eye(layout.in_, dtype=torch.float64, device=outer.device)
-            inner = eye if self.input_vectors is None else self.input_vectors[g].to(torch.float64)
-            basis = torch.kron(outer[g].contiguous(), inner.contiguous())
+            eye = torch.eye(layout.in_, dtype=torch.float64, device=dense.device)
+            inputs = eye if basis.inputs is None else basis.inputs[g]
+            vectors = torch.kron(basis.outputs[g].contiguous(), inputs.contiguous())
             part = slice(g * size, (g + 1) * size)
-            dense[part, part] = (basis * self.values[g].reshape(-1).to(torch.float64)) @ basis.T
+            dense[part, part] = (vectors * self.values[g].reshape(-1).to(torch.float64)) @ vectors.T
         place = layout.positions()
         ordered = torch.empty_like(dense)
         ordered[place[:, None], place] = dense
         return ordered
 
     def diagonal(self) -> dict[str, Tensor]:
-        outer = self.output_vectors.to(torch.float64).square()
-        found = outer @ self.values.to(torch.float64)
-        if self.input_vectors is not None:
-            found = found @ self.input_vectors.to(torch.float64).square().transpose(-1, -2)
-        return self.layout.split(found)
+        return self.layout.split(self.basis.diagonal(self.values.to(torch.float64)))
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> KronBlockPosterior:
+        if damping != "exact":
+            raise InputError(f"damping={damping!r} needs Kronecker factors; EKFAC has none: use damping='exact'")
+        device = self.values.device
+        return KronBlockPosterior(
+            self,
+            self.layout,
+            self.basis.to(dtype),
+            KroneckerEigenvalues(self.values.to(torch.float64), None, None, n_data),
+            prior.scalar(tuple(self.shapes)).to(device),
+            scale.to(device),
+        )
 
 
 _ROTATED_NUMBERS = 1 << 19
@@ -125,16 +139,18 @@ class EigenAccumulator(Accumulator):
 
     Args:
         layer: The layer's number.
+        layout: How its parameters form [group, out, in].
         basis: Where its Kronecker factors are diagonal.
         model_dtype: Of the gradients that are rotated.
         dtype: Of the sums.
     """
 
-    def __init__(self, layer: int, basis: EigenBasis, model_dtype: torch.dtype, dtype: torch.dtype):
-        self.layer, self.layout, self.basis, self.layers = layer, basis.layout, basis, (layer,)
-        layout = basis.layout
-        self.outer = basis.output_vectors.to(model_dtype)
-        self.inner = None if basis.input_vectors is None else basis.input_vectors.to(model_dtype)
+    def __init__(
+        self, layer: int, layout: Layout, basis: KroneckerEigenbasis, model_dtype: torch.dtype, dtype: torch.dtype
+    ):
+        self.layer, self.layout, self.basis, self.layers = layer, layout, basis, (layer,)
+        rotation = basis.to(model_dtype)
+        self.outer, self.inner = rotation.outputs, rotation.inputs
         shape = (layout.groups, layout.out, layout.in_)
         self.sums = RunningSum([torch.zeros(shape, dtype=dtype, device=self.outer.device)])
 
@@ -176,7 +192,7 @@ class EigenAccumulator(Accumulator):
             DenseRows(some, ones=False).add_outer_squared_(self.sums.room_for(length)[0], turned)
 
     def blocks(self) -> list[Block]:
-        return [EigenBlock(self.layout, self.basis.input_vectors, self.basis.output_vectors, self.sums.take())]
+        return [EkfacBlock(self.layout, self.basis, self.sums.take())]
 
 
 def fit_ekfac(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
@@ -188,12 +204,13 @@ def fit_ekfac(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]
     rest = [None if isinstance(b, KronBlock) else b for b in blocks]
     # The bases are those of the factors of all processes, and the factors go as their bases come.
     krons = [b for b in _over_processes(blocks, problem) if isinstance(b, KronBlock)]
+    layouts = [block.layout for block in krons]
     del blocks
     # Half precision has no eigendecomposition, and its rotations would lose what the bases are for.
     basis_dtype = torch.float32 if problem.model_dtype in (torch.float16, torch.bfloat16) else problem.model_dtype
     second: list[Accumulator] = [
-        EigenAccumulator(layer, basis, problem.model_dtype, problem.sums_dtype)
-        for layer, basis in zip(layers, eigenbases(krons, basis_dtype), strict=True)
+        EigenAccumulator(layer, layout, basis, problem.model_dtype, problem.sums_dtype)
+        for layer, layout, basis in zip(layers, layouts, decompose_bases(krons, basis_dtype), strict=True)
     ]
     corrected, _ = problem.run(second, "ekfac: eigenvalues")
     following = iter(corrected)
@@ -211,7 +228,7 @@ register_structure(
         "ekfac",
         "Kronecker eigenbases with the exact curvature along each eigenvector.",
         fit_ekfac,
-        (EigenBlock, FullBlock, DiagonalBlock),
+        (EkfacBlock, FullBlock, DiagonalBlock),
         passes=2,
     )
 )

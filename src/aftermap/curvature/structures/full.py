@@ -9,7 +9,8 @@ s reuse V and l; another shape of D costs one decomposition.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,16 +26,86 @@ from aftermap.curvature.structures.base import (
     register_structure,
     split_flat,
 )
+from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.draws import normal_like
-from aftermap.errors import NumericalError
+from aftermap.errors import NumericalError, NumericalWarning
 from aftermap.linalg import GramSum, psd_eigh, symmetrise
 from aftermap.params import Params
 from aftermap.prior import Prior
 
-__all__ = ["MAX_FULL", "FullBlock", "FullBlockPosterior", "FullSum", "full_block_posterior"]
+__all__ = [
+    "MAX_FULL",
+    "FullBlock",
+    "FullBlockPosterior",
+    "FullSum",
+    "PriorRatio",
+    "coarser_dtype",
+    "warn_of_rounding",
+]
 
 
 MAX_FULL = 20_000  # parameters of a dense matrix: 3 GiB in double precision
+# The share of a variance that rounding of the gradients may make up before a warning says so.
+_ROUNDING_SHARE = 0.01
+
+
+def warn_of_rounding(posterior: BlockPosterior, gradients: Tensor, prior: Tensor, variance: Tensor) -> None:
+    """Warns where the rounding of gradients may make up much of the variance of an output.
+
+    Entry j of a gradient is known to a relative error of eps, which adds about eps² · Σ_j J_j² Σ_jj to the variance.
+
+    Args:
+        posterior: It gives the marginal variances Σ_jj.
+        gradients: J [v, b, p] as it was computed.
+        prior: Precisions [p].
+        variance: J Σ Jᵀ [b, v].
+    """
+    squares, share = gradients.detach().to(torch.float64).square(), _ROUNDING_SHARE * variance.detach().T
+    eps = torch.finfo(gradients.dtype).eps
+    # No variance is above the prior's, which is at hand; marginal variances are computed only where they matter.
+    if not bool((eps**2 * (squares @ (1 / prior.detach())) > share).any()):
+        return
+    marginal = torch.cat([v.reshape(-1) for v in posterior.marginal_variance().values()])
+    unclear = eps**2 * (squares @ marginal) > share
+    if bool(unclear.any()):
+        name = str(gradients.dtype).removeprefix("torch.")
+        warnings.warn(
+            f"the variance of {int(unclear.sum())} of {unclear.numel()} outputs is so much smaller than that of the weights that the "
+            f"rounding of {name} gradients may change it. Compute in double precision (model.double() and data in "
+            "float64), or use a larger prior precision",
+            NumericalWarning,
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True)
+class PriorRatio:
+    """A diagonal prior relative to the one that a matrix was whitened with.
+
+    Attributes:
+        vector: The prior's precisions [p].
+        ratio: What the prior is multiplied by in comparison, 0-d; it carries a gradient only if the prior is one number.
+    """
+
+    vector: Tensor
+    ratio: Tensor
+
+    @staticmethod
+    def of(prior: Prior, names: Sequence[str], whitener: Tensor | None, device: torch.device) -> PriorRatio | None:
+        """Compares a prior with whitener²; None where they differ by more than one common factor.
+
+        Args:
+            prior: The new prior.
+            names: The parameters in the order of the matrix.
+            whitener: √ of the precisions that the matrix was whitened with [p]; None: those of ``prior`` itself.
+            device: Where the matrix is.
+        """
+        vector = prior.vector(names, device)
+        ratio = vector / (vector.detach() if whitener is None else whitener.square())
+        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) >= 1e-12:
+            return None
+        # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
+        return PriorRatio(vector, ratio[0] if prior.is_shared(names) else ratio[0].detach())
 
 
 @dataclass(frozen=True)
@@ -42,15 +113,16 @@ class FullBlock(Block):
     """A dense symmetric matrix.
 
     Attributes:
-        label: a name for tables.
-        sizes: parameters and shapes, in the order of the matrix.
-        matrix: [p, p].
+        label: The name of the block in tables.
+        sizes: The parameters and their shapes, in the order of the matrix.
+        matrix: The sum over data [p, p]; in float64 since gradients of any precision are multiplied there.
     """
 
     label: str
     sizes: Mapping[str, tuple[int, ...]]
     matrix: Tensor
     kind: str = "full"
+    joins_layers = True
 
     @property
     def name(self) -> str:
@@ -69,27 +141,48 @@ class FullBlock(Block):
     def scaled(self, factor: float) -> FullBlock:
         return replace(self, matrix=self.matrix * factor)
 
+    def __add__(self, other: Block) -> Block:
+        """The sum, in the lower of two precisions: its dtype says how far its eigenvalues can be trusted."""
+        total = super().__add__(other)
+        if isinstance(total, FullBlock) and isinstance(other, FullBlock):
+            return replace(total, matrix=total.matrix.to(coarser_dtype(self.matrix, other.matrix)))
+        return total
+
     def to_dense(self) -> Tensor:
         return symmetrise(self.matrix.to(torch.float64))
 
     def diagonal(self) -> dict[str, Tensor]:
         entries = self.matrix.diagonal().to(torch.float64)
-        parts = entries.split([math.prod(s) for s in self.sizes.values()])
-        return {n: p.reshape(s) for (n, s), p in zip(self.sizes.items(), parts, strict=True)}
+        return split_flat(entries, self.shapes)
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> FullBlockPosterior:
+        """Decomposes the whitened matrix; see `FullBlockPosterior.of`."""
+        return FullBlockPosterior.of(self, prior, scale, dtype)
+
+
+def coarser_dtype(left: Tensor, right: Tensor) -> torch.dtype:
+    """The dtype of the two tensors with the larger rounding."""
+    return max(left.dtype, right.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 class FullSum(PerExampleSum):
-    """Sums the outer products of per-example gradients over all of its parameters."""
+    """Sums the outer products of per-example gradients over all of its parameters, in float64.
+
+    A sum in single precision would know the matrix to 1e-7 of its largest eigenvalue. The gradients themselves, squared, know
+    it to 1e-14, and a weak prior needs these digits.
+    """
 
     def __init__(self, label: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         self.label, self.shapes, self.names = label, dict(shapes), tuple(shapes)
         size = sum(math.prod(s) for s in shapes.values())
-        self.sums = GramSum(1, size, dtype, device)
+        self.sums = GramSum(1, size, torch.float64, device)
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         parts = (gradients[n] for n in self.names)
         lines = torch.cat([g.reshape(math.prod(g.shape[:2]), -1) for g in parts], dim=1)
-        self.sums.add(lines[None])
+        self.sums.add(lines[None].to(torch.float64))
 
     def block(self) -> FullBlock:
         return FullBlock(self.label, self.shapes, self.sums.full()[0])
@@ -100,13 +193,14 @@ class FullBlockPosterior(BlockPosterior):
     """A dense block under a prior.
 
     Attributes:
-        source_block: the curvature M.
-        prior: D as a vector [p].
-        whitener: √D of the decomposition [p]; the present prior is ratio · whitener².
-        values: l [p]; vectors: V [p, p], float64.
-        ratio: 0-d.
+        source_block: The curvature M.
+        prior: The prior's precisions D as a vector [p].
+        whitener: √D at the time of the decomposition [p]; the present prior is ratio · whitener².
+        values: The eigenvalues l [p] of the whitened matrix, in float64.
+        vectors: Its eigenvectors V [p, p], in float64.
+        ratio: The present prior relative to that of the decomposition, 0-d.
         scale: s, 0-d.
-        dtype: of samples.
+        dtype: The precision of samples.
     """
 
     source_block: FullBlock
@@ -122,16 +216,34 @@ class FullBlockPosterior(BlockPosterior):
     def source(self) -> Block:
         return self.source_block
 
+    @staticmethod
+    def of(block: FullBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> FullBlockPosterior:
+        """Decomposes the whitened matrix.
+
+        Raises:
+            NumericalError: s·M + D is not positive definite (possible for an exact Hessian only).
+        """
+        matrix = block.to_dense()
+        scale = scale.to(matrix.device)
+        compared = PriorRatio.of(prior, tuple(block.shapes), None, matrix.device)
+        assert compared is not None  # a prior differs from itself by the factor 1
+        whitener = compared.vector.detach().sqrt()
+        white = matrix / whitener / whitener[:, None]
+        if block.kind == "hessian":
+            values, vectors = torch.linalg.eigh(symmetrise(white))
+            _check_positive(block, values, scale)
+        else:
+            what = f"the full curvature of {block.name}"
+            values, vectors = psd_eigh(white, what=what, precision=block.matrix.dtype)
+        return FullBlockPosterior(block, compared.vector, whitener, values, vectors, compared.ratio, scale, dtype)
+
     def with_prior(self, prior: Prior, scale: Tensor) -> FullBlockPosterior:
-        device = self.vectors.device
-        vector, scale = prior.vector(self.names, device), scale.to(device)
-        ratio = vector / self.whitener.square()
-        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) < 1e-12:
-            # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
-            common = ratio[0] if prior.is_shared(self.names) else ratio[0].detach()
-            _check_positive(self.source_block, self.values, scale / common)
-            return replace(self, prior=vector, ratio=common, scale=scale)
-        return full_block_posterior(self.source_block, prior, scale, self.dtype)
+        scale = scale.to(self.vectors.device)
+        compared = PriorRatio.of(prior, self.names, self.whitener, self.vectors.device)
+        if compared is None:
+            return FullBlockPosterior.of(self.source_block, prior, scale, self.dtype)
+        _check_positive(self.source_block, self.values, scale / compared.ratio)
+        return replace(self, prior=compared.vector, ratio=compared.ratio, scale=scale)
 
     @property
     def _gain(self) -> Tensor:
@@ -172,6 +284,14 @@ class FullBlockPosterior(BlockPosterior):
         root = self._deviation()
         return split_flat(((vector @ root) @ root.T).to(next(iter(values.values())).dtype), self.shapes)
 
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """By a root of the covariance: a sum of squares, in float64."""
+        rows = gradients.to(torch.float64).transpose(0, 1)  # [b, v, p]
+        turned = rows @ self._deviation()
+        variance = turned.square().sum(-1)
+        warn_of_rounding(self, gradients, self.prior, variance)
+        return (variance if diagonal else turned @ turned.transpose(1, 2)).to(gradients.dtype)
+
     def _joined(self, values: Params) -> Tensor:
         name = self.names[0]
         lead = values[name].dim() - len(self.shapes[name])
@@ -179,29 +299,6 @@ class FullBlockPosterior(BlockPosterior):
 
     def marginal_variance(self) -> Params:
         return split_flat(self._deviation().detach().square().sum(1), self.shapes)
-
-
-def full_block_posterior(block: FullBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> FullBlockPosterior:
-    """Decomposes the whitened matrix.
-
-    Raises:
-        NumericalError: s·M + D is not positive definite (possible for an exact Hessian only).
-    """
-    matrix = block.to_dense()
-    scale = scale.to(matrix.device)
-    vector = prior.vector(tuple(block.shapes), matrix.device)
-    whitener = vector.detach().sqrt()
-    white = matrix / whitener / whitener[:, None]
-    if block.kind == "hessian":
-        values, vectors = torch.linalg.eigh(symmetrise(white))
-        _check_positive(block, values, scale)
-    else:
-        what = f"the full curvature of {block.name}"
-        values, vectors = psd_eigh(white, what=what, precision=block.matrix.dtype)
-    one = torch.ones((), dtype=torch.float64, device=matrix.device)
-    if vector.requires_grad and prior.is_shared(tuple(block.shapes)):
-        one = vector[0] / vector[0].detach()  # 1, with the gradient of the prior's one number
-    return FullBlockPosterior(block, vector, whitener, values, vectors, one, scale, dtype)
 
 
 def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:

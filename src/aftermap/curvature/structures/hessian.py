@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -73,7 +74,7 @@ def full_hessian(
 
     Raises:
         InputError: more than 20,000 parameters, or unknown names.
-        NumericalError: an entry is not finite.
+        NumericalError: an entry is not finite, or the matrix is not symmetric: a double backward of the model is wrong.
 
     Warns:
         NumericalWarning: the matrix is indefinite.
@@ -108,6 +109,7 @@ def full_hessian(
     all_reduce_([H, counted])
     if not bool(torch.isfinite(H).all()):
         raise NumericalError("the Hessian is not finite; check the model's outputs and weights")
+    _check_symmetry(H, params, dtype)
     H = (H + H.T) / 2
     eigenvalues = torch.linalg.eigvalsh(H)
     lowest, highest = float(eigenvalues[0]), float(eigenvalues[-1])
@@ -120,6 +122,21 @@ def full_hessian(
             stacklevel=2,
         )
     return HessianResult(H, lowest, highest, lowest < -rounding, int(counted))
+
+
+def _check_symmetry(H: Tensor, params: Params, dtype: torch.dtype) -> None:
+    """Raises unless H is symmetric up to rounding, whose size the network's dtype decides."""
+    difference = (H - H.T).abs()
+    if float(difference.max()) <= math.sqrt(torch.finfo(dtype).eps) * float(H.abs().max()):
+        return
+    owner = [name for name, p in params.items() for _ in range(p.numel())]
+    row, column = divmod(int(difference.argmax()), len(H))
+    raise NumericalError(
+        f"the Hessian is not symmetric: its entries ({row}, {column}) and ({column}, {row}), between {owner[row]} and "
+        f"{owner[column]}, are {float(H[row, column]):.4g} and {float(H[column, row]):.4g}. The double backward of an "
+        "operation in the network is wrong (PyTorch's weight_norm is known for it), so there is no Hessian to be had from "
+        "autograd. Remove that operation, or use structure='full' (the GGN), which needs first derivatives only"
+    )
 
 
 def _add_batch(

@@ -46,13 +46,20 @@ from aftermap.curvature.structures.assign import layer_accumulators
 from aftermap.curvature.structures.base import (
     Block,
     BlockPosterior,
+    OutputNoise,
     Structure,
     layer_covariance,
     layer_of,
     register_structure,
 )
 from aftermap.curvature.structures.diagonal import DiagonalBlock
-from aftermap.curvature.structures.eigenbasis import DAMPINGS, EigenTable, KronEigen
+from aftermap.curvature.structures.eigenbasis import (
+    DAMPINGS,
+    Eigen,
+    KroneckerEigenbasis,
+    damped_eigenvalues,
+    eigendecompose,
+)
 from aftermap.curvature.structures.full import FullBlock
 from aftermap.draws import normal_like
 from aftermap.errors import InputError
@@ -61,7 +68,7 @@ from aftermap.params import Params
 from aftermap.prior import Prior
 
 if TYPE_CHECKING:
-    from aftermap.curvature.structures.ekfac import EigenBlock
+    pass
 
 __all__ = [
     "APPROACHES",
@@ -69,7 +76,8 @@ __all__ = [
     "KronAccumulator",
     "KronBlock",
     "KronBlockPosterior",
-    "kron_block_posterior",
+    "KroneckerEigenvalues",
+    "decompose_bases",
     "rotation_costs",
 ]
 
@@ -99,6 +107,7 @@ class KronBlock(Block):
     rows: Tensor
     kind: str = "kron"
     approach: str = "expand"
+    dampings = DAMPINGS
 
     def __add__(self, other: Block) -> Block:
         if isinstance(other, KronBlock) and other.approach != self.approach:
@@ -148,9 +157,52 @@ class KronBlock(Block):
 
     def diagonal(self) -> dict[str, Tensor]:
         mean = self.input_mean()
-        inner = mean if mean.dim() == 2 else mean.diagonal(dim1=-2, dim2=-1)
-        outer = self.outputs.to(torch.float64).diagonal(dim1=-2, dim2=-1)
-        return self.layout.split(outer[:, :, None] * inner[:, None, :])
+        inputs = mean if mean.dim() == 2 else mean.diagonal(dim1=-2, dim2=-1)
+        outputs = self.outputs.to(torch.float64).diagonal(dim1=-2, dim2=-1)
+        return self.layout.split(outputs[:, :, None] * inputs[:, None, :])
+
+    def matrices_to_decompose(self, prior: Prior | None = None) -> list[tuple[str, Tensor]]:
+        """B, and A where it is not diagonal."""
+        outputs = (f"the output factor of {self.name}", self.outputs)
+        return [outputs] if self.inputs.dim() == 2 else [outputs, (f"the input factor of {self.name}", self.inputs)]
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> KronBlockPosterior:
+        """Eigenvectors take ``dtype``, as they meet the network's gradients; eigenvalues stay in float64."""
+        mu, output_vectors = eigen[0]
+        if self.inputs.dim() == 2:  # the diagonal of A, whose eigenvectors are the unit vectors
+            lam, basis = self.input_mean(), KroneckerEigenbasis(None, output_vectors)
+        else:
+            lam, basis = eigen[1][0] / self.row_counts()[:, None], KroneckerEigenbasis(eigen[1][1], output_vectors)
+        device = self.outputs.device
+        return KronBlockPosterior(
+            self,
+            self.layout,
+            basis.to(dtype),
+            KroneckerEigenvalues(None, mu, lam, n_data),
+            prior.scalar(tuple(self.shapes)).to(device),
+            scale.to(device),
+            damping,
+        )
+
+
+def decompose_bases(blocks: list[KronBlock], dtype: torch.dtype) -> list[KroneckerEigenbasis]:
+    """The eigenbases of Kronecker blocks; over several processes the work is shared out.
+
+    Args:
+        blocks: The list is emptied, so that a factor can go when its basis exists and never both exist of all layers.
+        dtype: The precision of the eigenvectors.
+    """
+    diagonal_inputs = [block.inputs.dim() == 2 for block in blocks]
+    matrices = [pair for block in blocks for pair in block.matrices_to_decompose()]
+    blocks.clear()
+    vectors = iter([eigenvectors for _, eigenvectors in eigendecompose(matrices, dtype, release=True)])
+    bases = []
+    for diagonal in diagonal_inputs:
+        outputs = next(vectors)
+        bases.append(KroneckerEigenbasis(None if diagonal else next(vectors), outputs))
+    return bases
 
 
 class KronAccumulator(Accumulator):
@@ -280,25 +332,63 @@ class Informed:
 
 
 @dataclass(frozen=True)
+class KroneckerEigenvalues:
+    """The eigenvalues of a block in a Kronecker basis: a table E, or the outer product of μ and λ, which takes less memory.
+
+    Attributes:
+        table: E [g, o, i] (EKFAC), or None.
+        outputs: μ [g, o] of B, or None.
+        inputs: λ [g, i] of A / rows, or None.
+        n_data: N of factored damping.
+    """
+
+    table: Tensor | None
+    outputs: Tensor | None
+    inputs: Tensor | None
+    n_data: float
+
+    def values(self) -> Tensor:
+        """[g, o, i]."""
+        if self.table is not None:
+            return self.table
+        if self.outputs is None or self.inputs is None:
+            raise InputError(
+                "the eigenvalues of a Kronecker block are incomplete: they need the table E, or both μ and λ"
+            )
+        return self.outputs[:, :, None] * self.inputs[:, None, :]
+
+    def exceed(self, least: Tensor) -> tuple[Tensor, Tensor]:
+        """Where any eigenvalue of an output direction [g, o], and of an input direction [g, i], is above ``least``."""
+        if self.outputs is not None and self.inputs is not None:
+            outputs, inputs = self.outputs, self.inputs
+            return outputs * inputs.amax(-1, keepdim=True) > least, inputs * outputs.amax(-1, keepdim=True) > least
+        above = self.values() > least
+        return above.any(-1), above.any(-2)
+
+    def to(self, dtype: torch.dtype) -> KroneckerEigenvalues:
+        """The same in another precision."""
+        table, outputs, inputs = (None if t is None else t.to(dtype) for t in (self.table, self.outputs, self.inputs))
+        return KroneckerEigenvalues(table, outputs, inputs, self.n_data)
+
+
+@dataclass(frozen=True)
 class KronBlockPosterior(BlockPosterior):
     """A Kronecker block under a prior.
 
     Attributes:
-        source_block: the curvature.
-        layout: how parameters form [g, o, i].
-        inner: U_A [g, i, i] or None for the identity (embeddings).
-        outer: U_B [g, o, o].
-        eigen: curvature eigenvalues.
-        prior: δ, 0-d.
+        source_block: The curvature.
+        layout: How the parameters form [g, o, i].
+        basis: U_A and U_B, in the network's dtype.
+        eigen: The eigenvalues of the curvature, in float64.
+        prior: The prior precision δ of the layer, 0-d.
         scale: s, 0-d.
-        damping: exact, factored or pi.
+        damping: How the prior is added: exact, factored or pi.
     """
 
     source_block: Block
     layout: Layout
-    inner: Tensor | None
-    outer: Tensor
-    eigen: EigenTable
+    basis: KroneckerEigenbasis
+    eigen: KroneckerEigenvalues
     prior: Tensor
     scale: Tensor
     damping: str = "exact"
@@ -310,10 +400,15 @@ class KronBlockPosterior(BlockPosterior):
     @property
     def precision(self) -> Tensor:
         """Eigenvalues of the precision [g, o, i]."""
-        return self.eigen.precision(self.scale, self.prior, self.damping)
+        mu, lam = self.eigen.outputs, self.eigen.inputs
+        if mu is None or lam is None:
+            return self.scale * self.eigen.values() + self.prior
+        n_data = self.eigen.n_data
+        return damped_eigenvalues(mu, lam, scale=self.scale, prior=self.prior, damping=self.damping, n_data=n_data)
 
     def with_prior(self, prior: Prior, scale: Tensor) -> KronBlockPosterior:
-        return replace(self, prior=prior.scalar(self.names).to(self.outer.device), scale=scale.to(self.outer.device))
+        device = self.basis.outputs.device
+        return replace(self, prior=prior.scalar(self.names).to(device), scale=scale.to(device))
 
     def log_det_ratio(self) -> Tensor:
         if self.damping == "exact":
@@ -326,58 +421,48 @@ class KronBlockPosterior(BlockPosterior):
     def effective_parameters(self) -> Tensor:
         return (1 - self.prior / self.precision).sum()
 
-    def rotate(self, values: Tensor) -> Tensor:
-        """U_Bᵀ W U_A for W [..., g, o, i]."""
-        turned = self.outer.to(values.dtype).transpose(-1, -2) @ values
-        return turned if self.inner is None else turned @ self.inner.to(values.dtype)
-
-    def rotate_back(self, values: Tensor) -> Tensor:
-        """U_B W U_Aᵀ."""
-        turned = self.outer.to(values.dtype) @ values
-        return turned if self.inner is None else turned @ self.inner.to(values.dtype).transpose(-1, -2)
-
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
-        dtype = self.outer.dtype
+        dtype = self.basis.outputs.dtype
         # Sums of positive numbers lose nothing in the samples' own precision, and the table is as large as the network.
-        precision = self.eigen.to(dtype).precision(self.scale.to(dtype), self.prior.to(dtype), self.damping)
-        table = precision.detach().rsqrt_()
+        rounded = replace(self, eigen=self.eigen.to(dtype), scale=self.scale.to(dtype), prior=self.prior.to(dtype))
+        table = rounded.precision.detach().rsqrt_()
         pieces = self.layout.pieces
-        found = [table.new_empty(count, *table.shape[:2], p.stop - p.start) for p in pieces]
+        columns_drawn = [table.new_empty(count, *table.shape[:2], p.stop - p.start) for p in pieces]
         informed = self._informed(table)
         # Some at a time: the noise and its rotations stay in the cache.
         step = max(1, _SAMPLE_NUMBERS // table.numel())
         for start in range(0, count, step):
             some = slice(start, min(start + step, count))
             noise = normal_like(table.new_empty(1).expand(some.stop - start, *table.shape), generator)
-            parts = [(slice(p.start, p.stop), out[some]) for p, out in zip(pieces, found, strict=True)]
+            parts = [(slice(p.start, p.stop), out[some]) for p, out in zip(pieces, columns_drawn, strict=True)]
             if informed is not None:
                 informed.draw(noise, parts)
                 continue
-            turned = self.outer @ noise.mul_(table)
+            turned = self.basis.outputs @ noise.mul_(table)
             for columns, out in parts:
                 # Each parameter is written into a tensor of its own: nothing is copied afterwards.
-                if self.inner is None:
+                if self.basis.inputs is None:
                     out.copy_(turned[..., columns])
                 else:
-                    torch.matmul(turned, self.inner[..., columns, :].transpose(-1, -2), out=out)
-        return {piece.name: piece.to_parameter(columns) for piece, columns in zip(pieces, found, strict=True)}
+                    torch.matmul(turned, self.basis.inputs[..., columns, :].transpose(-1, -2), out=out)
+        return {piece.name: piece.to_parameter(columns) for piece, columns in zip(pieces, columns_drawn, strict=True)}
 
     def _informed(self, table: Tensor) -> Informed | None:
         """The directions about which the data say more than rounding; None where they are too many to gain from."""
-        if self.damping != "exact" or self.inner is None:
+        if self.damping != "exact" or self.basis.inputs is None:
             return None
-        least = _ROUNDING * torch.finfo(self.outer.dtype).eps * self.prior / self.scale
-        rows, columns = (told.any(0).nonzero()[:, 0] for told in self.eigen.exceed(least))
+        least = _ROUNDING * torch.finfo(self.basis.outputs.dtype).eps * self.prior / self.scale
+        rows, columns = (above.any(0).nonzero()[:, 0] for above in self.eigen.exceed(least))
         out, into = table.shape[1:]
         # Counted before anything is copied: most blocks have data for every direction.
         if min(rotation_costs(len(rows), len(columns), out, into)) >= 0.7 * out * into * (out + into):
             return None
-        root, chosen = self.prior.to(table.dtype).rsqrt(), table[:, rows][:, :, columns]
-        return Informed(self.outer[:, :, rows], self.inner[:, :, columns], root, chosen)
+        deviation, chosen = self.prior.to(table.dtype).rsqrt(), table[:, rows][:, :, columns]
+        return Informed(self.basis.outputs[:, :, rows], self.basis.inputs[:, :, columns], deviation, chosen)
 
     def _apply(self, values: Params, table: Tensor) -> Params:
         block = self.layout.join(values)
-        return self.layout.split(self.rotate_back(self.rotate(block) * table.to(block.dtype)))
+        return self.layout.split(self.basis.rotate_back(self.basis.rotate(block) * table.to(block.dtype)))
 
     def precision_mv(self, values: Params) -> Params:
         return self._apply(values, self.precision)
@@ -386,10 +471,11 @@ class KronBlockPosterior(BlockPosterior):
         return self._apply(values, 1 / self.precision)
 
     def marginal_variance(self) -> Params:
-        found = self.outer.to(torch.float64).square() @ (1 / self.precision.detach())
-        if self.inner is not None:
-            found = found @ self.inner.to(torch.float64).square().transpose(-1, -2)
-        return self.layout.split(found)
+        return self.layout.split(self.basis.diagonal(1 / self.precision.detach()))
+
+    def output_noise(self, layout: Layout) -> OutputNoise:
+        inputs = None if self.basis.inputs is None else self.basis.inputs[0]
+        return OutputNoise((1 / self.precision.detach())[0], self.basis.outputs[0], inputs)
 
     def functional_covariance(
         self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
@@ -398,36 +484,7 @@ class KronBlockPosterior(BlockPosterior):
         tables = [1 / v.precision for v in variants if isinstance(v, KronBlockPosterior)]
         if layer is None or len(tables) != len(variants):
             return super().functional_covariance(gradients, variants, diagonal)
-        return layer_covariance(gradients, layer, tables, self.outer, self.inner, diagonal)
-
-
-def kron_block_posterior(
-    block: KronBlock | EigenBlock,
-    eigen: KronEigen | None,
-    prior: Prior,
-    scale: Tensor,
-    n_data: float,
-    damping: str,
-    dtype: torch.dtype,
-) -> KronBlockPosterior:
-    """A posterior from a curvature block and, for plain Kronecker factors, their eigendecomposition.
-
-    Eigenvectors take ``dtype`` (the model's own: they meet its gradients); eigenvalues stay in float64.
-    """
-    device = block.outputs.device if isinstance(block, KronBlock) else block.values.device
-    delta = prior.scalar(tuple(block.shapes)).to(device)
-    if not isinstance(block, KronBlock):
-        if damping != "exact":
-            raise InputError(f"damping={damping!r} needs Kronecker factors; EKFAC has none: use damping='exact'")
-        table = EigenTable(block.values.to(torch.float64), None, None, n_data)
-        inner, outer = block.input_vectors, block.output_vectors
-    else:
-        if eigen is None:
-            raise InputError(f"the Kronecker block of {block.name} needs its eigendecomposition")
-        table = EigenTable(None, eigen.output_values, eigen.input_values, n_data)
-        inner, outer = eigen.input_vectors, eigen.output_vectors
-    inner = None if inner is None else inner.to(dtype)
-    return KronBlockPosterior(block, block.layout, inner, outer.to(dtype), table, delta, scale.to(device), damping)
+        return layer_covariance(gradients, layer, tables, self.basis.outputs, self.basis.inputs, diagonal)
 
 
 register_structure(

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import budget
@@ -24,65 +23,57 @@ from aftermap.curvature.structures.base import (
     Block,
     BlockPosterior,
     Structure,
-    flatten_batch,
     join_flat,
     register_structure,
     split_flat,
 )
+from aftermap.curvature.structures.eigenbasis import Eigen
+from aftermap.curvature.structures.full import PriorRatio, warn_of_rounding
 from aftermap.distributed import is_distributed, same_everywhere
 from aftermap.draws import normal_like
-from aftermap.errors import InputError, NumericalWarning
-from aftermap.krylov import Eigenpairs, lanczos_eigh, randomised_eigh
+from aftermap.errors import NumericalWarning
+from aftermap.krylov import lanczos_eigh
 from aftermap.params import Params
 from aftermap.prior import Prior
 
-__all__ = ["METHODS", "LowRankBlock", "LowRankBlockPosterior", "low_rank_block_posterior", "low_rank_ggn"]
-
-METHODS = ("lanczos", "randomised")
+__all__ = ["LowRankBlock", "LowRankBlockPosterior", "low_rank_ggn"]
 
 
 def low_rank_ggn(
     operator: GGNOperator,
     rank: int,
-    method: str = "lanczos",
     *,
     tolerance: float | None = None,
     max_matvecs: int | None = None,
-    oversampling: int = 10,
-    power_iterations: int = 3,
-    dtype: torch.dtype = torch.float64,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """U diag(l) U^T, the best approximation of G of the given rank.
+    """U diag(l) U^T, the best approximation of G of the given rank, by Lanczos in float64.
 
-    Lanczos reaches an eigenpair to a residual; the randomised method does a fixed number of products, many
-    columns at a time. Eigenvalues that are zero up to rounding are dropped, so k can be smaller than `rank`;
-    none is negative. A truncated posterior precision is too small, hence its variance is never below that of
-    the full matrix.
+    Products are made in the network's precision. A product J^T (Lambda (J v)) in float32 is known to 1e-7 of the largest
+    eigenvalue only, but its error lies where J maps it: in the complement of the leading eigenvectors eigenvalues down to
+    1e-13 of the largest are found (`aftermap.krylov.Rounding`). The rounding of products is measured. Eigenvalues that
+    cannot be told from it are dropped, so k can be smaller than `rank`; none is negative. A truncated posterior precision
+    is too small, hence its variance is never below that of the full matrix.
 
     Args:
-        operator: products with G.
-        rank: the most eigenpairs wanted, at most P.
-        method: "lanczos" or "randomised".
-        tolerance: Lanczos: residual relative to the largest eigenvalue; None means 1e-8, or what a float32
-            network allows.
-        max_matvecs: Lanczos: a budget of products.
-        oversampling: randomised: further columns.
-        power_iterations: randomised: each one sharpens the separation of the spectrum.
-        dtype: of vectors and orthogonalisation; the network keeps its own.
-        generator: for the random start.
+        operator: Products with G.
+        rank: The most eigenpairs wanted, at most P.
+        tolerance: The residual of an eigenpair, relative to the geometric mean of its and the largest eigenvalue; None
+            means 1e-8, or what products in float32 allow.
+        max_matvecs: The most products with G; None means 20 * rank + 200.
+        generator: The source of the random starts.
 
     Returns:
-        U [P, k] with orthonormal columns and l [k], descending and positive; k = 0 when G is zero.
+        U [P, k] with orthonormal columns and l [k], descending and positive, in float64; k = 0 when G is zero.
 
     Raises:
-        InputError: an unknown method or a rank that does not fit.
+        InputError: The rank does not fit.
 
     Warns:
         NumericalWarning: Lanczos used up its budget before the residuals were small.
 
     References:
-        Golub and Van Loan, Matrix Computations, chapter 10; Halko, Martinsson and Tropp 2011.
+        Golub and Van Loan, Matrix Computations, chapter 10.
 
     >>> from aftermap.likelihoods import Gaussian
     >>> net = torch.nn.Linear(2, 1, bias=False)
@@ -90,45 +81,43 @@ def low_rank_ggn(
     >>> low_rank_ggn(G, 2)[1]
     tensor([25.], dtype=torch.float64)
     """
-    if method not in METHODS:
-        raise InputError(f"got method {method!r}; allowed: {', '.join(METHODS)}")
-    rounding = 100 * max(torch.finfo(operator.dtype).eps, torch.finfo(dtype).eps)
-    pairs: Eigenpairs
-    if method == "lanczos":
-        goal = max(1e-8, 10 * rounding) if tolerance is None else tolerance
-        pairs = lanczos_eigh(
-            operator.mv,
-            operator.size,
-            rank,
-            tolerance=goal,
-            max_matvecs=max_matvecs,
-            noise=rounding,
-            generator=generator,
-            dtype=dtype,
-            device=operator.device,
+    noise = _product_noise(operator)
+    goal = max(1e-8, noise) if tolerance is None else tolerance
+    pairs = lanczos_eigh(
+        operator.mv,
+        operator.size,
+        rank,
+        tolerance=goal,
+        max_matvecs=max_matvecs,
+        noise=noise,
+        factored=True,
+        generator=generator,
+        device=operator.device,
+    )
+    if not pairs.converged:
+        warnings.warn(
+            f"Lanczos stopped after {pairs.matvecs} products: of the {rank} eigenpairs of the curvature that were wanted, some "
+            "may be missing or not exact, and the variance is too large there. Lower the rank, or use structure='kron' "
+            "or 'full'",
+            NumericalWarning,
+            stacklevel=2,
         )
-        if not pairs.converged:
-            warnings.warn(
-                f"Lanczos stopped after {pairs.matvecs} products with residuals up to "
-                f"{float(pairs.residuals.max()):.3g} (wanted {goal:.3g} of {float(pairs.values[0]):.3g}); "
-                "raise max_matvecs, lower the rank, or use method='randomised'",
-                NumericalWarning,
-                stacklevel=2,
-            )
-    else:
-        pairs = randomised_eigh(
-            operator.mv,
-            operator.size,
-            rank,
-            oversampling=oversampling,
-            power_iterations=power_iterations,
-            generator=generator,
-            dtype=dtype,
-            device=operator.device,
-        )
-    largest = float(pairs.values.max()) if pairs.values.numel() else 0.0
-    keep = pairs.values > max(rounding * largest, 0.0)
-    return pairs.vectors[:, keep], pairs.values[keep]
+    return pairs.vectors, pairs.values
+
+
+# Rounding of products differs from vector to vector; this is how much larger than measured once it may be.
+_NOISE_MARGIN = 10.0
+
+
+def _product_noise(operator: GGNOperator) -> float:
+    """The rounding of products relative to the largest eigenvalue: G (3v) / 3 rounds differently from G v."""
+    # Every process of a group must ask for the same product, so the vector has a seed of its own.
+    vector = torch.randn(operator.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    product = operator.mv(torch.stack([vector, 3 * vector], dim=1).to(operator.device))
+    once, thrice = product[:, 0], product[:, 1] / 3
+    eps, size = torch.finfo(operator.dtype).eps, float(once.norm())
+    measured = float((once - thrice).norm()) / size if size > 0 and math.isfinite(size) else 0.0
+    return _NOISE_MARGIN * max(measured, eps)
 
 
 @dataclass(frozen=True)
@@ -147,6 +136,7 @@ class LowRankBlock(Block):
     vectors: Tensor
     values: Tensor
     kind: str = "low_rank"
+    joins_layers = True
 
     @property
     def name(self) -> str:
@@ -179,8 +169,12 @@ class LowRankBlock(Block):
 
     def diagonal(self) -> dict[str, Tensor]:
         entries = self.vectors.to(torch.float64).square() @ self.values.to(torch.float64)
-        parts = entries.split([math.prod(s) for s in self.sizes.values()])
-        return {n: p.reshape(s) for (n, s), p in zip(self.sizes.items(), parts, strict=True)}
+        return split_flat(entries, self.shapes)
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> LowRankBlockPosterior:
+        return LowRankBlockPosterior.of(self, prior, scale, dtype)
 
 
 @dataclass(frozen=True)
@@ -188,14 +182,14 @@ class LowRankBlockPosterior(BlockPosterior):
     """A low-rank block under a prior.
 
     Attributes:
-        source_block: U and l.
-        prior: D as a vector [p].
-        basis: Q [p, k], float64, orthonormal.
-        values: σ² for s = 1 and the decomposition's prior [k].
-        whitener: √D of the decomposition [p].
-        ratio: present prior over the decomposition's, 0-d.
+        source_block: The curvature, U and l.
+        prior: The prior's precisions D as a vector [p].
+        basis: The orthonormal directions Q [p, k] that the data inform, in float64.
+        values: σ² [k] for s = 1 and the prior of the decomposition.
+        whitener: √D at the time of the decomposition [p].
+        ratio: The present prior relative to that of the decomposition, 0-d.
         scale: s, 0-d.
-        dtype: of samples.
+        dtype: The precision of samples.
     """
 
     source_block: LowRankBlock
@@ -211,15 +205,27 @@ class LowRankBlockPosterior(BlockPosterior):
     def source(self) -> Block:
         return self.source_block
 
+    @staticmethod
+    def of(block: LowRankBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> LowRankBlockPosterior:
+        """Whitens U; for one prior precision it stays as it is."""
+        vectors, values = block.vectors.to(torch.float64), block.values.to(torch.float64)
+        compared = PriorRatio.of(prior, tuple(block.shapes), None, vectors.device)
+        assert compared is not None  # a prior differs from itself by the factor 1
+        whitener = compared.vector.detach().sqrt()
+        if prior.is_scalar(tuple(block.shapes)):
+            basis, squares = vectors, values / whitener[0].square()
+        else:
+            basis, singular, _ = torch.linalg.svd(vectors * values.sqrt() / whitener[:, None], full_matrices=False)
+            squares = singular.square()
+        scale = scale.to(vectors.device)
+        return LowRankBlockPosterior(block, compared.vector, basis, squares, whitener, compared.ratio, scale, dtype)
+
     def with_prior(self, prior: Prior, scale: Tensor) -> LowRankBlockPosterior:
-        device = self.basis.device
-        vector, scale = prior.vector(self.names, device), scale.to(device)
-        ratio = vector / self.whitener.square()
-        if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) < 1e-12:
-            # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
-            common = ratio[0] if prior.is_shared(self.names) else ratio[0].detach()
-            return replace(self, prior=vector, ratio=common, scale=scale)
-        return low_rank_block_posterior(self.source_block, prior, scale, self.dtype)
+        scale = scale.to(self.basis.device)
+        compared = PriorRatio.of(prior, self.names, self.whitener, self.basis.device)
+        if compared is None:
+            return LowRankBlockPosterior.of(self.source_block, prior, scale, self.dtype)
+        return replace(self, prior=compared.vector, ratio=compared.ratio, scale=scale)
 
     @property
     def _gain(self) -> Tensor:
@@ -246,11 +252,22 @@ class LowRankBlockPosterior(BlockPosterior):
         """√D [p]."""
         return self.whitener * self.ratio.sqrt()
 
+    def informed_parts(self, white: Tensor) -> tuple[Tensor, Tensor]:
+        """Splits [..., p]: coordinates in the directions that data inform [..., k], and the rest [..., p].
+
+        Twice is enough: after one projection the rest still holds what rounding left of the informed directions, which a weak
+        prior would blow up.
+        """
+        first = white @ self.basis
+        rest = white - first @ self.basis.T
+        second = rest @ self.basis
+        return first + second, rest - second @ self.basis.T
+
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
         like = torch.empty(count, self.size, dtype=torch.float64, device=self.basis.device)
-        noise = normal_like(like, generator)
-        shrunk = (noise @ self.basis) * (1 - self._gain.detach().rsqrt())
-        return split_flat(((noise - shrunk @ self.basis.T) / self._root.detach()).to(self.dtype), self.shapes)
+        inside, outside = self.informed_parts(normal_like(like, generator))
+        white = outside + (inside * self._gain.detach().rsqrt()) @ self.basis.T
+        return split_flat((white / self._root.detach()).to(self.dtype), self.shapes)
 
     def precision_mv(self, values: Params) -> Params:
         vector = self._joined(values) * self._root
@@ -258,8 +275,8 @@ class LowRankBlockPosterior(BlockPosterior):
         return split_flat((product * self._root).to(next(iter(values.values())).dtype), self.shapes)
 
     def covariance_mv(self, values: Params) -> Params:
-        vector = self._joined(values) / self._root
-        product = vector - (vector @ self.basis) * (1 - 1 / self._gain) @ self.basis.T
+        inside, outside = self.informed_parts(self._joined(values) / self._root)
+        product = outside + (inside / self._gain) @ self.basis.T
         return split_flat((product / self._root).to(next(iter(values.values())).dtype), self.shapes)
 
     def _joined(self, values: Params) -> Tensor:
@@ -267,46 +284,28 @@ class LowRankBlockPosterior(BlockPosterior):
         return join_flat(values, self.names, values[name].dim() - len(self.shapes[name])).to(torch.float64)
 
     def marginal_variance(self) -> Params:
-        shrink = self.basis.square() @ (1 - 1 / self._gain.detach())
-        return split_flat((1 - shrink) / self._root.detach().square(), self.shapes)
+        inside = self.basis.square()
+        # 1 − Σ_k Q_jk² is the part of entry j that no data inform. Where little is left, the difference has no digits: the few
+        # entries with less than 1/1000 (at most about k of them) are projected one by one.
+        outside = (1 - inside.sum(1)).clamp_min(0.0)
+        few = (outside < 1e-3).nonzero()[:, 0]
+        for some in few.split(max(1, budget(2 * self.size))):
+            units = torch.zeros(len(some), self.size, dtype=torch.float64, device=self.basis.device)
+            units[torch.arange(len(some)), some] = 1.0
+            outside[some] = self.informed_parts(units)[1].square().sum(1)
+        variance = outside + inside @ (1 / self._gain.detach())
+        return split_flat(variance / self._root.detach().square(), self.shapes)
 
-    def functional_covariance(
-        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
-    ) -> list[Tensor]:
-        """J D⁻¹ Jᵀ minus what the data took away: k numbers per output, no covariance of parameters."""
-        found: list[list[Tensor]] = [[] for _ in variants]
-        stride = budget(2 * gradients.n_vectors * self.size)
-        for start in range(0, gradients.record.size, stride):
-            length = min(stride, gradients.record.size - start)
-            lines = flatten_batch(gradients.per_example(self.names, start, length), self.names)  # [v, b, p]
-            for place, variant in enumerate(variants):
-                assert isinstance(variant, LowRankBlockPosterior)
-                white = (lines / variant._root.to(lines.dtype)).transpose(0, 1)  # [b, v, p]
-                inside = white @ variant.basis.to(lines.dtype)
-                taken = inside * (1 - 1 / variant._gain).to(lines.dtype)
-                if diagonal:
-                    found[place].append(white.square().sum(-1) - (taken * inside).sum(-1))
-                else:
-                    found[place].append(white @ white.transpose(1, 2) - taken @ inside.transpose(1, 2))
-        return [torch.cat(parts) for parts in found]
-
-
-def low_rank_block_posterior(
-    block: LowRankBlock, prior: Prior, scale: Tensor, dtype: torch.dtype
-) -> LowRankBlockPosterior:
-    """Whitens U; for one prior precision it stays as it is."""
-    vectors, values = block.vectors.to(torch.float64), block.values.to(torch.float64)
-    vector = prior.vector(tuple(block.shapes), vectors.device)
-    whitener = vector.detach().sqrt()
-    one = torch.ones((), dtype=torch.float64, device=vectors.device)
-    if vector.requires_grad and prior.is_shared(tuple(block.shapes)):
-        one = vector[0] / vector[0].detach()  # 1, with the gradient of the prior's one number
-    if prior.is_scalar(tuple(block.shapes)):
-        basis, squares = vectors, values / whitener[0].square()
-    else:
-        basis, singular, _ = torch.linalg.svd(vectors * values.sqrt() / whitener[:, None], full_matrices=False)
-        squares = singular.square()
-    return LowRankBlockPosterior(block, vector, basis, squares, whitener, one, scale.to(vectors.device), dtype)
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """k numbers per output in the informed directions, and the prior's variance of the rest: sums of squares, in float64."""
+        white = gradients.to(torch.float64).transpose(0, 1) / self._root  # [b, v, p]
+        inside, outside = self.informed_parts(white)
+        inside = inside * self._gain.rsqrt()
+        variance = inside.square().sum(-1) + outside.square().sum(-1)
+        warn_of_rounding(self, gradients, self.prior, variance)
+        if diagonal:
+            return variance.to(gradients.dtype)
+        return (inside @ inside.transpose(1, 2) + outside @ outside.transpose(1, 2)).to(gradients.dtype)
 
 
 def fit_low_rank(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack
-from aftermap.curvature.passes.backward import LayerGradients, PerExampleAccumulator, PerExampleSum
+from aftermap.curvature.passes.backward import PerExampleAccumulator, PerExampleSum
 from aftermap.curvature.passes.plan import PlanContradicted, plan_model
 from aftermap.curvature.passes.stream import CurvatureProblem, first_batch
-from aftermap.curvature.rules.base import budget
 from aftermap.curvature.structures.base import Block, BlockPosterior, Factors, Treatment, same_names
-from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, full_block_posterior
+from aftermap.curvature.structures.eigenbasis import Eigen
+from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, coarser_dtype
 from aftermap.distributed import together
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
@@ -35,19 +35,18 @@ from aftermap.params import Params, named_parameters
 from aftermap.prior import Prior
 
 __all__ = [
-    "SubsetBlock",
-    "SubsetBlockPosterior",
-    "SubsetSum",
-    "fit_subset",
-    "gathered",
-    "scattered",
-    "subset_block_posterior",
+    "SubnetworkBlock",
+    "SubnetworkBlockPosterior",
+    "SubnetworkSum",
+    "fit_subnetwork",
+    "put_entries",
+    "take_entries",
 ]
 
 _INNER = "entries"
 
 
-def gathered(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: int) -> Tensor:
+def take_entries(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: int) -> Tensor:
     """The entries of parameters [..., *shape] with ``lead`` leading dimensions: [..., S]."""
     return torch.cat(
         [
@@ -58,25 +57,25 @@ def gathered(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: 
     )
 
 
-def scattered(
+def put_entries(
     vector: Tensor, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Undoes `gathered`: [..., S] to parameters, zero at every other entry.
+    """Undoes `take_entries`: [..., S] to parameters, zero at every other entry.
 
-    >>> scattered(torch.tensor([5.0]), {"a": torch.tensor([1])}, {"a": (3,)})
+    >>> put_entries(torch.tensor([5.0]), {"a": torch.tensor([1])}, {"a": (3,)})
     {'a': tensor([0., 5., 0.])}
     """
-    found, lead = {}, vector.shape[:-1]
+    values, lead = {}, vector.shape[:-1]
     parts = vector.split([len(p) for p in entries.values()], dim=-1)
     for (name, place), part in zip(entries.items(), parts, strict=True):
         flat = vector.new_zeros(*lead, math.prod(shapes[name]))
         flat[..., place.to(vector.device)] = part
-        found[name] = flat.reshape(*lead, *shapes[name])
-    return found
+        values[name] = flat.reshape(*lead, *shapes[name])
+    return values
 
 
 @dataclass(frozen=True)
-class SubsetBlock(Block):
+class SubnetworkBlock(Block):
     """A dense matrix over some entries of some parameters.
 
     Attributes:
@@ -108,26 +107,29 @@ class SubsetBlock(Block):
     @property
     def places(self) -> Tensor:
         """The entries' places in the concatenation of the flattened parameters [S]."""
-        found, start = [], 0
+        places, start = [], 0
         for name, shape in self.sizes.items():
-            found.append(self.entries[name].cpu() + start)
+            places.append(self.entries[name].cpu() + start)
             start += math.prod(shape)
-        return torch.cat(found)
+        return torch.cat(places)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"matrix": self.matrix}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> SubsetBlock:
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> SubnetworkBlock:
         return replace(self, matrix=tensors["matrix"])
 
-    def scaled(self, factor: float) -> SubsetBlock:
+    def scaled(self, factor: float) -> SubnetworkBlock:
         return replace(self, matrix=self.matrix * factor)
 
     def __add__(self, other: Block) -> Block:
         same_names(self, other)
-        if isinstance(other, SubsetBlock) and not torch.equal(self.places, other.places):
+        if isinstance(other, SubnetworkBlock) and not torch.equal(self.places, other.places):
             raise InputError("two subnetworks over different entries cannot be added; fit both over the same ones")
-        return super().__add__(other)
+        total = super().__add__(other)
+        if isinstance(total, SubnetworkBlock) and isinstance(other, SubnetworkBlock):
+            return replace(total, matrix=total.matrix.to(coarser_dtype(self.matrix, other.matrix)))
+        return total
 
     def to_dense(self) -> Tensor:
         """[p, p] over whole parameters; rows and columns of fixed entries are zero."""
@@ -138,10 +140,17 @@ class SubsetBlock(Block):
         return dense
 
     def diagonal(self) -> dict[str, Tensor]:
-        return scattered(self.matrix.diagonal().to(torch.float64), self.entries, self.shapes)
+        return put_entries(self.matrix.diagonal().to(torch.float64), self.entries, self.shapes)
+
+    def posterior(
+        self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
+    ) -> SubnetworkBlockPosterior:
+        dense = FullBlock(self.label, {_INNER: (self.size,)}, self.matrix)
+        inner = FullBlockPosterior.of(dense, _inner_prior(self, prior), scale, dtype)
+        return SubnetworkBlockPosterior(self, inner, inner.scale)
 
 
-class SubsetSum(PerExampleSum):
+class SubnetworkSum(PerExampleSum):
     """Sums the outer products of some entries of per-example gradients."""
 
     def __init__(
@@ -154,17 +163,17 @@ class SubsetSum(PerExampleSum):
     ):
         self.label, self.shapes, self.names, self.entries = label, dict(shapes), tuple(shapes), dict(entries)
         size = sum(len(p) for p in entries.values())
-        self.sums = GramSum(1, size, dtype, device)
+        self.sums = GramSum(1, size, torch.float64, device)
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
-        self.sums.add(gathered(gradients, self.entries, 2).flatten(0, 1)[None])
+        self.sums.add(take_entries(gradients, self.entries, 2).flatten(0, 1)[None].to(torch.float64))
 
-    def block(self) -> SubsetBlock:
-        return SubsetBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
+    def block(self) -> SubnetworkBlock:
+        return SubnetworkBlock(self.label, self.shapes, self.entries, self.sums.full()[0])
 
 
 @torch.inference_mode(False)
-def fit_subset(
+def fit_subnetwork(
     model: nn.Module,
     data: Iterable[Any],
     likelihood: Likelihood,
@@ -194,7 +203,7 @@ def fit_subset(
     >>> net = nn.Linear(2, 1, bias=False)
     >>> from aftermap.likelihoods import Gaussian
     >>> data = [(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.zeros(2, 1))]
-    >>> fit_subset(net, data, Gaussian(1.0), {"weight": torch.tensor([1])}).blocks[0].matrix
+    >>> fit_subnetwork(net, data, Gaussian(1.0), {"weight": torch.tensor([1])}).blocks[0].matrix
     tensor([[5.]])
     """
     names = [n for n in named_parameters(model) if n in entries]
@@ -219,7 +228,7 @@ def fit_subset(
             generator=generator,
             show_progress=progress,
         )
-        matrix = SubsetSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
+        matrix = SubnetworkSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
         accumulator = PerExampleAccumulator([matrix], sum(math.prod(s) for s in shapes.values()))
         try:
             blocks, counts = problem.run([accumulator], "subnetwork curvature")
@@ -236,7 +245,7 @@ def fit_subset(
 
 
 @dataclass(frozen=True)
-class SubsetBlockPosterior(BlockPosterior):
+class SubnetworkBlockPosterior(BlockPosterior):
     """A dense block over some entries under a prior.
 
     Attributes:
@@ -245,7 +254,7 @@ class SubsetBlockPosterior(BlockPosterior):
         scale: s, 0-d.
     """
 
-    source_block: SubsetBlock
+    source_block: SubnetworkBlock
     inner: FullBlockPosterior
     scale: Tensor
 
@@ -253,7 +262,7 @@ class SubsetBlockPosterior(BlockPosterior):
     def source(self) -> Block:
         return self.source_block
 
-    def with_prior(self, prior: Prior, scale: Tensor) -> SubsetBlockPosterior:
+    def with_prior(self, prior: Prior, scale: Tensor) -> SubnetworkBlockPosterior:
         inner = self.inner.with_prior(_inner_prior(self.source_block, prior), scale)
         return replace(self, inner=inner, scale=inner.scale)
 
@@ -266,25 +275,25 @@ class SubsetBlockPosterior(BlockPosterior):
     def effective_parameters(self) -> Tensor:
         return self.inner.effective_parameters()
 
-    def _scattered(self, vector: Tensor) -> Params:
-        return scattered(vector, self.source_block.entries, self.shapes)
+    def _put(self, vector: Tensor) -> Params:
+        return put_entries(vector, self.source_block.entries, self.shapes)
 
-    def _gathered(self, values: Params) -> Tensor:
+    def _take(self, values: Params) -> Tensor:
         name = self.names[0]
-        return gathered(values, self.source_block.entries, values[name].dim() - len(self.shapes[name]))
+        return take_entries(values, self.source_block.entries, values[name].dim() - len(self.shapes[name]))
 
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
-        return self._scattered(self.inner.sample(count, generator)[_INNER])
+        return self._put(self.inner.sample(count, generator)[_INNER])
 
     def precision_mv(self, values: Params) -> Params:
         """The precision of the chosen entries times theirs; zero at fixed ones."""
-        return self._scattered(self.inner.precision_mv({_INNER: self._gathered(values)})[_INNER])
+        return self._put(self.inner.precision_mv({_INNER: self._take(values)})[_INNER])
 
     def covariance_mv(self, values: Params) -> Params:
-        return self._scattered(self.inner.covariance_mv({_INNER: self._gathered(values)})[_INNER])
+        return self._put(self.inner.covariance_mv({_INNER: self._take(values)})[_INNER])
 
     def marginal_variance(self) -> Params:
-        return self._scattered(self.inner.marginal_variance()[_INNER])
+        return self._put(self.inner.marginal_variance()[_INNER])
 
     def to_dense(self) -> Tensor:
         """The precision [p, p] over whole parameters; rows and columns of fixed entries are zero."""
@@ -294,37 +303,19 @@ class SubsetBlockPosterior(BlockPosterior):
         dense[places[:, None], places] = self.inner.to_dense().detach()
         return dense
 
-    def functional_covariance(
-        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
-    ) -> list[Tensor]:
-        """J_S Σ_S J_Sᵀ: only the chosen columns of per-example gradients."""
-        found: list[list[Tensor]] = [[] for _ in variants]
-        total = sum(int(torch.Size(s).numel()) for s in self.shapes.values())
-        stride = budget(2 * gradients.n_vectors * total)
-        for start in range(0, gradients.record.size, stride):
-            length = min(stride, gradients.record.size - start)
-            left = gathered(gradients.per_example(self.names, start, length), self.source_block.entries, 2)  # [v, b, S]
-            for place, variant in enumerate(variants):
-                assert isinstance(variant, SubsetBlockPosterior)
-                right = variant.inner.covariance_mv({_INNER: left})[_INNER]
-                if diagonal:
-                    found[place].append((left * right).sum(-1).T)
-                else:
-                    found[place].append(torch.einsum("vbp,wbp->bvw", left, right))
-        return [torch.cat(parts) for parts in found]
+    def gradient_rows(self, gradients: Params) -> Tensor:
+        """Only the chosen columns of per-example gradients: [v, b, S]."""
+        return take_entries(gradients, self.source_block.entries, 2)
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """J_S Σ_S J_Sᵀ."""
+        return self.inner.output_covariance(gradients, diagonal)
 
 
-def _inner_prior(block: SubsetBlock, prior: Prior) -> Prior:
+def _inner_prior(block: SubnetworkBlock, prior: Prior) -> Prior:
     """The prior of the chosen entries as one vector; one shared number stays one, so that a gradient in it is whole."""
     names, shape = tuple(block.sizes), (block.size,)
     value = prior.precision[names[0]]
     if not prior.is_shared(names):
         value = prior.vector(names, block.matrix.device)[block.places.to(block.matrix.device)]
     return Prior({_INNER: value}, {_INNER: torch.zeros((), dtype=torch.float64)}, {_INNER: shape})
-
-
-def subset_block_posterior(block: SubsetBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> SubsetBlockPosterior:
-    """Decomposes the whitened matrix over the entries."""
-    full = FullBlock(block.label, {_INNER: (block.size,)}, block.matrix)
-    inner = full_block_posterior(full, _inner_prior(block, prior), scale, dtype)
-    return SubsetBlockPosterior(block, inner, inner.scale)
