@@ -197,7 +197,7 @@ def test_the_random_state_is_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("structure", ["kron", "ekfac", "diagonal", "full"])
-def test_half_precision_is_summed_in_single(dtype: torch.dtype, structure: str) -> None:
+def test_half_precision_is_summed_in_wider_numbers(dtype: torch.dtype, structure: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv1d(2, 6, 2), nn.Tanh(), nn.Flatten(), nn.Linear(18, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 2)
@@ -205,6 +205,9 @@ def test_half_precision_is_summed_in_single(dtype: torch.dtype, structure: str) 
     x, y = normal(6, 2, 4), torch.arange(6) % 2
     exact = fit_curvature(model.double(), [(x, y)], "classification", structure=structure, progress=False)
     found = fit_curvature(model.to(dtype), [(x.to(dtype), y)], "classification", structure=structure, progress=False)
-    assert {t.dtype for b in found.blocks for k, t in b.tensors().items() if k != "rows"} == {torch.float32}
+    for block in found.blocks:
+        # A dense matrix keeps every digit, since a weak prior asks for its small eigenvalues.
+        expected = torch.float64 if block.kind == "full" else torch.float32
+        assert {t.dtype for k, t in block.tensors().items() if k != "rows"} == {expected}
     assert all(t.by_rule for t in found.treatment.values())
     assert abs(found.trace() / exact.trace() - 1) < 0.05

@@ -49,8 +49,9 @@ __all__ = [
 WHOLE_MODEL = "(model)"  # the name of a layer that is the whole model
 # Outputs of one example in batches of different size may differ by so much, relative to the largest.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
-# On batches 2, 4, 8, … the rules are verified again on so many examples.
-_EXAMPLES_TO_VERIFY = 16
+# The rules are verified on so many examples of a batch that uses the network in a new way, and of batches 2, 4, 8, ….
+_EXAMPLES_OF_NEW = 16
+_EXAMPLES_OF_KNOWN = 4
 USED_OUTSIDE = "it is also used outside its layer's call"
 _MIXES = "its layer works on the examples in another order, or mixes them"
 
@@ -176,7 +177,7 @@ class PlanCheck:
     """Notices batches that use a network in another way than its plan says.
 
     The *signature* of a batch (how often each weight was used and called) is counted always. A signature that was not seen
-    before is verified at once, on the whole batch; batches 2, 4, 8, … are verified on some of their examples, because a network
+    before is verified at once, on some examples of the batch; batches 2, 4, 8, … are verified too, because a network
     may mix examples without any change in its signature. A weight with more uses than recorded calls is contradicted without
     a look at its gradient: the other use may be silent on this batch and speak on the next.
 
@@ -201,33 +202,41 @@ class PlanCheck:
         self.used.update(name for name, uses in record.uses.items() if uses)
         reasons = dict(record.misfits)
         reasons.update({name: USED_OUTSIDE for name, calls, uses, _ in signature if uses > calls})
-        if not reasons and (signature, several) not in self._verified:
-            reasons = contradictions(record)
-            if several:
-                reasons |= self._contradictions_of_some(record, gradients=False)
+        is_new = (signature, several) not in self._verified
+        if not reasons and (is_new or (several and (self._batches & (self._batches - 1)) == 0)):
+            reasons = _contradictions_of_some(record, is_new)
             self._verified.add((signature, several))
-        elif not reasons and several and (self._batches & (self._batches - 1)) == 0:
-            reasons = self._contradictions_of_some(record, gradients=True)
         if reasons:
             raise PlanContradicted(reasons, self._batches)
 
-    def _contradictions_of_some(self, record: ForwardRecord, *, gradients: bool) -> dict[str, str]:
-        """Runs the model again on some examples of the batch, backwards: what belongs to an example must stay with it."""
-        count = min(record.size, _EXAMPLES_TO_VERIFY)
-        index = (torch.arange(count) * record.size // count).flip(0)
-        some = Batch(take(record.batch.inputs, index, record.size), None, None, count)
-        with record_calls(record.plan) as calls:
-            outputs = call_model(record.model, some.inputs)
-        index = index.to(outputs.device)
-        _check_independent(outputs.detach(), record.outputs.detach()[index])
-        again = ForwardRecord.make(record.model, some, outputs, record.plan, calls)
-        reasons = dict(again.misfits)
-        for number, layer in enumerate(record.plan.layers):
-            pairs = zip(record.calls.get(number, ()), again.calls.get(number, ()), strict=False)
-            if any(_is_of_other_examples(first.inputs, second.inputs, index) for first, second in pairs):
-                reasons.update(dict.fromkeys(layer.layout.names, _MIXES))
-        reasons = {n: why for n, why in reasons.items() if n in record.plan.layers_of_parameter}
-        return {**reasons, **contradictions(again)} if gradients else reasons
+
+def _contradictions_of_some(record: ForwardRecord, is_new: bool) -> dict[str, str]:
+    """Runs the model again on some examples of a batch, in reverse order: what belongs to an example must stay with it.
+
+    Args:
+        record: The batch.
+        is_new: Whether gradients are compared, too. Where some examples alone do not make the network do what the whole batch
+            did, those of the whole batch are.
+    """
+    if record.size == 1:
+        return contradictions(record) if is_new else {}
+    count = min(record.size, _EXAMPLES_OF_NEW if is_new else _EXAMPLES_OF_KNOWN)
+    index = (torch.arange(count) * record.size // count).flip(0)
+    some = Batch(take(record.batch.inputs, index, record.size), None, None, count)
+    with record_calls(record.plan) as calls:
+        outputs = call_model(record.model, some.inputs)
+    index = index.to(outputs.device)
+    _check_independent(outputs.detach(), record.outputs.detach()[index])
+    again = ForwardRecord.make(record.model, some, outputs, record.plan, calls)
+    reasons = dict(again.misfits)
+    for number, layer in enumerate(record.plan.layers):
+        pairs = zip(record.calls.get(number, ()), again.calls.get(number, ()), strict=False)
+        if any(_is_of_other_examples(first.inputs, second.inputs, index) for first, second in pairs):
+            reasons.update(dict.fromkeys(layer.layout.names, _MIXES))
+    reasons = {n: why for n, why in reasons.items() if n in record.plan.layers_of_parameter}
+    if is_new:
+        reasons |= contradictions(again if again.signature == record.signature else record)
+    return reasons
 
 
 def _is_of_other_examples(inputs: Tensor, again: Tensor, index: Tensor) -> bool:
@@ -252,7 +261,7 @@ class CheckedPlan:
 
     def __init__(self, model: nn.Module, names: Sequence[str], batch: Batch):
         self.model, self.names = model, list(names)
-        self.plan = plan_model(model, self.names, batch)
+        self.plan = plan_model(model, self.names, batch, verify=False)
         self._check = PlanCheck()
 
     def record(self, batch: Batch) -> ForwardRecord:
@@ -351,8 +360,14 @@ def _attribute(module: nn.Module, path: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def plan_model(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPlan:
+def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: bool = True) -> ModelPlan:
     """Looks at the model on copies of up to three examples of the first batch.
+
+    Args:
+        model: The network, in eval mode.
+        names: The selected parameters.
+        batch: The first batch.
+        verify: Whether the rules' gradients are compared with autograd's; not needed where a `PlanCheck` follows.
 
     Raises:
         UnsupportedError: The outputs of an example depend on the other examples of its batch.
@@ -380,15 +395,13 @@ def plan_model(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
         reason = "its layer is called without a batch dimension"
         plan = plan.without({n: reason for k in unbatched for n in plan.layers[k].layout.names})
         plan = replace(plan, batch_dimensions=dimensions, numbers=sum(math.prod(c.out_shape) for c in calls) // 3)
-        owned = dict(model.named_parameters())
         record = ForwardRecord.make(model, three, outputs, plan, calls)
-        uses = {name: (calls, uses) for name, calls, uses, _ in record.signature}
-        outside = {name: USED_OUTSIDE for name, (calls, uses) in uses.items() if uses > calls}
-        wrong = {**record.misfits, **outside, **contradictions(record)}
-        ones = torch.ones_like(outputs)
-        gradients = torch.autograd.grad(outputs, [owned[n] for n in names], ones, allow_unused=True)
+        wrong = dict(record.misfits)
+        wrong.update({name: USED_OUTSIDE for name, calls, uses, _ in record.signature if uses > calls})
+        if verify:
+            wrong |= contradictions(record)
     # A parameter that is wrong spoils only itself: the others keep their rule, but not in a common block.
-    unused = frozenset(n for n, g in zip(names, gradients, strict=True) if g is None)
+    unused = frozenset(n for n in names if not record.uses.get(n))
     return replace(plan.without(wrong), unused=unused)
 
 

@@ -497,7 +497,7 @@ def uses_in_graph(output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str,
 
 def _leaf_of(node: Node) -> Tensor | None:
     """The tensor that a node accumulates a gradient for, also behind a cast: autocast keeps the casts of weights."""
-    if node.name() == "ToCopyBackward0" and node.next_functions[0][0] is not None:
+    if type(node).__name__ == "ToCopyBackward0" and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     variable: Tensor | None = getattr(node, "variable", None)
     return variable
