@@ -43,6 +43,7 @@ def per_example_gradients(
     Raises:
         InputError, DataError, UnsupportedError: with what is wrong and what to do.
 
+    >>> import torch
     >>> net = nn.Linear(2, 1, bias=False)
     >>> _ = nn.init.zeros_(net.weight)
     >>> x, y = torch.tensor([[1.0, 2.0], [2.0, 1.0]]), torch.tensor([[1.0], [3.0]])

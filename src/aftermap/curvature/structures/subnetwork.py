@@ -204,7 +204,7 @@ def fit_subnetwork(
     >>> from aftermap.likelihoods import Gaussian
     >>> data = [(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.zeros(2, 1))]
     >>> fit_subnetwork(net, data, Gaussian(1.0), {"weight": torch.tensor([1])}).blocks[0].matrix
-    tensor([[5.]])
+    tensor([[5.]], dtype=torch.float64)
     """
     names = [n for n in named_parameters(model) if n in entries]
     shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
