@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
 from aftermap.batches import take
-from aftermap.models import call_model
+from aftermap.models import functional_outputs
 from aftermap.params import named_parameters
 
 __all__ = ["per_example_products"]
@@ -58,7 +58,7 @@ def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, 
         single = _with_batch(example, dims)
 
         def outputs(chosen: Mapping[str, Tensor]) -> Tensor:
-            return call_model(lambda *a, **k: functional_call(model, dict(chosen), a, k), single)[0]
+            return functional_outputs(model, chosen, single)[0]
 
         pull = vjp(outputs, params)[1]
         return vmap(lambda v: pull(v)[0])(each)
@@ -76,7 +76,7 @@ def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vect
         params = {n: own[n].detach().requires_grad_() for n in names}
         for example in range(vectors.shape[1]):
             single = _with_batch(_one(inputs, dims, example), dims)
-            outputs = call_model(lambda *a, **k: functional_call(model, params, a, k), single)
+            outputs = functional_outputs(model, params, single)
             rows = []
             for number, vector in enumerate(vectors[:, example]):
                 grads = torch.autograd.grad(
