@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from aftermap import HessianFree, Laplace
 from aftermap.curvature import fit_curvature
@@ -18,7 +19,9 @@ from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.hessian import full_hessian
 from aftermap.errors import UnsupportedError
 from aftermap.likelihoods import Categorical
-from aftermap.models import call_model, evaluating, functional_outputs, update_bn
+from aftermap.models import autograd_errors_explained, call_model, evaluating, functional_outputs, update_bn
+from aftermap.optim import IVON, VOGN
+from aftermap.posteriors import DualPosterior
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-11}
 
@@ -196,6 +199,81 @@ def test_torchscript_is_refused_with_what_to_do(make: Callable[[nn.Module], Any]
     ):
         with pytest.raises(UnsupportedError, match="TorchScript.*Pass the Python module"):
             start()
+
+
+class Checkpointed(nn.Module):
+    """Its first layer makes the checkpoint's input require a gradient, without which PyTorch only warns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.out = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(checkpoint(self.inner, self.first(x), use_reentrant=True)))
+
+
+def step(optimiser: Any, model: nn.Module) -> Any:
+    return optimiser.step(lambda: F.cross_entropy(model(X), Y))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize(
+    "start",
+    [
+        *[
+            lambda m, s=s: Laplace(m, "classification", structure=s).fit([(X, Y)])
+            for s in ("kron", "diagonal", "full", "low_rank", "matrix_free", "hessian")
+        ],
+        lambda m: HessianFree(m, "classification").fit([(X, Y)], polish=True),
+        lambda m: GGNOperator(m, [(X, Y)], Categorical()).to_dense(),
+        lambda m: GGNOperator(m, [(X, Y)], Categorical()).noise(1),
+        lambda m: full_hessian(m, [(X, Y)], Categorical()),
+        lambda m: DualPosterior.from_data(m, [(X, Y)], "classification"),
+        lambda m: step(VOGN(m, lr=0.01, n_data=30), m),
+        lambda m: step(IVON(m, lr=0.01, n_data=30), m),
+    ],
+)
+def test_reentrant_checkpoints_are_refused_with_what_to_do(start: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(UnsupportedError, match="checkpoint.*use_reentrant=False"):
+        start(randomise(Checkpointed()))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+def test_parameters_after_a_reentrant_checkpoint_can_be_fitted() -> None:
+    laplace = Laplace(randomise(Checkpointed()), "classification", params="last_layer").fit([(X, Y)])
+    assert laplace.predict(X[:2]).mean.shape == (2, 3)
+
+
+def test_other_errors_of_autograd_come_through() -> None:
+    with pytest.raises(RuntimeError, match="of the user"), autograd_errors_explained():
+        raise RuntimeError("of the user")
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.Linear(3, 4), nn.Linear(4, 3)
+        self.attend = nn.TransformerEncoderLayer(4, 2, 5, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.out(self.attend(self.embed(x), src_mask=mask).mean(1))
+
+
+CAUSAL = torch.triu(torch.ones(5, 5, dtype=torch.bool), 1)
+ADDITIVE = torch.zeros(5, 5, dtype=torch.float64).masked_fill(CAUSAL, -torch.inf)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diagonal", "low_rank"])
+def test_an_additive_mask_does_what_a_boolean_one_does(structure: str) -> None:
+    model, x = randomise(Masked()), randn(4, 5, 3)
+    means = [
+        Laplace(model, "classification", structure=structure)
+        .fit([((x, mask), Y[:4])])
+        .predict((x, mask), link="probit")
+        .mean
+        for mask in (CAUSAL, ADDITIVE)
+    ]
+    assert_close(means[1], means[0], rtol=1e-7, atol=1e-9)
 
 
 # Bags of embeddings: their backward pass has no derivative of its own.

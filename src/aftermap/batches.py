@@ -226,15 +226,21 @@ def unpack_inputs(inputs: Any) -> Batch:
 
 
 def check_inputs(inputs: Any, dtype: torch.dtype | None) -> None:
-    """Raises unless every floating-point input is finite and of the model's dtype."""
-    for tensor in tensors_of(inputs):
+    """Raises unless every floating-point input is finite and of the model's dtype.
+
+    Tensors after the first may hold -inf: additive attention masks do.
+    """
+    for number, tensor in enumerate(tensors_of(inputs)):
         if not tensor.is_floating_point():
             continue
         if not all_finite(tensor):
-            bad = torch.nonzero(~torch.isfinite(tensor))[0].tolist()
-            raise DataError(
-                f"the inputs are not finite: {tensor[tuple(bad)].item()} at index {bad}. Clean or mask them first"
-            )
+            allowed = torch.isfinite(tensor) if number == 0 else tensor.isfinite() | tensor.isneginf()
+            if not bool(allowed.all()):
+                bad = torch.nonzero(~allowed)[0].tolist()
+                raise DataError(
+                    f"the inputs are not finite: {tensor[tuple(bad)].item()} at index {bad} of tensor {number + 1}. Clean or mask "
+                    "them first. Only an additive mask, which is not the first tensor among the inputs, may hold -inf"
+                )
         mixed = dtype is not None and tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type)
         if mixed:
             raise DataError(

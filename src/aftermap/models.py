@@ -30,6 +30,7 @@ from aftermap.params import Params
 
 __all__ = [
     "WeightsWatch",
+    "autograd_errors_explained",
     "call_model",
     "check_device",
     "check_modes",
@@ -129,6 +130,33 @@ def check_not_scripted(model: nn.Module) -> None:
             "cannot be observed and whose weights cannot be exchanged. Pass the Python module that it was made from, with the "
             "same weights: model.load_state_dict(scripted.state_dict())"
         )
+
+
+@contextmanager
+def autograd_errors_explained() -> Iterator[None]:
+    """Says what to do where PyTorch cannot differentiate the network: re-entrant checkpoints, functions of the old style.
+
+    Also a decorator of functions that differentiate a network.
+
+    Raises:
+        UnsupportedError: instead of PyTorch's own RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise UnsupportedError(
+                "the network uses re-entrant checkpointing, which allows only loss.backward(), and no gradient of outputs. Pass "
+                "use_reentrant=False to torch.utils.checkpoint.checkpoint (in Hugging Face models "
+                "gradient_checkpointing_enable({'use_reentrant': False}), or gradient_checkpointing_disable())"
+            ) from error
+        if "must override the setup_context" in str(error):
+            raise UnsupportedError(
+                "the network uses a torch.autograd.Function without setup_context (re-entrant checkpointing is one), which "
+                "torch.func cannot differentiate. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or give a "
+                "Function of your own a setup_context"
+            ) from error
+        raise
 
 
 def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -19,7 +19,7 @@ from torch.func import grad, grad_and_value, vmap
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import evaluating, functional_outputs
+from aftermap.models import autograd_errors_explained, evaluating, functional_outputs
 from aftermap.params import Params, flatten, named_parameters, unflatten
 from aftermap.predictive.functionals import FunctionalSet, Network
 from aftermap.prior import Prior
@@ -175,6 +175,7 @@ class Objective:
 
     # All members at once.
 
+    @autograd_errors_explained()
     def _mapped(self, single: Callable[..., Any], *rows: Tensor) -> Any:
         """``single`` for every row: vectorised, or one by one where an operation has no batching rule."""
         if self._vectorised:

@@ -26,7 +26,14 @@ from aftermap.curvature.passes.record import ForwardRecord
 from aftermap.curvature.passes.stream import vectors_go_together
 from aftermap.curvature.structures.base import flatten_batch
 from aftermap.errors import InputError
-from aftermap.models import check_outputs, evaluating, functional_outputs, only_require_grad, prepare_forward_mode
+from aftermap.models import (
+    autograd_errors_explained,
+    check_outputs,
+    evaluating,
+    functional_outputs,
+    only_require_grad,
+    prepare_forward_mode,
+)
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, Posterior
 from aftermap.predictive.sampling import weight_samples
@@ -222,6 +229,7 @@ def joint_covariance(checked: CheckedPlan, posterior: Posterior, batch: Batch) -
     return torch.cat(means), torch.einsum("cnp,dmp->ncmd", left, right)
 
 
+@autograd_errors_explained()
 def function_samples(
     model: nn.Module, posterior: Posterior, inputs: Any, count: int, generator: torch.Generator | None = None
 ) -> Tensor:

@@ -37,7 +37,7 @@ from aftermap.curvature.passes.record import (
 )
 from aftermap.curvature.rules.base import budget
 from aftermap.errors import AftermapError, InputError, StatisticalWarning, UnsupportedError
-from aftermap.models import evaluation_mode
+from aftermap.models import autograd_errors_explained, evaluation_mode
 from aftermap.params import named_parameters
 
 __all__ = [
@@ -333,6 +333,7 @@ class ClosureReading:
         self._pass.start_vectors(torch.empty(1, 0, dtype=dtype), for_the_last_time=True)
         return self._pass
 
+    @autograd_errors_explained()
     def differentiate(self, loss: Tensor, *, keep: bool = False) -> None:
         """One backward pass from the loss to the layers (and to parameters that need autograd's own gradient)."""
         reader = self.reader

@@ -29,7 +29,7 @@ from aftermap.curvature.rules.attention import attention_projections
 from aftermap.curvature.rules.base import LayerRule, Layout, find_rule
 from aftermap.distributed import all_reduce_
 from aftermap.errors import InputError, UnsupportedError
-from aftermap.models import call_model, check_modes, check_outputs, only_require_grad
+from aftermap.models import autograd_errors_explained, call_model, check_modes, check_outputs, only_require_grad
 from aftermap.params import named_parameters
 
 __all__ = [
@@ -360,6 +360,7 @@ def _attribute(module: nn.Module, path: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+@autograd_errors_explained()
 def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: bool = True) -> ModelPlan:
     """Looks at the model on copies of up to three examples of the first batch.
 
