@@ -182,3 +182,15 @@ def test_a_mask_after_the_first_tensor_may_hold_minus_infinity(inputs: Any) -> N
 def test_other_inputs_that_are_not_finite_are_refused(inputs: Any) -> None:
     with pytest.raises(DataError, match="not finite.*Only an additive mask"):
         check_inputs(inputs, torch.float32)
+
+
+def test_what_examples_share_stays_whole_in_parts_of_parts() -> None:
+    batch = Batch({"x": X, "masks": [torch.eye(3), torch.eye(4)]}, Y, torch.arange(4.0), 4, frozenset({("masks", 1)}))
+    part = batch.take(torch.tensor([3, 1, 0]))
+    assert part.size == 3
+    torch.testing.assert_close(part.inputs["x"], X[[3, 1, 0]])
+    torch.testing.assert_close(part.targets, Y[[3, 1, 0]])
+    torch.testing.assert_close(part.weight, torch.tensor([3.0, 1.0, 0.0]))
+    for again in (part, part.take(torch.tensor([2])), next(part.pieces(2)), part.to(CPU)):
+        assert [tuple(m.shape) for m in again.inputs["masks"]] == [(3, 3), (4, 4)]
+    torch.testing.assert_close(part.take(torch.tensor([2])).inputs["x"], X[[0]])

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacrev, jvp, vmap
 
-from aftermap.batches import Batch, take
+from aftermap.batches import Batch
 from aftermap.curvature.passes.backward import Accumulator, BackwardPass, LayerGradients
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.passes.record import ForwardRecord
@@ -81,14 +81,14 @@ def output_gradients(
     Yields:
         (examples, position, network outputs [b, ..., C], gradients of the chosen outputs at that position).
     """
-    model = checked.model
+    model, batch = checked.model, checked.plan.marked(batch)
     per_example: int | None = None
     start = 0
     with only_require_grad(model, checked.names):
         while start < batch.size:
             length = 1 if per_example is None else max(1, min(numbers // per_example, batch.size - start))
             index = torch.arange(start, start + length)
-            record = checked.record(Batch(take(batch.inputs, index, batch.size), None, None, length))
+            record = checked.record(batch.take(index))
             if per_example is None:
                 values = record.outputs
                 check_chosen(outputs, values.shape[-1])

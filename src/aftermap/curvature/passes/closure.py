@@ -470,10 +470,12 @@ class ClosureReading:
         squares = {n: torch.zeros_like(reader.parameters[n]) for n in names}
         stride = budget(sum(reader.parameters[n].numel() for n in names))
         vectors = call.gradient.detach()[None]
+        batch = Batch(inputs, None, None, size)
+        batch = batch if reader.plan is None else reader.plan.marked(batch)
         with torch.no_grad(), evaluation_mode(reader.model):
             for start in range(0, size, stride):
                 length = min(stride, size - start)
-                products = per_example_products(reader.model, names, inputs, size, vectors, start, length)
+                products = per_example_products(reader.model, names, batch, vectors, start, length)
                 for name, value in products.items():
                     squares[name] += value.square().sum((0, 1)).to(squares[name].dtype)
         return squares
