@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, iterate, take, tensors_of, unpack_batch
+from aftermap.batches import Batch, check_inputs, iterate, take, tensors_of, unpack_batch
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.models import call_model, check_device
 
@@ -160,3 +160,37 @@ def test_mixed_dtypes_are_allowed_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found: list[Tensor] = [b.inputs for b in iterate([(X.double(), Y)], device=CPU, dtype=torch.float32)]
     assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    "inputs", [(X, torch.full((3, 3), -torch.inf)), {"x": X, "mask": torch.tensor([0.0, -torch.inf])}]
+)
+def test_a_mask_after_the_first_tensor_may_hold_minus_infinity(inputs: Any) -> None:
+    check_inputs(inputs, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        torch.tensor([[0.0, -torch.inf]]),
+        {"mask": torch.tensor([0.0, -torch.inf]), "x": X},
+        (X, torch.tensor([0.0, torch.nan])),
+        (X, torch.tensor([0.0, torch.inf])),
+        (X, torch.tensor([-torch.inf, torch.nan])),
+    ],
+)
+def test_other_inputs_that_are_not_finite_are_refused(inputs: Any) -> None:
+    with pytest.raises(DataError, match="not finite.*Only an additive mask"):
+        check_inputs(inputs, torch.float32)
+
+
+def test_what_examples_share_stays_whole_in_parts_of_parts() -> None:
+    batch = Batch({"x": X, "masks": [torch.eye(3), torch.eye(4)]}, Y, torch.arange(4.0), 4, frozenset({("masks", 1)}))
+    part = batch.take(torch.tensor([3, 1, 0]))
+    assert part.size == 3
+    torch.testing.assert_close(part.inputs["x"], X[[3, 1, 0]])
+    torch.testing.assert_close(part.targets, Y[[3, 1, 0]])
+    torch.testing.assert_close(part.weight, torch.tensor([3.0, 1.0, 0.0]))
+    for again in (part, part.take(torch.tensor([2])), next(part.pieces(2)), part.to(CPU)):
+        assert [tuple(m.shape) for m in again.inputs["masks"]] == [(3, 3), (4, 4)]
+    torch.testing.assert_close(part.take(torch.tensor([2])).inputs["x"], X[[0]])

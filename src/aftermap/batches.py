@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from aftermap.linalg import all_finite
 
 __all__ = [
     "Batch",
+    "Path",
     "Unpack",
     "check_inputs",
     "describe",
@@ -25,6 +26,7 @@ __all__ = [
     "unpack_inputs",
 ]
 
+Path = tuple[Any, ...]  # where a tensor is among the inputs: keys of mappings and places in tuples
 Unpack = Callable[[Any], tuple[Any, Any] | tuple[Any, Any, Any]]
 _TARGET_KEYS = ("labels", "label", "targets", "target", "y")
 _WEIGHT_KEYS = ("weight", "weights", "sample_weight")
@@ -39,12 +41,15 @@ class Batch:
         targets: labels or regression targets; None when the batch has none.
         weight: [N], how many copies of each datum this one stands for; None means one.
         size: N.
+        whole: where among the inputs there are tensors that belong to all examples together, although their first
+            dimension may happen to be N. Any other tensor whose first dimension is N holds one row for each example.
     """
 
     inputs: Any
     targets: Any
     weight: Tensor | None
     size: int
+    whole: frozenset[Path] = frozenset()
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device; tensors made in inference mode, which autograd refuses, are copied."""
@@ -53,14 +58,32 @@ class Batch:
             return tensor.to(device, copy=tensor.is_inference())
 
         weight = None if self.weight is None else move(self.weight)
-        return Batch(_map(move, self.inputs), _map(move, self.targets), weight, self.size)
+        return replace(self, inputs=_map(move, self.inputs), targets=_map(move, self.targets), weight=weight)
 
     def pieces(self, size: int) -> Iterator[Batch]:
         """The same examples, ``size`` at a time."""
         for start in range(0, self.size, size):
-            index = torch.arange(start, min(start + size, self.size))
-            weight = None if self.weight is None else self.weight[index.to(self.weight.device)]
-            yield Batch(take(self.inputs, index, self.size), take(self.targets, index, self.size), weight, len(index))
+            yield self.take(torch.arange(start, min(start + size, self.size)))
+
+    def take(self, index: Tensor) -> Batch:
+        """The chosen examples. What they share stays whole, also where it has as many rows as are chosen.
+
+        >>> batch = Batch((torch.zeros(4, 2), torch.zeros(3, 3)), None, None, 4)
+        >>> [len(t) for t in batch.take(torch.arange(3)).take(torch.arange(2)).inputs]
+        [2, 3]
+        """
+        inputs = _map_paths(lambda path, t: t[index.to(t.device)] if self.is_batched(path, t) else t, self.inputs)
+        weight = None if self.weight is None else self.weight[index.to(self.weight.device)]
+        shared = frozenset(path for path, tensor in _walk(self.inputs) if not self.is_batched(path, tensor))
+        return Batch(inputs, take(self.targets, index, self.size), weight, len(index), shared)
+
+    def is_batched(self, path: Path, tensor: Tensor) -> bool:
+        """Whether a tensor among the inputs holds one row for each example."""
+        return tensor.dim() > 0 and tensor.shape[0] == self.size and path not in self.whole
+
+    def tensors(self) -> list[tuple[Path, Tensor]]:
+        """Every tensor among the inputs, and where it is."""
+        return list(_walk(self.inputs))
 
 
 def unpack_batch(batch: Any, unpack: Unpack | None = None) -> Batch:
@@ -148,29 +171,37 @@ def describe(thing: Any) -> str:
 
 def tensors_of(tree: Any) -> Iterable[Tensor]:
     """Every tensor in nested mappings, tuples and lists."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for key in tree:
-            yield from tensors_of(tree[key])
-    elif isinstance(tree, tuple | list):
-        for item in tree:
-            yield from tensors_of(item)
+    return (tensor for _, tensor in _walk(tree))
 
 
 def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, Mapping):
-        return {key: _map(function, tree[key]) for key in tree}
-    if isinstance(tree, tuple | list):
-        return tuple(_map(function, item) for item in tree)
-    return tree
+    return _map_paths(lambda _, tensor: function(tensor), tree)
 
 
 def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
     """Inputs or targets whose floating-point tensors have this dtype; all others stay as they are."""
     return _map(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def _map_paths(function: Callable[[Path, Tensor], Any], tree: Any, path: Path = ()) -> Any:
+    if isinstance(tree, Tensor):
+        return function(path, tree)
+    if isinstance(tree, Mapping):
+        return {key: _map_paths(function, tree[key], (*path, key)) for key in tree}
+    if isinstance(tree, tuple | list):
+        return tuple(_map_paths(function, item, (*path, place)) for place, item in enumerate(tree))
+    return tree
+
+
+def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key in tree:
+            yield from _walk(tree[key], (*path, key))
+    elif isinstance(tree, tuple | list):
+        for place, item in enumerate(tree):
+            yield from _walk(item, (*path, place))
 
 
 def _size(inputs: Any) -> int:
@@ -226,15 +257,21 @@ def unpack_inputs(inputs: Any) -> Batch:
 
 
 def check_inputs(inputs: Any, dtype: torch.dtype | None) -> None:
-    """Raises unless every floating-point input is finite and of the model's dtype."""
-    for tensor in tensors_of(inputs):
+    """Raises unless every floating-point input is finite and of the model's dtype.
+
+    Tensors after the first may hold -inf: additive attention masks do.
+    """
+    for number, tensor in enumerate(tensors_of(inputs)):
         if not tensor.is_floating_point():
             continue
         if not all_finite(tensor):
-            bad = torch.nonzero(~torch.isfinite(tensor))[0].tolist()
-            raise DataError(
-                f"the inputs are not finite: {tensor[tuple(bad)].item()} at index {bad}. Clean or mask them first"
-            )
+            allowed = torch.isfinite(tensor) if number == 0 else tensor.isfinite() | tensor.isneginf()
+            if not bool(allowed.all()):
+                bad = torch.nonzero(~allowed)[0].tolist()
+                raise DataError(
+                    f"the inputs are not finite: {tensor[tuple(bad)].item()} at index {bad} of tensor {number + 1}. Clean or mask "
+                    "them first. Only an additive mask, which is not the first tensor among the inputs, may hold -inf"
+                )
         mixed = dtype is not None and tensor.dtype != dtype and not torch.is_autocast_enabled(tensor.device.type)
         if mixed:
             raise DataError(

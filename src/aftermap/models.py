@@ -8,6 +8,7 @@ to the mean or to a draw of the weights.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from aftermap.batches import Unpack, describe, iterate, tensors_of
 from aftermap.errors import AftermapError, InputError, ShapeError, UnsupportedError
@@ -26,10 +30,12 @@ from aftermap.params import Params
 
 __all__ = [
     "WeightsWatch",
+    "autograd_errors_explained",
     "call_model",
     "check_device",
     "check_modes",
     "check_not_causal",
+    "check_not_scripted",
     "check_outputs",
     "chosen_parameters",
     "evaluating",
@@ -42,17 +48,27 @@ __all__ = [
 ]
 
 _ENTRIES = 64
+# Integer buffers with more entries than this are quantised weights, not statistics: nobody copies them.
+_LARGEST_INTEGER_BUFFER = 1 << 20
 
 
-def call_model(model: Callable[..., Any], inputs: Any) -> Tensor:
+def call_model(model: Callable[..., Any], inputs: Any, *, update_buffers: bool = False) -> Tensor:
     """Runs the model on a batch's inputs and finds the tensor among what it returns.
 
     A tensor is passed as it is, a tuple as positional and a mapping as keyword arguments. From a returned object or
-    mapping the ``logits`` are taken (Hugging Face models), from a tuple or list its only tensor.
+    mapping the ``logits`` are taken (Hugging Face models), from a tuple or list its only tensor. Compiled modules run as
+    they were written, and a DataParallel wrapper is passed by.
+
+    Args:
+        model: the network, or a function that runs it.
+        inputs: its arguments.
+        update_buffers: keep what the model writes to its buffers (training). Otherwise a module's buffers are the same
+            before and after, and every call starts from the same ones.
     """
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = inputs if isinstance(inputs, Mapping) else {}
-    with _eager():
+    model = model.module if isinstance(model, nn.DataParallel) else model
+    with _eager(), nullcontext() if update_buffers else _unchanged_buffers(model):
         outputs = model(*args, **kwargs)
     if isinstance(outputs, Tensor):
         return outputs
@@ -79,8 +95,73 @@ def _eager() -> AbstractContextManager[Any]:
     return stance
 
 
+@contextmanager
+def _unchanged_buffers(model: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module works on copies of its buffers; afterwards its own tensors are back in their places.
+
+    Values are not written back into the module's tensors: the graph of the outputs may hold them.
+    """
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    before = [(m, dict(m._buffers)) for m in modules if m._buffers]
+    copies: dict[int, Tensor] = {}  # a buffer that several modules share stays one tensor
+    try:
+        for module, buffers in before:
+            for name, buffer in buffers.items():
+                if buffer is not None and _is_copied(buffer):
+                    module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
+
+
+def _is_copied(buffer: Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex() or buffer.numel() <= _LARGEST_INTEGER_BUFFER
+
+
+def check_not_scripted(model: nn.Module) -> None:
+    """Raises for TorchScript, which has no hooks and takes no other weights.
+
+    >>> check_not_scripted(nn.Linear(2, 1))
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            f"the model is a TorchScript module ({type(model).__name__}, from torch.jit.script, trace or load), whose layers "
+            "cannot be observed and whose weights cannot be exchanged. Pass the Python module that it was made from, with the "
+            "same weights: model.load_state_dict(scripted.state_dict())"
+        )
+
+
+@contextmanager
+def autograd_errors_explained() -> Iterator[None]:
+    """Says what to do where PyTorch cannot differentiate the network: re-entrant checkpoints, functions of the old style.
+
+    Also a decorator of functions that differentiate a network.
+
+    Raises:
+        UnsupportedError: instead of PyTorch's own RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant=True" in str(error):
+            raise UnsupportedError(
+                "the network uses re-entrant checkpointing, which allows only loss.backward(), and no gradient of outputs. Pass "
+                "use_reentrant=False to torch.utils.checkpoint.checkpoint (in Hugging Face models "
+                "gradient_checkpointing_enable({'use_reentrant': False}), or gradient_checkpointing_disable())"
+            ) from error
+        if "must override the setup_context" in str(error):
+            raise UnsupportedError(
+                "the network uses a torch.autograd.Function without setup_context (re-entrant checkpointing is one), which "
+                "torch.func cannot differentiate. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint, or give a "
+                "Function of your own a setup_context"
+            ) from error
+        raise
+
+
 def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a model's parameters; an error when they are spread or not materialised."""
+    """Device and dtype of a model's parameters; an error when they are spread, not materialised, or in TorchScript."""
+    check_not_scripted(model)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
     devices = {p.device for p in parameters}
     if len(devices) > 1:
@@ -169,8 +250,8 @@ def only_require_grad(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """The model in eval mode; every module gets its training flag back, whatever happens inside.
 
-    Fused attention kernels have no forward-mode and no second derivatives, so the plain one is used
-    meanwhile.
+    Fused attention kernels and bags of embeddings have no forward-mode and no second derivatives, so plain operations are
+    used meanwhile.
 
     >>> net = nn.Dropout(0.5)
     >>> with evaluating(net):
@@ -182,11 +263,46 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with sdpa_kernel(SDPBackend.MATH):
+        bags = any(isinstance(module, nn.EmbeddingBag) for module, _ in flags)
+        with sdpa_kernel(SDPBackend.MATH), _PlainEmbeddingBags() if bags else nullcontext():
             yield
     finally:
         for module, training in flags:
             module.training = training
+
+
+class _PlainEmbeddingBags(TorchFunctionMode):
+    """While active, bags of embeddings [N, L] are looked up one by one and then reduced: the same numbers."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.embedding_bag:
+            call = inspect.signature(F.embedding_bag).bind(*args, **kwargs)
+            call.apply_defaults()
+            given = call.arguments
+            if given["input"].dim() == 2 and given["max_norm"] is None and not given["scale_grad_by_freq"]:
+                return _plain_embedding_bag(
+                    given["input"], given["weight"], given["mode"], given["per_sample_weights"], given["padding_idx"]
+                )
+        return func(*args, **kwargs)
+
+
+def _plain_embedding_bag(
+    index: Tensor, weight: Tensor, mode: str, factors: Tensor | None, padding_idx: int | None
+) -> Tensor:
+    """Sum, mean or maximum of the rows of ``weight`` [V, D] that each bag [N, L] names: [N, D]."""
+    rows = F.embedding(index, weight)
+    if factors is not None:
+        rows = rows * factors[..., None]
+    present = torch.ones_like(index, dtype=torch.bool)[..., None]
+    if padding_idx is not None:
+        present = (index != padding_idx % len(weight))[..., None]
+        rows = torch.where(present, rows, -torch.inf if mode == "max" else 0.0)
+    if mode == "sum":
+        return rows.sum(1)
+    if mode == "mean":
+        return rows.sum(1) / present.sum(1).clamp(min=1)
+    return torch.where(present.any(1), rows.max(1).values, 0.0)
 
 
 def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> Params:
@@ -198,6 +314,7 @@ def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> Params:
     >>> list(chosen_parameters(nn.Linear(2, 3), None))
     ['weight', 'bias']
     """
+    check_not_scripted(model)
     available = dict(model.named_parameters())
     if names is None:
         names = [name for name, p in available.items() if p.requires_grad]
@@ -207,12 +324,28 @@ def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> Params:
     return {name: available[name].detach() for name in names}
 
 
-def functional_outputs(model: nn.Module, params: Params, inputs: Any) -> Tensor:
-    """Outputs [N, ..., C] of the model with `params` in place; buffers are copies, so none can change."""
-    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+def functional_outputs(
+    model: nn.Module, params: Mapping[str, Tensor], inputs: Any, *, update_buffers: bool = False
+) -> Tensor:
+    """Outputs [N, ..., C] of the model with other tensors in place of its own; the only way that the model is run so.
+
+    Args:
+        model: the network; a DataParallel or DistributedDataParallel wrapper is passed by, and compiled modules run as they
+            were written.
+        params: name -> tensor, parameters and possibly buffers, by the names that the model itself uses.
+        inputs: as the model takes them.
+        update_buffers: let the model write to its own buffers (training); otherwise it writes to copies.
+    """
+    tensors: dict[str, Tensor] = dict(params)
+    if not update_buffers:
+        own = {name: tensors.get(name, b) for name, b in model.named_buffers()}
+        tensors.update({name: b.detach().clone() for name, b in own.items() if _is_copied(b)})
+    while isinstance(model, nn.DataParallel | DistributedDataParallel):
+        model = model.module
+        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(model, {**buffers, **params}, args, kwargs)
+        return torch.func.functional_call(model, tensors, args, kwargs)
 
     return call_model(call, inputs)
 
@@ -358,7 +491,7 @@ def update_bn(model: nn.Module, data: Iterable[Any], *, unpack: Unpack | None = 
     device, dtype = check_device(model)
     with _averaging(model, norms):
         for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
-            call_model(model, batch.inputs)
+            call_model(model, batch.inputs, update_buffers=True)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aftermap.batches import Batch
 from aftermap.curvature import Factors, fit_curvature, reference
 from aftermap.curvature.passes.fallback import per_example_products
 from aftermap.errors import UnsupportedError
@@ -208,7 +209,7 @@ def test_tensors_without_a_batch_are_passed_on_to_the_fallback() -> None:
     for module in (model, Unvectorisable(model)):
         # Three examples of five: as many as the mixing matrix has rows.
         name = next(n for n, _ in module.named_parameters() if n.endswith("matrix"))
-        found = per_example_products(module, [name], (x, mix), 5, vectors, 1, 3)[name]
+        found = per_example_products(module, [name], Batch((x, mix), None, None, 5), vectors, 1, 3)[name]
         torch.testing.assert_close(found, J[1:4].transpose(0, 1))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aftermap.analysis.layers import Contributions
-from aftermap.batches import Batch, take, tensors_of
+from aftermap.batches import Batch, tensors_of
 from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.evaluation.predictor import without_samples
 from aftermap.evaluation.results import Table
@@ -262,9 +262,8 @@ class InputKeeper:
         for i in epistemic.argsort(descending=True, stable=True)[: self.top].tolist():
             if len(self.kept) == self.top and float(epistemic[i]) <= self.kept[-1][0]:
                 break
-            index = torch.tensor([i])
-            example = _on_cpu(take(batch.inputs, index, batch.size))
-            target = _on_cpu(take(batch.targets, index, batch.size))
+            chosen = batch.take(torch.tensor([i]))
+            example, target = _on_cpu(chosen.inputs), _on_cpu(chosen.targets)
             self.kept.append((float(epistemic[i]), self.seen + i, example, target, light[i], shares[i]))
             self.kept = sorted(self.kept, key=lambda k: (-k[0], k[1]))[: self.top]
         self.seen += batch.size

@@ -281,7 +281,7 @@ def _step(
 
     def closure() -> Tensor:
         optimiser.zero_grad()
-        loss = distillation_loss(said, call_model(student, inputs), temperature).mean()
+        loss = distillation_loss(said, call_model(student, inputs, update_buffers=True), temperature).mean()
         if not math.isfinite(loss.item()):
             raise NumericalError(
                 f"the distillation loss is {loss.item()}; use a smaller learning rate, or scale the inputs and targets"

@@ -33,7 +33,7 @@ from aftermap.batches import Batch, Unpack
 from aftermap.draws import normal_like
 from aftermap.errors import DataError, NotFittedError, NumericalError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, functional_outputs
+from aftermap.models import functional_outputs
 from aftermap.params import Params, Selection, select
 from aftermap.progress import progress as progress_bar
 
@@ -323,13 +323,8 @@ class MeanField(Baseline):
         return torch.stack(values).mean(), count
 
     def _outputs(self, weights: Params, inputs: Any) -> Tensor:
-        if not self.model.training:
-            return functional_outputs(self.model, weights, inputs)
-
-        def call(*args: Any, **kwargs: Any) -> Any:  # buffers are not copied: BatchNorm's statistics are learned
-            return torch.func.functional_call(self.model, weights, args, kwargs)
-
-        return call_model(call, inputs)
+        # While training, BatchNorm's statistics are learned.
+        return functional_outputs(self.model, weights, inputs, update_buffers=self.model.training)
 
     def elbo(
         self,

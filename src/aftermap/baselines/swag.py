@@ -159,7 +159,7 @@ class SWAG(Baseline):
     ) -> None:
         for batch in batches_of(self.model, data, unpack):
             with torch.enable_grad():
-                outputs = call_model(self.model, batch.inputs)
+                outputs = call_model(self.model, batch.inputs, update_buffers=True)
                 self.likelihood.check(outputs.detach(), targets_of(batch))
                 loss, _ = mean_nll(self.likelihood, outputs, batch)
                 optimiser.zero_grad()

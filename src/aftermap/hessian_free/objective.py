@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
 
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, evaluating
+from aftermap.models import autograd_errors_explained, evaluating, functional_outputs
 from aftermap.params import Params, flatten, named_parameters, unflatten
 from aftermap.predictive.functionals import FunctionalSet, Network
 from aftermap.prior import Prior
@@ -150,8 +150,7 @@ class Objective:
     # The terms of one member.
 
     def _outputs(self, params: Params, inputs: Any) -> Tensor:
-        tensors = {**self.fixed, **params}
-        return call_model(lambda *a, **k: functional_call(self.model, tensors, a, k), inputs)
+        return functional_outputs(self.model, {**self.fixed, **params}, inputs)
 
     def _data_loss(self, theta: Tensor, batch: Batch) -> Tensor:
         values = self.likelihood.nll(self._outputs(unflatten(theta, self.like), batch.inputs), batch.targets)
@@ -176,6 +175,7 @@ class Objective:
 
     # All members at once.
 
+    @autograd_errors_explained()
     def _mapped(self, single: Callable[..., Any], *rows: Tensor) -> Any:
         """``single`` for every row: vectorised, or one by one where an operation has no batching rule."""
         if self._vectorised:

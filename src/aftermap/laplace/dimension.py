@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, take
+from aftermap.batches import Batch
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import join_flat
 from aftermap.distributed import rank, together, world_size
@@ -146,13 +146,8 @@ def _largest(parts: list[_Part], limit: int, left_out: float) -> tuple[list[_Par
         if len(index) == len(priority):
             largest.append((priority, trace, batch))
         elif len(index):
-            largest.append((priority[index], trace[index], _taken(batch, index)))
+            largest.append((priority[index], trace[index], batch.take(index)))
     return largest, max(left_out, threshold)
-
-
-def _taken(batch: Batch, index: Tensor) -> Batch:
-    weight = None if batch.weight is None else batch.weight[index.to(batch.weight.device)]
-    return Batch(take(batch.inputs, index, batch.size), take(batch.targets, index, batch.size), weight, len(index))
 
 
 def _joined(parts: Sequence[_Part], size: int = 50) -> list[_Part]:

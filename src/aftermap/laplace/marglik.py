@@ -431,7 +431,7 @@ class _Run:
         total = count = 0.0
         for batch in self.batches():
             stepper.zero_grad()
-            outputs = call_model(self.model, batch.inputs)
+            outputs = call_model(self.model, batch.inputs, update_buffers=True)
             if number == 1:
                 likelihood.check(outputs, batch.targets)
                 self.n_outputs = outputs[0].numel()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jvp
+from torch.func import jvp
 
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.curvature import fit_curvature
@@ -225,7 +225,7 @@ def refined_evidence(
 
     def offsets(direction: Params, batch: Batch) -> Tensor:
         def outputs(params: Params) -> Tensor:
-            return call_model(lambda *a, **k: functional_call(model, params, a, k), batch.inputs)
+            return functional_outputs(model, params, batch.inputs)
 
         return jvp(outputs, (start,), (direction,))[1]
 

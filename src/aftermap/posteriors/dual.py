@@ -27,7 +27,7 @@ from aftermap.draws import normal_like
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.linalg import safe_cholesky, symmetrise
-from aftermap.models import check_device, chosen_parameters, evaluating, functional_outputs
+from aftermap.models import autograd_errors_explained, check_device, chosen_parameters, evaluating, functional_outputs
 from aftermap.params import Params
 from aftermap.posteriors.base import Posterior
 from aftermap.prior import Prior, PriorSpec
@@ -267,6 +267,7 @@ class DualPosterior(Posterior):
         return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)
 
 
+@autograd_errors_explained()
 def _rows(outputs: Tensor, leaves: Sequence[Tensor], roots: Tensor) -> Tensor:
     """Sᵀ J for every datum and position: [N · positions · K, P]."""
     size, width = outputs.shape[-1], roots.shape[-1]

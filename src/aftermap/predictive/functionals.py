@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap import checks
-from aftermap.batches import Batch, take, tensors_of
+from aftermap.batches import Batch, tensors_of
 from aftermap.curvature.structures.base import join_flat
 from aftermap.errors import InputError
 from aftermap.linalg import symmetrise
@@ -129,11 +129,9 @@ class OutputSet(FunctionalSet):
 
     def part(self, start: int, stop: int) -> FunctionalSet:
         first, last = (self.start + start) // self.width, -(-(self.start + stop) // self.width)
-        some = take(self.batch.inputs, torch.arange(first, last), self.batch.size)
+        some = self.batch.take(torch.arange(first, last))
         offset = first * self.width
-        return OutputSet(
-            Batch(some, None, None, last - first), self.width, self.start + start - offset, self.start + stop - offset
-        )
+        return OutputSet(some, self.width, self.start + start - offset, self.start + stop - offset)
 
 
 def parse_functionals(functional: object) -> tuple[FunctionalSet, bool]:

@@ -17,16 +17,23 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, jvp, vmap
+from torch.func import jacrev, jvp, vmap
 
-from aftermap.batches import Batch, take
+from aftermap.batches import Batch
 from aftermap.curvature.passes.backward import Accumulator, BackwardPass, LayerGradients
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.passes.record import ForwardRecord
 from aftermap.curvature.passes.stream import vectors_go_together
 from aftermap.curvature.structures.base import flatten_batch
 from aftermap.errors import InputError
-from aftermap.models import call_model, check_outputs, evaluating, only_require_grad, prepare_forward_mode
+from aftermap.models import (
+    autograd_errors_explained,
+    check_outputs,
+    evaluating,
+    functional_outputs,
+    only_require_grad,
+    prepare_forward_mode,
+)
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, Posterior
 from aftermap.predictive.sampling import weight_samples
@@ -74,14 +81,14 @@ def output_gradients(
     Yields:
         (examples, position, network outputs [b, ..., C], gradients of the chosen outputs at that position).
     """
-    model = checked.model
+    model, batch = checked.model, checked.plan.marked(batch)
     per_example: int | None = None
     start = 0
     with only_require_grad(model, checked.names):
         while start < batch.size:
             length = 1 if per_example is None else max(1, min(numbers // per_example, batch.size - start))
             index = torch.arange(start, start + length)
-            record = checked.record(Batch(take(batch.inputs, index, batch.size), None, None, length))
+            record = checked.record(batch.take(index))
             if per_example is None:
                 values = record.outputs
                 check_chosen(outputs, values.shape[-1])
@@ -222,6 +229,7 @@ def joint_covariance(checked: CheckedPlan, posterior: Posterior, batch: Batch) -
     return torch.cat(means), torch.einsum("cnp,dmp->ncmd", left, right)
 
 
+@autograd_errors_explained()
 def function_samples(
     model: nn.Module, posterior: Posterior, inputs: Any, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
@@ -231,7 +239,7 @@ def function_samples(
     mean = {n: own[n].detach() for n in posterior.names}
 
     def outputs(params: Params) -> Tensor:
-        return call_model(lambda *a, **k: functional_call(model, params, a, k), inputs)
+        return functional_outputs(model, params, inputs)
 
     drawn: list[Tensor] = []
     with evaluating(model), torch.no_grad():
@@ -282,7 +290,7 @@ def _vectorised_jacobian(model: nn.Module, params: Params, inputs: Tensor) -> tu
     """Outputs [N, ..., C] and J [outputs, N, *shape] by name, both functions of the inputs."""
 
     def single(chosen: Params, x: Tensor) -> tuple[Tensor, Tensor]:
-        value = call_model(lambda *a, **k: functional_call(model, chosen, a, k), x[None])[0]
+        value = functional_outputs(model, chosen, x[None])[0]
         return value.reshape(-1), value
 
     jacobian, mean = vmap(jacrev(single, has_aux=True), in_dims=(None, 0))(params, inputs)
@@ -293,7 +301,7 @@ def _looped_jacobian(model: nn.Module, params: Params, inputs: Tensor) -> tuple[
     leaves = {n: p.clone().requires_grad_() for n, p in params.items()}
     means, lines = [], []
     for example in inputs.split(1):
-        value = call_model(lambda *a, **k: functional_call(model, leaves, a, k), example)[0]
+        value = functional_outputs(model, leaves, example)[0]
         rows = [
             torch.autograd.grad(each, list(leaves.values()), create_graph=True, allow_unused=True)
             for each in value.reshape(-1)

@@ -15,7 +15,7 @@ from aftermap.batches import Batch
 from aftermap.curvature import fit_curvature, reference
 from aftermap.curvature.passes.plan import PlanCheck, PlanContradicted, find_last_layer, plan_model
 from aftermap.curvature.passes.record import ForwardRecord, record_calls, uses_in_graph
-from aftermap.errors import StatisticalWarning, UnsupportedError
+from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Categorical
 
 N = 30
@@ -250,3 +250,90 @@ def test_uses_are_counted_behind_casts_and_in_other_dtypes() -> None:
         twice = layer(layer(x))
     assert uses_in_graph(twice, dict(layer.named_parameters())) == {"weight": 2, "bias": 2}
     assert uses_in_graph(layer(x).detach(), dict(layer.named_parameters())) == {"weight": 0, "bias": 0}
+
+
+# Arguments without a batch dimension that have as many rows as the batch has examples.
+
+
+class Weighted(nn.Module):
+    """f(x, shared) = (x · scale) shared, or with a per-example offset; `scale` has no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.linspace(0.5, 1.5, 5)), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor, shared: Tensor, offset: Tensor | None = None) -> Tensor:
+        hidden = torch.tanh((x * self.scale) @ shared)
+        return self.out(hidden if offset is None else hidden + offset)
+
+
+@pytest.mark.parametrize("structure", ["kron", "diagonal", "full", "low_rank"])
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_a_square_argument_of_the_batch_length_is_left_whole(structure: str, as_mapping: bool) -> None:
+    torch.manual_seed(0)
+    model = Weighted().double()
+    x, shared, offset = torch.randn(60, 5), torch.randn(5, 5), torch.randn(60, 5)
+    x, shared, offset = x.double(), shared.double(), offset.double()
+    targets = torch.randn(60, 2).double()
+
+    def batches(size: int) -> list[Any]:
+        rows = [slice(k, k + size) for k in range(0, 60, size)]
+        if as_mapping:
+            return [({"x": x[r], "shared": shared, "offset": offset[r]}, targets[r]) for r in rows]
+        return [((x[r], shared, offset[r]), targets[r]) for r in rows]
+
+    # Batches of 5 are ambiguous, those of 20 are not.
+    expected = fit_curvature(model, batches(20), "regression", structure=structure)
+    found = fit_curvature(model, batches(5), "regression", structure=structure)
+    torch.testing.assert_close(found.to_dense(), expected.to_dense(), rtol=1e-9, atol=1e-9)
+
+
+def test_a_later_batch_of_the_length_of_a_shared_argument_is_read_like_the_first() -> None:
+    torch.manual_seed(0)
+    model, x, shared, targets = Weighted().double(), torch.randn(13, 5), torch.randn(5, 5), torch.randn(13, 2)
+    x, shared, targets = x.double(), shared.double(), targets.double()
+    whole = fit_curvature(model, [((x, shared), targets)], "regression", structure="full")
+    parts = [((x[r], shared), targets[r]) for r in (slice(0, 8), slice(8, 13))]
+    found = fit_curvature(model, parts, "regression", structure="full")
+    torch.testing.assert_close(found.to_dense(), whole.to_dense(), rtol=1e-9, atol=1e-9)
+
+
+def test_predictions_with_an_ambiguous_argument() -> None:
+    torch.manual_seed(0)
+    model, x, shared, targets = Weighted().double(), torch.randn(13, 5), torch.randn(5, 5), torch.randn(13, 2)
+    x, shared, targets = x.double(), shared.double(), targets.double()
+    for params in ("all", "last_layer"):
+        laplace = am.Laplace(model, "regression", params=params).fit([((x[:5], shared), targets[:5])])
+        expected = laplace.predict((x, shared)).epistemic[:5]
+        torch.testing.assert_close(laplace.predict((x[:5], shared)).epistemic, expected)
+        fresh = am.Laplace(model, "regression", params=params).fit([((x[:5], shared), targets[:5])])
+        torch.testing.assert_close(fresh.predict((x[:5], shared)).epistemic, expected)
+
+
+def test_an_argument_that_cannot_be_decided_is_named() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, first: Tensor, second: Tensor, other: Tensor) -> Tensor:
+            if len(first) != 4 or len(second) != 4:
+                raise RuntimeError("four rows are needed")
+            return self.out(x + other) + first.sum() + second.sum()
+
+    arguments = (torch.randn(4, 3), torch.randn(4, 2), torch.randn(4, 2), torch.randn(4, 3))
+    with pytest.raises(InputError, match="arguments 1, 2, 3 have 4 rows.*wrapper module"):
+        fit_curvature(Twice(), [(arguments, torch.zeros(4, 2))], "regression")
+
+
+def test_an_error_of_the_model_itself_comes_through() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            raise RuntimeError("broken by its author")
+
+    with pytest.raises(RuntimeError, match="broken by its author"):
+        fit_curvature(Broken(), [((torch.zeros(4, 3), torch.zeros(4, 3)), torch.zeros(4, 2))], "regression")

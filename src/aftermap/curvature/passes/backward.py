@@ -97,11 +97,7 @@ class LayerGradients:
         if rest:
             with torch.no_grad():
                 record = self.record
-                gradients.update(
-                    per_example_products(
-                        record.model, rest, record.batch.inputs, record.size, self.vectors, start, length
-                    )
-                )
+                gradients.update(per_example_products(record.model, rest, record.batch, self.vectors, start, length))
         return {n: gradients[n] for n in names}
 
 

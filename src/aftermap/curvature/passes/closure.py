@@ -37,7 +37,7 @@ from aftermap.curvature.passes.record import (
 )
 from aftermap.curvature.rules.base import budget
 from aftermap.errors import AftermapError, InputError, StatisticalWarning, UnsupportedError
-from aftermap.models import evaluation_mode
+from aftermap.models import autograd_errors_explained, evaluation_mode
 from aftermap.params import named_parameters
 
 __all__ = [
@@ -333,6 +333,7 @@ class ClosureReading:
         self._pass.start_vectors(torch.empty(1, 0, dtype=dtype), for_the_last_time=True)
         return self._pass
 
+    @autograd_errors_explained()
     def differentiate(self, loss: Tensor, *, keep: bool = False) -> None:
         """One backward pass from the loss to the layers (and to parameters that need autograd's own gradient)."""
         reader = self.reader
@@ -469,10 +470,12 @@ class ClosureReading:
         squares = {n: torch.zeros_like(reader.parameters[n]) for n in names}
         stride = budget(sum(reader.parameters[n].numel() for n in names))
         vectors = call.gradient.detach()[None]
+        batch = Batch(inputs, None, None, size)
+        batch = batch if reader.plan is None else reader.plan.marked(batch)
         with torch.no_grad(), evaluation_mode(reader.model):
             for start in range(0, size, stride):
                 length = min(stride, size - start)
-                products = per_example_products(reader.model, names, inputs, size, vectors, start, length)
+                products = per_example_products(reader.model, names, batch, vectors, start, length)
                 for name, value in products.items():
                     squares[name] += value.square().sum((0, 1)).to(squares[name].dtype)
         return squares

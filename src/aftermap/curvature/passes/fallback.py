@@ -12,25 +12,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 
-from aftermap.batches import take
-from aftermap.models import call_model
+from aftermap.batches import Batch, Path
+from aftermap.models import functional_outputs
 from aftermap.params import named_parameters
 
 __all__ = ["per_example_products"]
 
 
 def per_example_products(
-    model: nn.Module, names: Sequence[str], inputs: Any, size: int, vectors: Tensor, start: int, length: int
+    model: nn.Module, names: Sequence[str], batch: Batch, vectors: Tensor, start: int, length: int
 ) -> dict[str, Tensor]:
     """J_nᵀ v for examples ``start … start + length`` and each vector.
 
     Args:
         model: any module; nothing of it is changed.
         names: parameters J is taken with respect to.
-        inputs: the inputs of a batch.
-        size: how many examples it has, b.
+        batch: the inputs of b examples.
         vectors: [v, b, ..., c].
         start: the first example wanted.
         length: how many are wanted.
@@ -38,10 +37,9 @@ def per_example_products(
     Returns:
         name -> [v, length, *shape].
     """
-    index = torch.arange(start, start + length)
     # Seen on the whole batch: a tensor that only happens to have as many rows as are chosen has no batch dimension.
-    dims = _batch_dims(inputs, size)
-    chosen = take(inputs, index, size)
+    dims = _batch_dims(batch, batch.inputs)
+    chosen = batch.take(torch.arange(start, start + length)).inputs
     parts = vectors[:, start : start + length]
     try:
         return _vectorised(model, names, chosen, dims, parts)
@@ -58,7 +56,7 @@ def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, 
         single = _with_batch(example, dims)
 
         def outputs(chosen: Mapping[str, Tensor]) -> Tensor:
-            return call_model(lambda *a, **k: functional_call(model, dict(chosen), a, k), single)[0]
+            return functional_outputs(model, chosen, single)[0]
 
         pull = vjp(outputs, params)[1]
         return vmap(lambda v: pull(v)[0])(each)
@@ -76,7 +74,7 @@ def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vect
         params = {n: own[n].detach().requires_grad_() for n in names}
         for example in range(vectors.shape[1]):
             single = _with_batch(_one(inputs, dims, example), dims)
-            outputs = call_model(lambda *a, **k: functional_call(model, params, a, k), single)
+            outputs = functional_outputs(model, params, single)
             rows = []
             for number, vector in enumerate(vectors[:, example]):
                 grads = torch.autograd.grad(
@@ -94,14 +92,14 @@ def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vect
     return {n: torch.stack(values, 1) for n, values in found.items()}
 
 
-def _batch_dims(inputs: Any, size: int) -> Any:
-    """0 where a tensor holds the batch, None elsewhere, in the structure of the inputs."""
+def _batch_dims(batch: Batch, inputs: Any, path: Path = ()) -> Any:
+    """0 where a tensor holds one row for each example, None elsewhere, in the structure of the inputs."""
     if isinstance(inputs, Tensor):
-        return 0 if inputs.dim() > 0 and inputs.shape[0] == size else None
+        return 0 if batch.is_batched(path, inputs) else None
     if isinstance(inputs, Mapping):
-        return {k: _batch_dims(v, size) for k, v in inputs.items()}
+        return {k: _batch_dims(batch, v, (*path, k)) for k, v in inputs.items()}
     if isinstance(inputs, tuple | list):
-        return tuple(_batch_dims(v, size) for v in inputs)
+        return tuple(_batch_dims(batch, v, (*path, place)) for place, v in enumerate(inputs))
     return None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from aftermap.curvature.passes.block import Block
 from aftermap.curvature.passes.record import ClosureRecord, hook_model
 from aftermap.errors import InputError
+from aftermap.models import autograd_errors_explained
 
 __all__ = ["ClosureStatistics", "GradientReader", "Reading", "loss_of", "with_loss"]
 
@@ -102,6 +103,7 @@ class GradientReading:
             total += tensors[0].shape[0] if tensors else 0
         return max(1, total)
 
+    @autograd_errors_explained()
     def differentiate(self, loss: Tensor, *, keep: bool = False) -> None:
         """Gradients of the loss in every parameter that requires one."""
         active = {n: p for n, p in self.reader.parameters.items() if p.requires_grad}

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from aftermap.batches import Batch, take, tensors_of
+from aftermap.batches import Batch, Path, tensors_of
 from aftermap.curvature.passes.backward import contradictions
 from aftermap.curvature.passes.record import ForwardRecord, ModelCall, RecordedCall, Signature, record_calls
 from aftermap.curvature.rules.attention import attention_projections
 from aftermap.curvature.rules.base import LayerRule, Layout, find_rule
 from aftermap.distributed import all_reduce_
-from aftermap.errors import InputError, UnsupportedError
-from aftermap.models import call_model, check_modes, check_outputs, only_require_grad
+from aftermap.errors import AftermapError, InputError, UnsupportedError
+from aftermap.models import autograd_errors_explained, call_model, check_modes, check_outputs, only_require_grad
 from aftermap.params import named_parameters
 
 __all__ = [
@@ -52,6 +52,8 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 # The rules are verified on so many examples of a batch that uses the network in a new way, and of batches 2, 4, 8, ….
 _EXAMPLES_OF_NEW = 16
 _EXAMPLES_OF_KNOWN = 4
+# What a model may raise where an argument has another length than it expects.
+_FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedError)
 USED_OUTSIDE = "it is also used outside its layer's call"
 _MIXES = "its layer works on the examples in another order, or mixes them"
 
@@ -95,6 +97,7 @@ class ModelPlan:
         batch_dimensions: (layer number, id of the module) -> the dimension of the batch in its inputs.
         unused: Parameters that the outputs of the first examples do not depend on.
         numbers: How many numbers the recorded layers put out for one example: what its gradients take.
+        whole_inputs: Where among the inputs there are tensors that belong to all examples together.
     """
 
     layers: list[Layer] = field(default_factory=list)
@@ -104,6 +107,7 @@ class ModelPlan:
     batch_dimensions: Mapping[tuple[int, int], int] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     numbers: int = 0
+    whole_inputs: frozenset[Path] = frozenset()
 
     @cached_property
     def layers_of_parameter(self) -> dict[str, list[int]]:
@@ -146,6 +150,10 @@ class ModelPlan:
     def without(self, reasons: Mapping[str, str]) -> ModelPlan:
         """The same plan with these parameters uncovered."""
         return replace(self, uncovered={**self.uncovered, **reasons})
+
+    def marked(self, batch: Batch) -> Batch:
+        """The batch, which now knows what among its inputs has no batch dimension, whatever its length."""
+        return replace(batch, whole=batch.whole | self.whole_inputs) if self.whole_inputs else batch
 
     def agree_over_processes(self, names: Sequence[str]) -> ModelPlan:
         """What all processes found: a rule is used only where it held on every one. In one process: the same."""
@@ -222,7 +230,7 @@ def _contradictions_of_some(record: ForwardRecord, is_new: bool) -> dict[str, st
         return contradictions(record) if is_new else {}
     count = min(record.size, _EXAMPLES_OF_NEW if is_new else _EXAMPLES_OF_KNOWN)
     index = (torch.arange(count) * record.size // count).flip(0)
-    some = Batch(take(record.batch.inputs, index, record.size), None, None, count)
+    some = record.batch.take(index)
     with record_calls(record.plan) as calls:
         outputs = call_model(record.model, some.inputs)
     index = index.to(outputs.device)
@@ -363,6 +371,9 @@ def _attribute(module: nn.Module, path: str) -> Tensor | None:
 def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: bool = True) -> ModelPlan:
     """Looks at the model on copies of up to three examples of the first batch.
 
+    Tensors with as many rows as the batch has examples are taken to hold one row for each. Where the model then fails on a
+    few examples, some of them (an attention mask [N, N], say) belong to all examples together: those are left whole.
+
     Args:
         model: The network, in eval mode.
         names: The selected parameters.
@@ -371,8 +382,50 @@ def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: 
 
     Raises:
         UnsupportedError: The outputs of an example depend on the other examples of its batch.
-        InputError: The outputs depend on none of the selected parameters.
+        InputError: The outputs depend on none of the selected parameters, or it cannot be decided which arguments hold
+            one row for each example.
     """
+    try:
+        return _plan_with(model, names, batch, verify)
+    except _FAILURES as error:
+        for choice in _possibly_whole(batch):
+            try:
+                return _plan_with(model, names, replace(batch, whole=batch.whole | choice), verify)
+            except _FAILURES:
+                continue
+        _explain_ambiguity(model, batch, error)
+        raise
+
+
+def _possibly_whole(batch: Batch) -> list[frozenset[Path]]:
+    """Which tensors may belong to all examples together, the likeliest first: square matrices, any one, or all but the first."""
+    batched = [(path, tensor) for path, tensor in batch.tensors() if batch.is_batched(path, tensor)][1:]
+    squares = frozenset(path for path, t in batched if t.dim() == 2 and t.shape[0] == t.shape[1])
+    choices = [squares, *(frozenset([path]) for path, _ in batched), frozenset(path for path, _ in batched)]
+    return [choice for choice in dict.fromkeys(choices) if choice]
+
+
+def _explain_ambiguity(model: nn.Module, batch: Batch, error: Exception) -> None:
+    """Raises if the model accepts the whole batch, but no few examples of it, whatever is left whole."""
+    choices = _possibly_whole(batch)
+    if isinstance(error, AftermapError) or not choices:
+        return
+    try:
+        with torch.no_grad():
+            call_model(model, batch.inputs)
+    except Exception:  # the model does not accept its inputs at all: its own error says why
+        return
+    arguments = ", ".join(".".join(map(str, path)) for path in sorted(choices[-1], key=str))
+    raise InputError(
+        f"the model accepts a batch of {batch.size} examples, but not a few examples of it: {error}. The arguments {arguments} "
+        f"have {batch.size} rows, as many as the batch has examples, and nothing shows which of them hold one row for each. "
+        "Bind what belongs to all examples together in a wrapper module (self.mask = mask), or use another batch size"
+    ) from error
+
+
+@autograd_errors_explained()
+def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch, verify: bool) -> ModelPlan:
+    """A plan, where it is known which of the inputs have a batch dimension."""
     check_modes(model)
     plan = find_layers(model, names)
     with only_require_grad(model, names):
@@ -402,13 +455,15 @@ def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: 
             wrong |= contradictions(record)
     # A parameter that is wrong spoils only itself: the others keep their rule, but not in a common block.
     unused = frozenset(n for n in names if not record.uses.get(n))
-    return replace(plan.without(wrong), unused=unused)
+    # One row is broadcast, and may be one row for each example in another batch.
+    whole = frozenset(p for p, t in batch.tensors() if t.dim() > 0 and t.shape[0] != 1 and not batch.is_batched(p, t))
+    return replace(plan.without(wrong), unused=unused, whole_inputs=whole)
 
 
 def _copies(batch: Batch, places: Sequence[int]) -> Batch:
     """Chosen examples of a batch, repeated where it has fewer."""
     index = torch.tensor(places) % batch.size
-    return Batch(take(batch.inputs, index, batch.size), None, None, len(places))
+    return replace(batch.take(index), targets=None, weight=None)
 
 
 def _run(model: nn.Module, plan: ModelPlan, batch: Batch) -> tuple[Tensor, list[RecordedCall]]:
@@ -484,8 +539,13 @@ def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
     plan = find_layers(model, names)
-    with only_require_grad(model, names), record_calls(plan) as calls:
-        outputs = call_model(model, take(batch.inputs, torch.arange(1), batch.size))
+    with only_require_grad(model, names):
+        try:
+            outputs, calls = _run(model, plan, batch.take(torch.arange(1)))
+        except _FAILURES:
+            if not _possibly_whole(batch):
+                raise
+            outputs, calls = _run(model, plan, batch)  # an argument may belong to all examples together
     matrix = [c for c in calls if plan.layers[c.layer].rule.matrix]
     if not matrix:
         raise UnsupportedError(

@@ -13,7 +13,14 @@ from aftermap.distributed import all_reduce_, together
 from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import check_device, chosen_parameters, evaluating, functional_outputs, prepare_forward_mode
+from aftermap.models import (
+    autograd_errors_explained,
+    check_device,
+    chosen_parameters,
+    evaluating,
+    functional_outputs,
+    prepare_forward_mode,
+)
 from aftermap.params import Params, flatten, unflatten
 
 __all__ = ["GGNOperator"]
@@ -95,6 +102,7 @@ class GGNOperator:
             self._count(seen)
         return self._n_data or 0
 
+    @autograd_errors_explained()
     def mv(self, v: Tensor) -> Tensor:
         """G v.
 
@@ -123,6 +131,7 @@ class GGNOperator:
         self._count(seen)
         return total if v.dim() == 2 else total[:, 0]
 
+    @autograd_errors_explained()
     def noise(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draws from N(0, G): sum_n sqrt(w_n) J_n^T S_n eps_n with S_n S_n^T = Lambda_n and standard normal eps_n.
 

@@ -20,7 +20,7 @@ from aftermap.distributed import all_reduce_, together
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
 from aftermap.linalg import TERMS_PER_PART
-from aftermap.models import call_model, check_device, check_outputs, only_require_grad
+from aftermap.models import autograd_errors_explained, call_model, check_device, check_outputs, only_require_grad
 from aftermap.progress import progress
 
 __all__ = ["CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
@@ -122,6 +122,7 @@ class CurvatureProblem:
         """The dtype of the model's parameters."""
         return check_device(self.model)[1]
 
+    @autograd_errors_explained()
     def run(
         self, accumulators: Sequence[Accumulator], description: str, *, whole_batches: bool = False
     ) -> tuple[tuple[Block, ...], DataCounts]:
@@ -180,7 +181,7 @@ class CurvatureProblem:
         for number in range(self.passes):
             label = description if self.passes == 1 else f"{description} {number + 1}/{self.passes}"
             bar = progress(self.data, description=label, enabled=self.show_progress)
-            yield from iterate(bar, device=device, dtype=dtype, unpack=self.unpack)
+            yield from map(self.plan.marked, iterate(bar, device=device, dtype=dtype, unpack=self.unpack))
 
     def _pieces(self, description: str, whole_batches: bool) -> Iterator[Batch]:
         """Batches in pieces whose gradients take little memory; sums over data do not notice."""

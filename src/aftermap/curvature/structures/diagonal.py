@@ -211,7 +211,7 @@ def ggn_diagonal_of_closure(
         raise UnsupportedError(
             "curvature='ggn' needs a closure that calls the whole model once, with one output tensor"
         )
-    batch = Batch(inputs, None, None, reading.size)
+    batch = plan.marked(Batch(inputs, None, None, reading.size))
     record = ForwardRecord.make(reader.model, batch, call.output, plan, reading.record.calls)
     shapes = {n: tuple(p.shape) for n, p in reader.parameters.items() if p.requires_grad}
     like = next(iter(reader.parameters.values()))

@@ -18,7 +18,7 @@ from aftermap.curvature.structures.full import FullBlock
 from aftermap.distributed import all_reduce_, together
 from aftermap.errors import InputError, NumericalError, NumericalWarning
 from aftermap.likelihoods import Likelihood
-from aftermap.models import check_device, chosen_parameters, evaluating, functional_outputs
+from aftermap.models import autograd_errors_explained, check_device, chosen_parameters, evaluating, functional_outputs
 from aftermap.params import Params
 
 __all__ = ["MAX_PARAMETERS", "HessianResult", "full_hessian"]
@@ -139,6 +139,7 @@ def _check_symmetry(H: Tensor, params: Params, dtype: torch.dtype) -> None:
     )
 
 
+@autograd_errors_explained()
 def _add_batch(
     H: Tensor, model: nn.Module, params: Params, likelihood: Likelihood, batch: Batch, chunk_size: int
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from aftermap.batches import take, unpack_batch
+from aftermap.batches import unpack_batch
 from aftermap.curvature.passes.backward import Accumulator, LayerGradients
 from aftermap.curvature.passes.plan import WHOLE_MODEL, ModelPlan
 from aftermap.curvature.passes.record import ForwardRecord
@@ -295,7 +295,7 @@ def kfra_factors(
         walk = _Walk(
             model,
             run(graph, model, batch.inputs),
-            run(graph, model, take(batch.inputs, torch.zeros(1, dtype=torch.long), batch.size)),
+            run(graph, model, batch.take(torch.zeros(1, dtype=torch.long)).inputs),
             torch.ones_like(weights) if empty else weights,
             max_features,
         )
