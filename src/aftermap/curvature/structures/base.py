@@ -9,7 +9,7 @@ Gaussian posteriors of single blocks: precision s·H + P₀ with the data's scal
 A block posterior is made once from a curvature block; a new prior or scale costs no decomposition (`with_prior`).
 The log determinants, which the evidence needs, are differentiable in s and P₀.
 
-J Σ Jᵀ of one layer in the basis where Σ is diagonal, without a Jacobian (MATH 7).
+J Σ Jᵀ of one layer in the basis where Σ is diagonal, without a Jacobian (docs/mathematics/predictive.md).
 
 With G_c the gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c and variances R in that basis,
 
