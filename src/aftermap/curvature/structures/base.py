@@ -526,12 +526,14 @@ class Structure:
         summary: One sentence for help texts, errors and the documentation's table.
         fit: Passes over a problem's data; returns the blocks and what passed by.
         blocks: The kinds of blocks that a fit may return.
+        posteriors: The kinds of block posteriors that only this structure has; a saved folder may hold them.
         passes: How often a fit goes through the data.
         curvatures: The kinds of vectors that have a meaning for it.
         dampings: How the prior may be added to its blocks.
         max_parameters: The most numbers that it can be over; None where memory alone decides.
         updatable: Whether fits on further data can be added to it.
         saveable: Whether its posterior can be written to a folder.
+        depends_on_batches: Whether the sums depend on how the data are split into batches.
         blocks_are_global: Whether the blocks of a fit are those of the data of all processes already, because the
             structure is made from products with the whole matrix.
     """
@@ -540,12 +542,14 @@ class Structure:
     summary: str
     fit: Callable[[CurvatureProblem], tuple[tuple[Block, ...], DataCounts]]
     blocks: tuple[type[Block], ...]
+    posteriors: tuple[type[BlockPosterior], ...] = ()
     passes: int = 1
     curvatures: tuple[str, ...] = VECTOR_KINDS
     dampings: tuple[str, ...] = ("exact",)
     max_parameters: int | None = None
     updatable: bool = True
     saveable: bool = True
+    depends_on_batches: bool = False
     blocks_are_global: bool = False
 
     def check_size(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -566,10 +570,18 @@ def register_structure(structure: Structure) -> Structure:
     """Makes a structure known: to `fit_curvature`, to `Laplace`, to saving and to the command line.
 
     Raises:
-        InputError: Another structure has the name already.
+        InputError: Another structure has the name already, or another class of a structure has the name of one of its classes.
     """
     if structure.name in STRUCTURES and STRUCTURES[structure.name] != structure:
         raise InputError(f"a structure {structure.name!r} is registered already; choose another name")
+    # A saved folder names classes.
+    classes = {c.__name__: c for entry in STRUCTURES.values() for c in (*entry.blocks, *entry.posteriors)}
+    for saved in (*structure.blocks, *structure.posteriors):
+        if classes.setdefault(saved.__name__, saved) is not saved:
+            raise InputError(
+                f"structure {structure.name!r} has a class {saved.__name__}, a name that a class of another structure has "
+                "already, so a saved folder could not tell them apart; rename it"
+            )
     STRUCTURES[structure.name] = structure
     return structure
 
