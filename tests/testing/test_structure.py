@@ -143,3 +143,11 @@ def test_names_of_structures_and_of_their_classes_are_taken_once(monkeypatch: py
     other = type("DiagonalBlock", (DiagonalBlock,), {})
     with pytest.raises(InputError, match="a class DiagonalBlock, a name that a class of another structure has"):
         register_structure(Structure("other", "Another.", fit_diagonal, (other,)))
+
+
+def test_a_definition_that_is_run_again_replaces_the_former_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = dict(STRUCTURES)
+    monkeypatch.setattr("aftermap.curvature.structures.base.STRUCTURES", registry)
+    for number in range(2):
+        register_structure(Structure("again", f"Version {number}.", as_kind(Forgetful), (Forgetful,)))
+    assert registry["again"].summary == "Version 1."

@@ -16,6 +16,7 @@ from aftermap.cli.console import Reporter, confirmed
 from aftermap.cli.models import make_model
 from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
+from aftermap.curvature import STRUCTURES
 from aftermap.distributed import process_group, together
 from aftermap.errors import AftermapError, InputError
 from aftermap.laplace import Laplace, describe_costs, estimate_costs
@@ -25,7 +26,6 @@ from aftermap.models import call_model
 from aftermap.models import check_device as device_of_model
 
 __all__ = [
-    "STRUCTURES",
     "PosteriorOptions",
     "TuneOptions",
     "build_for",
@@ -38,8 +38,15 @@ __all__ = [
     "tune",
 ]
 
-STRUCTURES = ("auto", "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "hessian")
 _FalseAlarms = Annotated[float, o.option("The share of usual inputs that may be flagged."), o.Fraction()]
+
+
+@dataclass(frozen=True)
+class _StructureName(o.OneOf):
+    """A structure, which the file that makes the network may register: `fit_posterior` judges it."""
+
+    def check(self, flag: str, value: str) -> None:
+        """Refuses nothing: the file is imported later."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class PosteriorOptions:
     """How a posterior is fitted."""
 
     panel: ClassVar[str] = "Posterior"
-    structure: Annotated[str, o.option("The approximation of the curvature."), o.OneOf(STRUCTURES)] = "auto"
+    structure: Annotated[
+        str, o.option("The approximation of the curvature."), _StructureName(("auto", *STRUCTURES))
+    ] = "auto"
     params: Annotated[
         str,
         o.option("Which weights are uncertain: all, last_layer, or a regular expression for their names."),
@@ -196,6 +205,7 @@ def fit_posterior(
     seed: int,
 ) -> Laplace:
     """Says the cost, fits and tunes; `.report` tells how it was chosen where that was left to the library."""
+    o.OneOf(("auto", *STRUCTURES)).check("--structure", options.structure)
     # Tuning starts from the network's own residuals, so that the units of the targets do not matter.
     likelihood = likelihood_of(task, options.noise, lambda: _residual(model, train))
     batches = train.batches.named("", shared=True)

@@ -569,21 +569,29 @@ STRUCTURES: dict[str, Structure] = {}
 def register_structure(structure: Structure) -> Structure:
     """Makes a structure known: to `fit_curvature`, to `Laplace`, to saving and to the command line.
 
+    A definition that is run again, as in a notebook, replaces the former one.
+
     Raises:
         InputError: Another structure has the name already, or another class of a structure has the name of one of its classes.
     """
-    if structure.name in STRUCTURES and STRUCTURES[structure.name] != structure:
+    others = [entry for entry in STRUCTURES.values() if entry.name != structure.name]
+    if structure.name in STRUCTURES and not _is_same_definition(STRUCTURES[structure.name].fit, structure.fit):
         raise InputError(f"a structure {structure.name!r} is registered already; choose another name")
     # A saved folder names classes.
-    classes = {c.__name__: c for entry in STRUCTURES.values() for c in (*entry.blocks, *entry.posteriors)}
+    classes = {c.__name__: c for entry in others for c in (*entry.blocks, *entry.posteriors)}
     for saved in (*structure.blocks, *structure.posteriors):
-        if classes.setdefault(saved.__name__, saved) is not saved:
+        if not _is_same_definition(classes.setdefault(saved.__name__, saved), saved):
             raise InputError(
                 f"structure {structure.name!r} has a class {saved.__name__}, a name that a class of another structure has "
                 "already, so a saved folder could not tell them apart; rename it"
             )
     STRUCTURES[structure.name] = structure
     return structure
+
+
+def _is_same_definition(left: Any, right: Any) -> bool:
+    """Whether two functions or classes are one, or stand in the same place of the same module."""
+    return left is right or (left.__module__, left.__qualname__) == (right.__module__, right.__qualname__)
 
 
 def find_structure(name: str) -> Structure:
