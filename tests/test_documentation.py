@@ -23,6 +23,7 @@ import torch
 
 from aftermap.errors import StatisticalWarning
 from docs import run_pages
+from tests.architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -199,6 +200,25 @@ def test_every_unit_has_a_reference() -> None:
     assert linked == {p.stem for p in (DOCS / "reference").glob("*.md")} - {"index"}
     for module in shown - {m for m in shown if m.startswith("aftermap.integrations")}:
         assert importlib.import_module(module).__all__
+
+
+def test_the_paths_on_the_page_on_architecture_exist() -> None:
+    steps = re.findall(r"^[│├└─ ]*([\w.]+) {2,}([\w/]+\.py)$", text_of("architecture.md"), re.MULTILINE)
+    assert len(steps) > 40
+    for step, file in steps:
+        module = importlib.import_module("aftermap." + file.removesuffix(".py").replace("/", "."))
+        value: Any = module
+        for part in step.split("."):
+            assert hasattr(value, part), f"{file} has no {step}"
+            value = getattr(value, part)
+        assert value.__module__ == module.__name__, f"{step} is not in {file}"
+
+
+def test_the_order_of_imports_on_the_page_is_the_one_that_is_tested() -> None:
+    diagram = re.search(r"^errors ▶.*?^```", text_of("architecture.md"), re.DOTALL | re.MULTILINE)
+    assert diagram is not None
+    words = re.sub(r"\(.*?\)|```", "", diagram[0])
+    assert [tuple(re.findall(r"\w+", layer)) for layer in words.split("▶")] == list(LAYERS)
 
 
 def test_every_metric_is_defined() -> None:
