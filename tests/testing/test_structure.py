@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from aftermap.curvature import STRUCTURES, Block, Structure, register_structure
-from aftermap.curvature.structures.diagonal import DiagonalBlock, fit_diagonal
+from aftermap.curvature.structures.diagonal import DiagonalBlock, DiagonalBlockPosterior, fit_diagonal
 from aftermap.curvature.structures.full import FullBlock
-from aftermap.errors import InputError
+from aftermap.errors import DataError, InputError
+from aftermap.laplace import Laplace, load
 from aftermap.testing import check_structure
 
 # What does not apply to a shipped structure, and a word of the reason.
@@ -59,6 +62,29 @@ class Forgetful(DiagonalBlock):
 
     def __add__(self, other: Block) -> Block:
         return self
+
+
+class Doubled(DiagonalBlock):
+    """Its posterior has twice its curvature."""
+
+    def posterior(self, prior: Any, scale: Tensor, eigen: Any, **options: Any) -> DiagonalBlockPosterior:
+        return super().posterior(prior, 2 * scale, eigen, **options)
+
+
+@dataclass(frozen=True)
+class WrongOutputs(DiagonalBlockPosterior):
+    """Its linearised predictions are too wide."""
+
+    def functional_covariance(self, *inputs: Any) -> list[Tensor]:
+        return [1.5 * covariance for covariance in super().functional_covariance(*inputs)]
+
+
+class WithWrongOutputs(DiagonalBlock):
+    """Its posterior is right, but for the outputs."""
+
+    def posterior(self, *inputs: Any, **options: Any) -> WrongOutputs:
+        right = super().posterior(*inputs, **options)
+        return WrongOutputs(right.source_block, right.prior, right.scale, right.dtype)
 
 
 def changed(change: Callable[[DiagonalBlock], Block]) -> Fit:
@@ -112,6 +138,8 @@ DEFECTS: dict[str, tuple[Fit, type[Block], str]] = {
     "there is no curvature": (changed(lambda b: b.scaled(0.0)), DiagonalBlock, "the curvature is zero"),
     "order matters": (by_first_example, DiagonalBlock, "the data in another order"),
     "batches matter": (times_batches, DiagonalBlock, "the data in two batches"),
+    "the posterior is another": (as_kind(Doubled), Doubled, "the posterior of structure 'defect'.*s·H"),
+    "predictions are wrong": (as_kind(WithWrongOutputs), WithWrongOutputs, "the covariance of the outputs"),
     "sums are wrong": (as_kind(Forgetful), Forgetful, "the sum of two fits"),
 }
 
@@ -129,6 +157,40 @@ def test_what_a_registration_excludes_must_be_refused(monkeypatch: pytest.Monkey
     monkeypatch.setitem(STRUCTURES, "defect", entry)
     with pytest.raises(AssertionError, match="two fits were added without an InputError"):
         check_structure("defect", samples=100)
+
+
+def test_a_damping_that_is_offered_must_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = Structure("defect", "A damping too many.", fit_diagonal, (DiagonalBlock,), dampings=("exact", "pi"))
+    monkeypatch.setitem(STRUCTURES, "defect", entry)
+    with pytest.raises(AssertionError, match="damping 'pi'.*is for Kronecker factors"):
+        check_structure("defect", samples=100)
+
+
+def test_a_posterior_that_is_not_registered_cannot_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OwnPosterior(DiagonalBlockPosterior):
+        pass
+
+    class OwnBlock(DiagonalBlock):
+        def posterior(self, *inputs: Any, **options: Any) -> OwnPosterior:
+            right = super().posterior(*inputs, **options)
+            return OwnPosterior(right.source_block, right.prior, right.scale, right.dtype)
+
+    entry = Structure("own", "It has a posterior of its own.", as_kind(OwnBlock), (OwnBlock,))
+    monkeypatch.setitem(STRUCTURES, "own", entry)
+    with pytest.raises(AssertionError, match="is a OwnPosterior, which cannot be saved"):
+        check_structure("own", samples=100)
+    monkeypatch.setitem(STRUCTURES, "own", replace(entry, posteriors=(OwnPosterior,)))
+    assert check_structure("own") == {}
+
+
+def test_a_folder_of_a_structure_that_is_not_registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model, x = nn.Linear(2, 1), torch.ones(3, 2)
+    with monkeypatch.context() as patch:
+        patch.setitem(STRUCTURES, "own", Structure("own", "Of one file.", as_kind(Unscaled), (Unscaled,)))
+        Laplace(model, "regression", structure="own").fit([(x, x[:, :1])]).save(tmp_path / "folder")
+        assert load(tmp_path / "folder", model).structure == "own"
+    with pytest.raises(DataError, match="'Unscaled', a kind that this version .* import the file that registers it"):
+        load(tmp_path / "folder", model)
 
 
 def test_a_name_that_is_not_known_is_refused() -> None:

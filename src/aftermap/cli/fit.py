@@ -27,8 +27,10 @@ from aftermap.models import check_device as device_of_model
 
 __all__ = [
     "PosteriorOptions",
+    "StructureName",
     "TuneOptions",
     "build_for",
+    "check_structure_name",
     "fit",
     "fit_posterior",
     "likelihood_of",
@@ -42,11 +44,22 @@ _FalseAlarms = Annotated[float, o.option("The share of usual inputs that may be 
 
 
 @dataclass(frozen=True)
-class _StructureName(o.OneOf):
-    """A structure, which the file that makes the network may register: `fit_posterior` judges it."""
+class StructureName(o.OneOf):
+    """A structure. The file that makes a network may register it, so the word is judged after that was imported."""
+
+    allowed: tuple[str, ...] = ("auto", *STRUCTURES)
 
     def check(self, flag: str, value: str) -> None:
-        """Refuses nothing: the file is imported later."""
+        """Refuses nothing yet; see `check_structure_name`."""
+
+
+def check_structure_name(name: str) -> None:
+    """Refuses a structure that nobody has registered.
+
+    Raises:
+        InputError: It is not known.
+    """
+    o.OneOf(("auto", *STRUCTURES)).check("--structure", name)
 
 
 @dataclass(frozen=True)
@@ -54,9 +67,7 @@ class PosteriorOptions:
     """How a posterior is fitted."""
 
     panel: ClassVar[str] = "Posterior"
-    structure: Annotated[
-        str, o.option("The approximation of the curvature."), _StructureName(("auto", *STRUCTURES))
-    ] = "auto"
+    structure: Annotated[str, o.option("The approximation of the curvature."), StructureName()] = "auto"
     params: Annotated[
         str,
         o.option("Which weights are uncertain: all, last_layer, or a regular expression for their names."),
@@ -205,7 +216,7 @@ def fit_posterior(
     seed: int,
 ) -> Laplace:
     """Says the cost, fits and tunes; `.report` tells how it was chosen where that was left to the library."""
-    o.OneOf(("auto", *STRUCTURES)).check("--structure", options.structure)
+    check_structure_name(options.structure)
     # Tuning starts from the network's own residuals, so that the units of the targets do not matter.
     likelihood = likelihood_of(task, options.noise, lambda: _residual(model, train))
     batches = train.batches.named("", shared=True)
