@@ -203,7 +203,7 @@ def test_names_of_structures_and_of_their_classes_are_taken_once(monkeypatch: py
     with pytest.raises(InputError, match="'kron' is registered already"):
         register_structure(Structure("kron", "Another.", fit_diagonal, (DiagonalBlock,)))
     other = type("DiagonalBlock", (DiagonalBlock,), {})
-    with pytest.raises(InputError, match="a class DiagonalBlock, a name that a class of another structure has"):
+    with pytest.raises(InputError, match="a class of another structure is called DiagonalBlock, too"):
         register_structure(Structure("other", "Another.", fit_diagonal, (other,)))
 
 
