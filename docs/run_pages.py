@@ -100,7 +100,7 @@ def run_page(page: Path) -> list[str]:
     with _elsewhere():
         for block in blocks_of(page.read_text(encoding="utf-8")):
             # Empty lines in front, so that a traceback names the line of the page.
-            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec", dont_inherit=True)
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(code, names)
             printed.append(out.getvalue())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 __all__ = [
     "LAYERS",
@@ -16,6 +16,7 @@ __all__ = [
     "check_length",
     "check_no_pickle",
     "check_no_print",
+    "check_references",
     "check_tests_assert",
     "imported_modules",
     "unit_of",
@@ -140,6 +141,17 @@ def check_length(source: str) -> list[str]:
     """Files stay under MAX_LINES lines."""
     count = len(source.splitlines())
     return [] if count < MAX_LINES else [f"{count} lines; files stay under {MAX_LINES}: split it"]
+
+
+def check_references(source: str, pages: Collection[str]) -> list[str]:
+    """A comment refers to pages of the documentation that exist, never to a text outside the repository."""
+    problems = []
+    for number, line in enumerate(source.splitlines(), 1):
+        if re.search(r"\b(MATH|DESIGN)( [\dW]|\.md)", line):
+            problems.append(f"line {number} refers to a text outside the repository; name a page of docs/mathematics")
+        missing = set(re.findall(r"\bdocs/[\w/]+\.md", line)) - set(pages)
+        problems += [f"line {number} refers to {page}, which does not exist" for page in sorted(missing)]
+    return problems
 
 
 def check_all_defined(tree: ast.Module) -> list[str]:

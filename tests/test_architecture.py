@@ -19,6 +19,7 @@ from tests.architecture import (
     check_length,
     check_no_pickle,
     check_no_print,
+    check_references,
     check_tests_assert,
     unit_of,
 )
@@ -91,6 +92,18 @@ def test_files_are_short() -> None:
         f"{path.relative_to(ROOT)}: {problem}"
         for path in LIBRARY + TESTS + SCRIPTS
         for problem in check_length(path.read_text(encoding="utf-8"))
+    ]
+    assert problems == []
+
+
+def test_references_are_to_pages_of_the_documentation() -> None:
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    texts = LIBRARY + TESTS + SCRIPTS + sorted((ROOT / "docs").rglob("*.md"))
+    problems = [
+        f"{path.relative_to(ROOT)}: {problem}"
+        for path in texts
+        if path != Path(__file__).resolve()
+        for problem in check_references(path.read_text(encoding="utf-8"), pages)
     ]
     assert problems == []
 
@@ -201,6 +214,20 @@ def test_relative_imports_of_a_package_start_at_the_package() -> None:
 def test_check_length() -> None:
     assert check_length("x = 1\n" * (MAX_LINES - 1)) == []
     assert check_length("x = 1\n" * MAX_LINES) == ["600 lines; files stay under 600: split it"]
+
+
+@pytest.mark.parametrize(
+    "line, problems",
+    [
+        ("# the sum before the square: MATH 1.2", 1),
+        ("# shares add up (MATH W4), see DESIGN.md", 1),
+        ("# see docs/mathematics/nowhere.md", 1),
+        ("# see docs/mathematics/layers.md", 0),
+        ("with sdpa_kernel(SDPBackend.MATH):", 0),
+    ],
+)
+def test_check_references(line: str, problems: int) -> None:
+    assert len(check_references(f"x = 1\n{line}\n", {"docs/mathematics/layers.md"})) == problems
 
 
 @pytest.mark.parametrize("source", ["__all__ = ['f']", "__all__: list[str] = []"])

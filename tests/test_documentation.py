@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import torch
 
 from aftermap.errors import StatisticalWarning
 from docs import run_pages
+from tests.architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -41,15 +42,27 @@ BEYOND = {
 }  # units whose reference is elsewhere, or that are no one's to use
 
 
-@pytest.fixture
-def layer_rules() -> Iterator[dict[Any, Any]]:
-    """The registered layer rules, which a page may add to, are put back."""
-    from aftermap.curvature.rules import base
+# A page on how to add something: what it registers, and the check that it ends with.
+ADDED = {
+    "add_a_layer.md": ("Transposed", "check_layer_rule"),
+    "add_a_structure.md": ("isotropic", "check_structure"),
+    "add_a_posterior.md": (None, "check_posterior"),
+    "add_an_optimiser.md": (None, "check_optimizer"),
+}
 
-    before = dict(base._RULES)
-    yield base._RULES
-    base._RULES.clear()
-    base._RULES.update(before)
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[], set[str]]]:
+    """The names of registered layers and structures, which a page may add to; they are put back."""
+    from aftermap.curvature.rules import base
+    from aftermap.curvature.structures.base import STRUCTURES
+
+    tables: list[dict[Any, Any]] = [base._RULES, STRUCTURES]
+    before = [dict(table) for table in tables]
+    yield lambda: {*(kind.__name__ for kind in base._RULES), *STRUCTURES}
+    for table, content in zip(tables, before, strict=True):
+        table.clear()
+        table.update(content)
 
 
 def text_of(page: str) -> str:
@@ -101,17 +114,17 @@ def commands() -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else [], id=n) for n in PAGES])
 @pytest.mark.filterwarnings("ignore:the best point lies at the edge:aftermap.errors.StatisticalWarning")
-def test_page_runs_and_prints_what_it_says(name: str, layer_rules: dict[Any, Any]) -> None:
+def test_page_runs_and_prints_what_it_says(name: str, registered: Callable[[], set[str]]) -> None:
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
-    page, before = PAGES[name], set(layer_rules)
+    page, before = PAGES[name], registered()
     # Only of pages that import a library whose own warnings are not ours.
     with warnings.catch_warnings():
         if name in SLOW:
             warnings.simplefilter("ignore")
         printed = run_pages.run_page(page)
-    added = [kind.__name__ for kind in set(layer_rules) - before]
-    assert added == (["Transposed"] if name == "add_a_layer.md" else [])
+    added = ADDED.get(name, (None,))[0]
+    assert registered() - before == ({added} if added else set())
     blocks = run_pages.blocks_of(text_of(name))
     assert len(printed) == len(blocks) > 0
     for block, out in zip(blocks, printed, strict=True):
@@ -121,6 +134,21 @@ def test_page_runs_and_prints_what_it_says(name: str, layer_rules: dict[Any, Any
             assert said == run_pages.masked(out), f"{name}, line {block.line}"
         else:
             assert not out, f"{name}, line {block.line} prints, but the page does not say what"
+
+
+@pytest.mark.parametrize("name", list(ADDED))
+def test_a_page_on_how_to_add_runs_its_check(
+    name: str, registered: Callable[[], set[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aftermap import testing
+
+    calls: list[Any] = []
+    monkeypatch.setattr(testing, ADDED[name][1], lambda *inputs, **options: calls.append(inputs) or {})
+    run_pages.run_page(PAGES[name])
+    assert len(calls) == 1, f"{name} does not run {ADDED[name][1]}"
+    assert f"]({'docs/' + name})" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"]({'docs/' + name})" in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {p.name for p in DOCS.glob("add_*.md")} == set(ADDED)
 
 
 def test_every_tutorial_and_guide_has_code() -> None:
@@ -172,6 +200,25 @@ def test_every_unit_has_a_reference() -> None:
     assert linked == {p.stem for p in (DOCS / "reference").glob("*.md")} - {"index"}
     for module in shown - {m for m in shown if m.startswith("aftermap.integrations")}:
         assert importlib.import_module(module).__all__
+
+
+def test_the_paths_on_the_page_on_architecture_exist() -> None:
+    steps = re.findall(r"^[│├└─ ]*([\w.]+) {2,}([\w/]+\.py)$", text_of("architecture.md"), re.MULTILINE)
+    assert len(steps) > 40
+    for step, file in steps:
+        module = importlib.import_module("aftermap." + file.removesuffix(".py").replace("/", "."))
+        value: Any = module
+        for part in step.split("."):
+            assert hasattr(value, part), f"{file} has no {step}"
+            value = getattr(value, part)
+        assert value.__module__ == module.__name__, f"{step} is not in {file}"
+
+
+def test_the_order_of_imports_on_the_page_is_the_one_that_is_tested() -> None:
+    diagram = re.search(r"^errors ▶.*?^```", text_of("architecture.md"), re.DOTALL | re.MULTILINE)
+    assert diagram is not None
+    words = re.sub(r"\(.*?\)|```", "", diagram[0])
+    assert [tuple(re.findall(r"\w+", layer)) for layer in words.split("▶")] == list(LAYERS)
 
 
 def test_every_metric_is_defined() -> None:

@@ -1,4 +1,4 @@
-"""Small networks with posteriors, in float64; Iris with a 4-8-3 network of 67 weights is the exact oracle of MATH 3."""
+"""Small networks with posteriors, in float64; Iris with a 4-8-3 network of 67 weights is the exact oracle of docs/mathematics/where.md."""
 
 from __future__ import annotations
 

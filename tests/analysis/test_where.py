@@ -113,7 +113,7 @@ def test_epistemic_shares_are_the_curvature_times_the_covariance(structure: str)
         assert layer.nats == pytest.approx(nats[layer.name] / found.n_data, rel=1e-7)
         assert layer.epistemic_share == pytest.approx(nats[layer.name] / sum(both.values()), rel=1e-7)
     if structure == "full":
-        # For the exact posterior Σ tr(Λ V) over the training data is γ (MATH 5.5b).
+        # For the exact posterior Σ tr(Λ V) over the training data is γ (docs/mathematics/tuning.md).
         gamma = sum(k.effective for k in found.layers)
         assert 2 * sum(both.values()) == pytest.approx(gamma, rel=1e-7)
 

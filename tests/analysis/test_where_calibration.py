@@ -1,4 +1,4 @@
-"""The calibration test of the map (MATH W8), saliency maps, and posteriors that training built."""
+"""The calibration test of the map (docs/mathematics/where.md), saliency maps, and posteriors that training built."""
 
 from __future__ import annotations
 
@@ -190,6 +190,6 @@ def test_iris_maps_agree_in_order_between_structures() -> None:
     for structure in ("kron", "diagonal"):
         ranks = torch.stack([maps["full"].argsort().argsort().double(), maps[structure].argsort().argsort().double()])
         assert float(torch.corrcoef(ranks)[0, 1]) > 0.6
-    # A diagonal precision is never wider than the full marginal (MATH 1.2).
+    # A diagonal precision is never wider than the full marginal: 1/P_ii ≤ (P⁻¹)_ii.
     assert bool((maps["diagonal"] >= maps["full"] - 1e-9).all())
     assert iris_net()[0].weight.grad is None

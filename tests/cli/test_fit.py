@@ -12,7 +12,9 @@ import pytest
 import aftermap.posteriors.io as posterior_io
 from aftermap.cli import console
 from aftermap.cli.store import load_fitted
+from aftermap.curvature.structures.base import STRUCTURES
 from aftermap.evaluation import Threshold
+from docs import run_pages
 from tests.cli.common import Files, answer, invoke, words
 
 
@@ -105,7 +107,7 @@ def test_a_posterior_that_is_useless_fails_its_check(files: Files, tmp_path: Pat
 @pytest.mark.parametrize(
     "more, message",
     [
-        (["--structure", "krn"], "--structure 'krn' is not known; allowed are auto, kron"),
+        (["--structure", "krn"], "--structure 'krn' is not known; allowed are auto, diagonal, full, kron"),
         (["--task", "sorting"], "--task 'sorting' is not known"),
         (["--device", "toaster"], "--device toaster"),
         (["--false-alarms", "5"], "write 5 % as 0.05"),
@@ -229,3 +231,24 @@ def test_mistakes_in_toml(files: Files, tmp_path: Path, text: str, message: str)
     found = invoke(*files.fit(tmp_path / "p", "--config", str(toml)), code=2)
     assert message in words(found.stderr)
     assert "there is no file" in words(invoke(*files.fit(tmp_path / "p", "--config", "none.toml"), code=2).stderr)
+
+
+def test_a_structure_of_the_file_that_makes_the_network(files: Files, tmp_path: Path) -> None:
+    before = dict(STRUCTURES)
+    page = (run_pages.DOCS / "add_a_structure.md").read_text(encoding="utf-8")
+    nets = tmp_path / "own_structure.py"
+    nets.write_text(run_pages.blocks_of(page)[0].code + "\n" + Path(files.model.partition(":")[0]).read_text())
+    own = Files(files.folder, f"{nets}:build", files.weights, files.train, files.val, files.test, files.ood)
+    try:
+        content = answer(*own.fit(tmp_path / "p", "--structure", "isotropic", "--method", "evidence"))
+        assert content["structure"] == "isotropic"
+        STRUCTURES.clear()
+        STRUCTURES.update(before)
+        invoke("predict", str(tmp_path / "p"), str(files.test))  # the file is run before the folder is read
+        assert "isotropic" in STRUCTURES
+        message = words(invoke(*own.fit(tmp_path / "q", "--structure", "isotropc"), code=2).stderr)
+        assert "--structure 'isotropc' is not known" in message
+        assert "isotropic" in message
+    finally:
+        STRUCTURES.clear()
+        STRUCTURES.update(before)

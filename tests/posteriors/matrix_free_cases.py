@@ -1,4 +1,4 @@
-"""Small networks with data, their dense posteriors, and the data with a gap of MATH 6.4."""
+"""Small networks with data, their dense posteriors, and the data with a gap of docs/mathematics/structures.md."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def latent(model: nn.Module, posterior: Any, x: Tensor, **options: Any) -> Laten
 
 
 def gap_problem(seed: int) -> tuple[nn.Module, Tensor, Tensor]:
-    """The data of MATH 6.4 and a tanh network with 50 units at its MAP for τ = 1, σ = 0.1."""
+    """The data with a gap of docs/mathematics/structures.md and a tanh network with 50 units at its MAP for τ = 1, σ = 0.1."""
     x = torch.cat([torch.arange(-150, -70), torch.arange(35, 115)]).double()[:, None] / 100
     y = -torch.sin(3 * x - 0.3) + 0.1 * randn(*x.shape, seed=seed)
     model = nn.Sequential(nn.Linear(1, 50), nn.Tanh(), nn.Linear(50, 1)).double()

@@ -80,7 +80,7 @@ def test_in_a_precision_per_entry(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_mackay_identity(case: str) -> None:
-    """∂/∂log τ of ½ log |P|/|P₀| is −γ/2 per layer, and ∂/∂log s is γ/2 in all (MATH 5.4)."""
+    """∂/∂log τ of ½ log |P|/|P₀| is −γ/2 per layer, and ∂/∂log s is γ/2 in all (docs/mathematics/tuning.md)."""
     count = len(posterior_of(case).layers)
     logs = torch.linspace(-1.0, 1.0, count, dtype=torch.float64).requires_grad_()
     log_scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)

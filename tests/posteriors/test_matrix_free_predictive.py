@@ -144,7 +144,7 @@ def test_the_gap_is_covered_over_seeds_and_kronecker_loses_it() -> None:
     mean = {name: sum(values) / len(values) for name, values in totals.items()}
     for name in ("full", "low_rank", "cg", "samples"):
         assert mean[name] >= 0.95, mean
-    assert mean["kron"] <= 0.6, mean  # MATH 6.4: 0.40
+    assert mean["kron"] <= 0.6, mean  # 0.40 in docs/mathematics/structures.md
 
 
 def test_the_model_is_untouched_while_predicting() -> None:

@@ -1,4 +1,4 @@
-"""Uncertainty by layer: what the data told it, and what it adds to the variance of the outputs (MATH W3, W4).
+"""Uncertainty by layer: what the data told it, and what it adds to the variance of the outputs (docs/mathematics/where.md).
 
 For each input x the layers' parts of the covariance of the outputs add up exactly (`parts`). Two sizes are kept of each:
 tr V_ℓ, its part of the variance, and ½ tr(Λ V_ℓ) with Λ the curvature of the likelihood at x: its part of the mutual
@@ -339,7 +339,7 @@ def _ratio(part: float, whole: float) -> float:
 def sampled_layer(
     layer: str, parts: Sequence[Part], count: int, generator: torch.Generator | None
 ) -> tuple[Params, float]:
-    """Deviations of one layer's weights [count, *shape], and ½γ of what they are drawn from (MATH W8)."""
+    """Deviations of one layer's weights [count, *shape], and ½γ of what they are drawn from (docs/mathematics/where.md)."""
     drawn: Params = {}
     half = 0.0
     for part in parts:

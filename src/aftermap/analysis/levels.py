@@ -1,4 +1,4 @@
-"""Uncertainty by class and by pair of classes, and by input: the most uncertain ones, and where in them it sits (MATH W5-W7).
+"""Uncertainty by class and by pair of classes, and by input: the most uncertain ones, and where in them it sits (docs/mathematics/where.md).
 
 The covariance of the outputs, V(x), averaged over all inputs, over those of each true class and over those of each predicted
 class; and of every pair of outputs the variance of their difference, V_kk + V_jj − 2 V_kj, which stays the same when all
@@ -316,7 +316,7 @@ def _is_plain(inputs: Sequence[Any]) -> bool:
 def saliency_of(
     predictor: PosteriorPredictor, inputs: Sequence[Any], generator: torch.Generator | None = None
 ) -> Tensor:
-    """The gradient of the epistemic uncertainty in each input: which pixels or features it hangs on (MATH W6).
+    """The gradient of the epistemic uncertainty in each input: which pixels or features it hangs on (docs/mathematics/where.md).
 
     For classes of the mutual information, for a regression of the variance summed over outputs; linearised predictive.
 

@@ -6,7 +6,7 @@ With J_ℓ the columns of the Jacobian that belong to layer ℓ, Σ the covarian
     cross        J_ℓ Σ_ℓm J_mᵀ summed over m ≠ ℓ     signed; zero where layers are independent
     conditional  J_ℓ (P_ℓℓ)⁻¹ J_ℓᵀ                   all other layers held at their means
 
-and Σ_ℓ (own + cross) = J Σ Jᵀ exactly (MATH W4).
+and Σ_ℓ (own + cross) = J Σ Jᵀ exactly (docs/mathematics/where.md).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Part(ABC):
         """Deviations of one layer with all others at their means: name -> [count, *shape]."""
 
     def half_effective(self, layer: str) -> float:
-        """½ tr(s·H_ℓℓ C) for the covariance C that `draw` draws from: ½γ; NaN if unknown (MATH W8)."""
+        """½ tr(s·H_ℓℓ C) for the covariance C that `draw` draws from: ½γ; NaN if unknown (docs/mathematics/where.md)."""
         return 0.5 * self.effective()[layer]
 
 

@@ -1,4 +1,4 @@
-"""Is the map calibrated? Drawing one layer from its posterior must raise the training loss by ½γ_ℓ nats (MATH W8).
+"""Is the map calibrated? Drawing one layer from its posterior must raise the training loss by ½γ_ℓ nats (docs/mathematics/where.md).
 
 With the loss L = Σ −log p(y_n | f_n) and one layer's weights drawn from N(θ*_ℓ, C),
 

@@ -35,7 +35,7 @@ class Where:
             each other, since part of it is about several at once.
         classes: by class, or by output of a regression.
         inputs: the most uncertain inputs.
-        calibration: by layer, if it was asked for (MATH W8).
+        calibration: by layer, if it was asked for (docs/mathematics/where.md).
         certain: parameters of the model that are not in the posterior: they add no uncertainty.
     """
 

@@ -1,4 +1,4 @@
-"""Uncertainty by weight, and by filter or neuron (MATH W1, W2).
+"""Uncertainty by weight, and by filter or neuron (docs/mathematics/where.md).
 
 For a weight w with posterior variance v and prior precision τ: the signal-to-noise ratio |w|/√v, and the contraction
 c = 1 − τv: 0 where the data said nothing, 1 where they said everything. The contraction compares layers; the variance alone

@@ -1,4 +1,4 @@
-"""Where is the uncertainty? By weight, filter, layer, class, input and pixel, from one fitted posterior (MATH 3)."""
+"""Where is the uncertainty? By weight, filter, layer, class, input and pixel, from one fitted posterior (docs/mathematics/where.md)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def where(
         top: how many of the most uncertain inputs are kept.
         saliency: the gradient of the epistemic uncertainty in each of them; None: where inputs are single floating-point
             tensors and the Jacobian of one is not too large.
-        calibration: training data, to test that drawing one layer raises their loss by ½γ (MATH W8); True: `loader` is them.
+        calibration: training data, to test that drawing one layer raises their loss by ½γ (docs/mathematics/where.md); True: `loader` is them.
         draws: of the calibration test: pairs of draws for every layer.
         samples: of the link from a Gaussian over logits to probabilities.
         classes: names of the outputs, for tables and figures.

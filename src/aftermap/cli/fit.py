@@ -16,6 +16,7 @@ from aftermap.cli.console import Reporter, confirmed
 from aftermap.cli.models import make_model
 from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
+from aftermap.curvature import STRUCTURES
 from aftermap.distributed import process_group, together
 from aftermap.errors import AftermapError, InputError
 from aftermap.laplace import Laplace, describe_costs, estimate_costs
@@ -25,10 +26,11 @@ from aftermap.models import call_model
 from aftermap.models import check_device as device_of_model
 
 __all__ = [
-    "STRUCTURES",
     "PosteriorOptions",
+    "StructureName",
     "TuneOptions",
     "build_for",
+    "check_structure_name",
     "fit",
     "fit_posterior",
     "likelihood_of",
@@ -38,8 +40,26 @@ __all__ = [
     "tune",
 ]
 
-STRUCTURES = ("auto", "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "hessian")
 _FalseAlarms = Annotated[float, o.option("The share of usual inputs that may be flagged."), o.Fraction()]
+
+
+@dataclass(frozen=True)
+class StructureName(o.OneOf):
+    """A structure. The file that makes a network may register it, so the word is judged after that was imported."""
+
+    allowed: tuple[str, ...] = ("auto", *STRUCTURES)
+
+    def check(self, flag: str, value: str) -> None:
+        """Refuses nothing yet; see `check_structure_name`."""
+
+
+def check_structure_name(name: str) -> None:
+    """Refuses a structure that nobody has registered.
+
+    Raises:
+        InputError: It is not known.
+    """
+    o.OneOf(("auto", *STRUCTURES)).check("--structure", name)
 
 
 @dataclass(frozen=True)
@@ -47,7 +67,7 @@ class PosteriorOptions:
     """How a posterior is fitted."""
 
     panel: ClassVar[str] = "Posterior"
-    structure: Annotated[str, o.option("The approximation of the curvature."), o.OneOf(STRUCTURES)] = "auto"
+    structure: Annotated[str, o.option("The approximation of the curvature."), StructureName()] = "auto"
     params: Annotated[
         str,
         o.option("Which weights are uncertain: all, last_layer, or a regular expression for their names."),
@@ -196,6 +216,7 @@ def fit_posterior(
     seed: int,
 ) -> Laplace:
     """Says the cost, fits and tunes; `.report` tells how it was chosen where that was left to the library."""
+    check_structure_name(options.structure)
     # Tuning starts from the network's own residuals, so that the units of the targets do not matter.
     likelihood = likelihood_of(task, options.noise, lambda: _residual(model, train))
     batches = train.batches.named("", shared=True)

@@ -14,7 +14,7 @@ from torch import nn
 
 from aftermap.cli import options as o
 from aftermap.cli.console import GOOD, confirmed, plain_table
-from aftermap.cli.fit import build_for, likelihood_of, resolve_task
+from aftermap.cli.fit import StructureName, build_for, check_structure_name, likelihood_of, resolve_task
 from aftermap.cli.models import save_weights
 from aftermap.cli.sources import DataFormat, Source, open_source
 from aftermap.cli.train import half_deviation, standardise
@@ -32,11 +32,7 @@ class SelectOptions:
     panel: ClassVar[str] = "Training"
     epochs: Annotated[int, o.option("The number of passes that train each candidate.", min=1)] = 500
     lr: Annotated[float | None, o.option("The learning rate at the start.")] = None
-    structure: Annotated[
-        str,
-        o.option("The approximation of the curvature."),
-        o.OneOf(("auto", "kron", "diagonal", "full", "ekfac")),
-    ] = "kron"
+    structure: Annotated[str, o.option("The approximation of the curvature."), StructureName()] = "kron"
     restarts: Annotated[int, o.option("How often each candidate is trained anew; its best training counts.", min=1)] = 1
 
 
@@ -73,6 +69,7 @@ def select(
     test = tests.test or sets.data
     candidates = _candidates(models, source, data_format, device)
     chosen_task = resolve_task(task, next(iter(candidates.values()))(), source)
+    check_structure_name(training.structure)
     options: dict[str, Any] = {} if training.lr is None else {"lr": training.lr}
     ranking = rank_by_evidence(
         candidates,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,7 +194,7 @@ def _warn_of_new_start(contradicted: PlanContradicted) -> None:
 def _treatment(
     entry: Structure,
     plan: ModelPlan,
-    blocks: Iterable[Block],
+    blocks: Sequence[Block],
     counts: DataCounts,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Treatment]:
@@ -212,4 +212,10 @@ def _treatment(
             if entry.blocks_are_global:
                 rule, note = "products", ""
             treatment[name] = Treatment(block.kind, rule, note)
+    held = [name for block in blocks for name in block.shapes]
+    if sorted(held) != sorted(shapes):
+        raise InputError(
+            f"the fit of structure={entry.name!r} returned blocks over {sorted(held)}, but its blocks must hold each of "
+            f"{sorted(shapes)} once; aftermap.testing.check_structure({entry.name!r}) checks a structure"
+        )
     return {n: treatment[n] for n in shapes}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap import checks
+from aftermap.curvature import STRUCTURES
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.integrations.network import Standardised, Table, mlp, moments, train
 from aftermap.laplace import Laplace
@@ -28,7 +29,7 @@ from aftermap.models import check_device
 from aftermap.params import Selection, named_parameters
 from aftermap.predictive import Prediction
 
-__all__ = ["PIECE", "STRUCTURES", "Array", "BayesianClassifier", "BayesianEstimator", "BayesianRegressor", "Factory"]
+__all__ = ["PIECE", "Array", "BayesianClassifier", "BayesianEstimator", "BayesianRegressor", "Factory"]
 
 _PURPOSE = "the scikit-learn estimators"
 _BaseEstimator: Any = optional("sklearn.base", "sklearn", _PURPOSE).BaseEstimator
@@ -36,7 +37,6 @@ _check_random_state = optional("sklearn.utils", "sklearn", _PURPOSE).check_rando
 _validation = optional("sklearn.utils.validation", "sklearn", _PURPOSE)
 Array = npt.NDArray[Any]
 Factory = Callable[[int, int], nn.Module]
-STRUCTURES = ("diagonal", "ekfac", "full", "kron")
 PIECE = 1024  # examples in one pass of a fit or a prediction
 _PATIENCE = 3  # rounds without a higher evidence, after which there are no more
 _SMALL = 1500  # up to this many weights their full covariance is cheap

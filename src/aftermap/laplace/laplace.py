@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.curvature import STRUCTURES, Factors, fit_curvature
 from aftermap.curvature.passes.plan import find_last_layer
@@ -49,8 +50,7 @@ def _check_structure(name: str, curvature: str, damping: str) -> None:
         ("curvature", curvature, ("auto", *VECTOR_KINDS)),
         ("damping", damping, DAMPINGS),
     ):
-        if value not in allowed:
-            raise InputError(f"{option}={value!r} is not known; allowed are {', '.join(map(repr, allowed))}")
+        checks.choice(option, value, allowed)
     # A matrix-free posterior multiplies with the Gauss-Newton matrix itself, which has no empirical form.
     free = name == MATRIX_FREE
     dampings = ("exact",) if free else STRUCTURES[name].dampings
@@ -314,6 +314,11 @@ class Laplace:
         if self.structure == MATRIX_FREE and before is not None:
             raise InputError(
                 "a matrix-free posterior cannot be updated: it passes over its data again and again. Fit on all data at once"
+            )
+        if self.structure in STRUCTURES and before is not None and not STRUCTURES[self.structure].updatable:
+            raise InputError(
+                f"a fit with structure={self.structure!r} cannot be updated: two such fits do not add up. Fit on all data at "
+                "once, or use structure='kron', whose factors add up"
             )
         previous = None if before is None else before.factors
         if isinstance(self.params, Subnetwork) or is_subnetwork(previous):

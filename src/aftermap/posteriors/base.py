@@ -34,7 +34,7 @@ __all__ = [
 
 
 class Posterior(ABC):
-    """A distribution over the selected parameters of a network (DESIGN 6)."""
+    """A distribution over the selected parameters of a network."""
 
     mean: Params
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aftermap.curvature.rules.base import Layout
-from aftermap.curvature.structures.base import Factors, Treatment
+from aftermap.curvature.structures.base import STRUCTURES, Factors, Treatment
 from aftermap.curvature.structures.diagonal import DiagonalBlock, DiagonalBlockPosterior
 from aftermap.curvature.structures.eigenbasis import KroneckerEigenbasis
 from aftermap.curvature.structures.ekfac import EkfacBlock
@@ -27,7 +27,7 @@ from aftermap.errors import DataError, InputError
 from aftermap.posteriors.base import GaussianPosterior
 from aftermap.prior import Prior
 
-__all__ = ["BLOCK_KINDS", "SAVED", "StateReader", "StateWriter", "described"]
+__all__ = ["BLOCK_KINDS", "SAVED", "StateReader", "StateWriter", "described", "saved_classes"]
 
 SAVED: dict[str, type[Any]] = {
     saved.__name__: saved
@@ -77,6 +77,12 @@ _FROM_VERSION_1: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "SubsetBlock": lambda value: {**value, "$class": "SubnetworkBlock"},
     "SubsetBlockPosterior": lambda value: {**value, "$class": "SubnetworkBlockPosterior"},
 }
+
+
+def saved_classes() -> dict[str, type[Any]]:
+    """The classes that a folder may name: those of the library, and those of every registered structure."""
+    registered = (c for structure in STRUCTURES.values() for c in (*structure.blocks, *structure.posteriors))
+    return {**SAVED, **{c.__name__: c for c in registered if c.__name__ not in SAVED}}
 
 
 def described(tensor: Tensor, order: Sequence[int] | None = None) -> dict[str, Any]:
@@ -130,10 +136,10 @@ class StateWriter:
         if isinstance(value, tuple | list):
             return [self.encode(v, f"{path}.{i}") for i, v in enumerate(value)]
         name = type(value).__name__
-        if SAVED.get(name) is type(value) and is_dataclass(value):
+        if saved_classes().get(name) is type(value) and is_dataclass(value):
             parts = {f.name: self.encode(getattr(value, f.name), f"{path}.{f.name}") for f in fields(value)}
             return {"$class": name, **parts}
-        raise InputError(f"{path} is a {name}, which cannot be saved; allowed are {', '.join(SAVED)}")
+        raise InputError(f"{path} is a {name}, which cannot be saved; allowed are {', '.join(saved_classes())}")
 
     def _add(self, tensor: Tensor, key: str) -> str:
         if id(tensor) in self._keys:
@@ -231,12 +237,13 @@ class StateReader:
     def _object(self, value: Mapping[str, Any], path: str) -> Any:
         if self.version == 1 and value["$class"] in _FROM_VERSION_1:
             value = _FROM_VERSION_1[value["$class"]](value)
-        name = value["$class"]
-        if name not in SAVED:
+        name, classes = value["$class"], saved_classes()
+        if name not in classes:
             raise DataError(
-                f"{self.where}: {path} is a {name!r}, a kind that this version does not know; known are {', '.join(SAVED)}"
+                f"{self.where}: {path} is a {name!r}, a kind that this version does not know; known are "
+                f"{', '.join(classes)}. If it is of a structure of your own, import the file that registers it before loading"
             )
-        wanted = {f.name: str(f.type) for f in fields(SAVED[name])}
+        wanted = {f.name: str(f.type) for f in fields(classes[name])}
         entries = {k for k in value if k != "$class"}
         if entries != set(wanted):
             raise DataError(
@@ -256,4 +263,4 @@ class StateReader:
                 and not (parts[key] is None and kind.endswith("None"))
             ):
                 raise DataError(f"{self.where}: {path}.{key} should be a tensor, got {parts[key]!r}")
-        return SAVED[name](**parts)
+        return classes[name](**parts)

@@ -1,7 +1,7 @@
 """The full Gauss-Newton posterior without its matrix: every cross-layer covariance, at the price of products with the data.
 
 P = s·G + P₀ acts through one pass over the data. Solves are by conjugate gradients with a Kronecker, diagonal or low-rank
-posterior as preconditioner; samples by sample-then-optimise; log determinants by Lanczos quadrature (MATH 9).
+posterior as preconditioner; samples by sample-then-optimise; log determinants by Lanczos quadrature (docs/mathematics/structures.md).
 
 Exact posterior samples by solving a noisy least-squares problem (sample-then-optimise).
 
@@ -232,7 +232,7 @@ class MatrixFreePosterior(Posterior):
         settings: accuracy and cost.
 
     References:
-        Antorán et al. 2023, Sampling-based inference for large linear models; MATH 6.5 and 9.
+        Antorán et al. 2023, Sampling-based inference for large linear models; docs/mathematics/structures.md.
     """
 
     mean: Params

@@ -1,6 +1,6 @@
 """The linearised predictive: f_lin(x, θ) = f(x, θ*) + J(x)(θ − θ*) is Gaussian under a Gaussian posterior.
 
-Its covariance J Σ Jᵀ is contracted layer by layer (Immer, Korzepa & Bauer 2021, with the contractions of MATH 7): a Jacobian
+Its covariance J Σ Jᵀ is contracted layer by layer (Immer, Korzepa & Bauer 2021, with the contractions of docs/mathematics/predictive.md): a Jacobian
 [b, c, P] never exists, and the layers' contributions add up exactly.
 
 Jacobians of the outputs, example by example and site by site: what the linearised predictive contracts.

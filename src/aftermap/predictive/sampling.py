@@ -1,6 +1,6 @@
 """Sampling predictive: the network itself under weights drawn from the posterior.
 
-The average is over probabilities, never over logits (MATH 1.7). The samples are a fixed ensemble when asked for, so that
+The average is over probabilities, never over logits (docs/mathematics/predictive.md). The samples are a fixed ensemble when asked for, so that
 predictions for different inputs, grid points or attacks are comparable.
 
 Local reparametrisation: where a layer acts linearly on one row per example, its *output* is drawn instead of its weights.

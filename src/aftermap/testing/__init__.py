@@ -5,6 +5,7 @@ from aftermap.testing.optimizer import check_optimizer
 from aftermap.testing.posterior import check_posterior
 from aftermap.testing.predictor import ModelSnapshot, check_predictor, check_unchanged
 from aftermap.testing.sbc import CalibrationRanks, simulation_based_calibration
+from aftermap.testing.structure import check_structure
 
 __all__ = [
     "CalibrationRanks",
@@ -13,6 +14,7 @@ __all__ = [
     "check_optimizer",
     "check_posterior",
     "check_predictor",
+    "check_structure",
     "check_unchanged",
     "simulation_based_calibration",
 ]

@@ -1,4 +1,4 @@
-"""Figures of where the uncertainty sits: layers, filters, weights, classes, inputs, pixels (MATH 3)."""
+"""Figures of where the uncertainty sits: layers, filters, weights, classes, inputs, pixels (docs/mathematics/where.md)."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ Index legend: b example, v back-propagated vector, g group, t shared position, i
 A layer call is affine in its block: y[b,g,t,o] = Σ_i W[g,o,i] a[b,g,t,i]. So for an output gradient g the block's
 per-example gradient is
 
-    G[v,b,g] = Σ_t g[v,b,g,t] a[b,g,t]ᵀ          (the sum over t before any square: MATH 1.2)
+    G[v,b,g] = Σ_t g[v,b,g,t] a[b,g,t]ᵀ          (the sum over t before any square: docs/mathematics/layers.md)
 
 and every curvature is a contraction of a and g. A `Rows` knows its a, in the cheapest form, and does these contractions.
 """

@@ -1,29 +1,21 @@
-"""Sums over data in frozen form: blocks of a curvature matrix, and the whole of them.
+"""What all structures share: the curvature of a data set, posteriors of its blocks, and the registry of structures.
 
 A `Factors` stands for Σ_n (curvature of datum n): a block-diagonal matrix over the selected parameters. Factors of
-disjoint data add up, scale with a number, and sum over processes. What a block stands for, block by block, is
-`to_dense`; nothing outside a block's own file knows its scale.
+disjoint data add up, scale with a number, and sum over processes. Nothing outside a block's own file knows its scale.
 
-Gaussian posteriors of single blocks: precision s·H + P₀ with the data's scale s and the prior's precision P₀.
+A `BlockPosterior` has the precision s·H + P₀ with the data's scale s and the prior's precision P₀. It is made once; a new prior
+or scale costs no decomposition. The log determinants, which the evidence needs, are differentiable in s and P₀.
 
-A block posterior is made once from a curvature block; a new prior or scale costs no decomposition (`with_prior`).
-The log determinants, which the evidence needs, are differentiable in s and P₀.
-
-J Σ Jᵀ of one layer in the basis where Σ is diagonal, without a Jacobian (MATH 7).
-
-With G_c the gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c and variances R in that basis,
-
-    V[c, c'] = Σ_oi G̃_c,oi R_oi G̃_c',oi.
-
-Where a layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. Where the
-layer is the last one, g_c is a unit vector and V = U_B diag(R ã²) U_Bᵀ.
+J Σ Jᵀ of one layer in the basis where Σ is diagonal needs no Jacobian (docs/mathematics/predictive.md). With G_c the
+gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c and variances R in that basis, V[c, c'] = Σ_oi G̃_c,oi R_oi G̃_c',oi. Where a
+layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. Where the layer is
+the last one, g_c is a unit vector and V = U_B diag(R ã²) U_Bᵀ.
 
 Index legend: b example, v output, g group, t shared position, i feature in, o feature out.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.block import Block, same_names
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
@@ -526,12 +519,14 @@ class Structure:
         summary: One sentence for help texts, errors and the documentation's table.
         fit: Passes over a problem's data; returns the blocks and what passed by.
         blocks: The kinds of blocks that a fit may return.
+        posteriors: The kinds of block posteriors that only this structure has; a saved folder may hold them.
         passes: How often a fit goes through the data.
         curvatures: The kinds of vectors that have a meaning for it.
         dampings: How the prior may be added to its blocks.
         max_parameters: The most numbers that it can be over; None where memory alone decides.
         updatable: Whether fits on further data can be added to it.
         saveable: Whether its posterior can be written to a folder.
+        depends_on_batches: Whether the sums depend on how the data are split into batches.
         blocks_are_global: Whether the blocks of a fit are those of the data of all processes already, because the
             structure is made from products with the whole matrix.
     """
@@ -540,12 +535,14 @@ class Structure:
     summary: str
     fit: Callable[[CurvatureProblem], tuple[tuple[Block, ...], DataCounts]]
     blocks: tuple[type[Block], ...]
+    posteriors: tuple[type[BlockPosterior], ...] = ()
     passes: int = 1
     curvatures: tuple[str, ...] = VECTOR_KINDS
     dampings: tuple[str, ...] = ("exact",)
     max_parameters: int | None = None
     updatable: bool = True
     saveable: bool = True
+    depends_on_batches: bool = False
     blocks_are_global: bool = False
 
     def check_size(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -565,13 +562,27 @@ STRUCTURES: dict[str, Structure] = {}
 def register_structure(structure: Structure) -> Structure:
     """Makes a structure known: to `fit_curvature`, to `Laplace`, to saving and to the command line.
 
+    A definition that is run again, as in a notebook, replaces the former one.
+
     Raises:
-        InputError: Another structure has the name already.
+        InputError: Another structure has the name already, or another class of a structure has the name of one of its classes.
     """
-    if structure.name in STRUCTURES and STRUCTURES[structure.name] != structure:
+    if structure.name in STRUCTURES and not _is_same_definition(STRUCTURES[structure.name].fit, structure.fit):
         raise InputError(f"a structure {structure.name!r} is registered already; choose another name")
+    others = [entry for entry in STRUCTURES.values() if entry.name != structure.name]
+    taken = {c.__name__: c for entry in others for c in (*entry.blocks, *entry.posteriors)}
+    for saved in (*structure.blocks, *structure.posteriors):
+        if not _is_same_definition(taken.get(saved.__name__, saved), saved):
+            raise InputError(
+                f"a class of another structure is called {saved.__name__}, too, and a saved folder names classes; rename it"
+            )
     STRUCTURES[structure.name] = structure
     return structure
+
+
+def _is_same_definition(left: Any, right: Any) -> bool:
+    """Whether two functions or classes are one, or stand in the same place of the same module."""
+    return left is right or (left.__module__, left.__qualname__) == (right.__module__, right.__qualname__)
 
 
 def find_structure(name: str) -> Structure:
@@ -583,10 +594,4 @@ def find_structure(name: str) -> Structure:
     >>> find_structure("kron").summary
     'Kronecker factors: one pair of matrices for each layer.'
     """
-    if name not in STRUCTURES:
-        close = difflib.get_close_matches(str(name), STRUCTURES, n=1)
-        hint = f". Did you mean {close[0]!r}?" if close else ""
-        raise InputError(
-            f"structure={name!r} is not known; allowed are {', '.join(map(repr, sorted(STRUCTURES)))}{hint}"
-        )
-    return STRUCTURES[name]
+    return STRUCTURES.get(name) or STRUCTURES[checks.choice("structure", name, sorted(STRUCTURES))]

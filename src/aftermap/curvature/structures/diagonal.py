@@ -1,6 +1,6 @@
 """Diagonal curvature: Σ_n Σ_v (per-example gradient)², the square after the sum over shared positions.
 
-With exact vectors this is the diagonal of the GGN (MATH 1.2 b), with sampled vectors an unbiased estimate of it
+With exact vectors this is the diagonal of the GGN (docs/mathematics/curvature.md), with sampled vectors an unbiased estimate of it
 (Ritter et al. 2018, eq. 5), with empirical ones the sum of squared per-example gradients that VOGN uses.
 
 Diagonal posteriors: independent Gaussians with precision s·d + δ per entry.

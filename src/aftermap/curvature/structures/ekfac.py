@@ -230,5 +230,6 @@ register_structure(
         fit_ekfac,
         (EkfacBlock, FullBlock, DiagonalBlock),
         passes=2,
+        updatable=False,  # two fits have two eigenbases
     )
 )

@@ -518,5 +518,6 @@ register_structure(
         fit_kfra,
         (KronBlock, FullBlock, DiagonalBlock),
         dampings=DAMPINGS,
+        depends_on_batches=True,  # the recursion averages over the examples of a batch
     )
 )

@@ -328,7 +328,6 @@ register_structure(
         (LowRankBlock,),
         passes=2,
         curvatures=("exact",),
-        updatable=False,
         blocks_are_global=True,
     )
 )
