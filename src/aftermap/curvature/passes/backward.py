@@ -237,20 +237,26 @@ class BackwardPass:
         hook on the node looks at what passes by.
         """
         record, several = self.record, len(vectors) > 1
-        waiting = [n for n, a in enumerate(self._accumulators) if not (several and a.stacks_vectors)]
-        stacks = _Stacks(self, vectors, [n for n in range(len(self._accumulators)) if n not in waiting])
+        stacking = [n for n, a in enumerate(self._accumulators) if several and a.stacks_vectors]
+        waiting = [n for n in range(len(self._accumulators)) if n not in stacking]
+        stacked_edges = {e for n in stacking for e in self._edges[n]}
+        # One buffer [b, v, ...] for each edge: seen as [v, b, ...], its vectors merge into one matrix without a copy.
+        buffers: dict[int, Tensor] = {}
         deepest = record.deepest_edges
         asked: list[Any] = [*(record.edges[n] for n in deepest), *also]
         place = 0
 
         def arrived(edge: int, gradient: Tensor) -> None:
-            stacks.receive(edge, place, gradient)
+            if edge in stacked_edges:
+                if edge not in buffers:  # an output that does not depend on a layer has a zero gradient there
+                    buffers[edge] = gradient.new_zeros(gradient.shape[0], len(vectors), *gradient.shape[1:])
+                buffers[edge][:, place] = gradient
             self.receive(edge, gradient[None])
 
         wanted: list[Tensor | None] = []
         with ExitStack() as stack:
             for number, edge in enumerate(record.edges):
-                if number not in deepest and (number in self._readers):
+                if number not in deepest and number in self._readers:
                     stack.callback(edge.node.register_prehook(_looking_at(number, edge, arrived)).remove)
             for place, vector in enumerate(vectors):
                 self.start_vectors(vectors[place : place + 1], waiting)
@@ -267,7 +273,9 @@ class BackwardPass:
                         del gradient  # the next vector needs the memory
                     del gradients
                 self.end_vectors()
-        stacks.serve()
+        for number in stacking:
+            stacked = {edge: buffer.transpose(0, 1) for edge, buffer in buffers.items()}
+            self._accumulators[number].add(self._gradients(number, vectors, stacked))
         return wanted
 
     def start_vectors(
@@ -306,7 +314,7 @@ class BackwardPass:
     def _serve(self, number: int) -> None:
         """Calls an accumulator with what has arrived for it, and lets go of what nobody else waits for."""
         del self._missing[number]
-        self._accumulators[number].add(self.gradients(number, self._vectors, self._arrived))
+        self._accumulators[number].add(self._gradients(number, self._vectors, self._arrived))
         for edge in self._edges[number]:
             self._unread[edge] -= 1
             if not self._unread[edge]:
@@ -314,7 +322,7 @@ class BackwardPass:
         if self._for_the_last_time:
             self.record.calls.update({k: [] for k in self._layers[number]})
 
-    def gradients(self, number: int, vectors: Tensor, arrived: Mapping[int, Tensor]) -> LayerGradients:
+    def _gradients(self, number: int, vectors: Tensor, arrived: Mapping[int, Tensor]) -> LayerGradients:
         """What an accumulator reads: the gradients of its layers among those that have arrived."""
         by_layer = {
             k: [(c, c.gradients(arrived[c.edge])) for c in self.record.calls[k] if c.edge in arrived]
@@ -322,15 +330,10 @@ class BackwardPass:
         }
         return LayerGradients(self.record, vectors, by_layer)
 
-    def serve_stacked(self, numbers: Sequence[int], vectors: Tensor, arrived: Mapping[int, Tensor]) -> None:
-        """Serves accumulators with the gradients of all vectors at once."""
-        for number in numbers:
-            self._accumulators[number].add(self.gradients(number, vectors, arrived))
-
     def serve_outputs(self, vectors: Tensor, *, unit_vectors: bool) -> None:
         """Serves all accumulators with vectors that need no pass, since the only edge is that of the outputs."""
         for number, accumulator in enumerate(self._accumulators):
-            gradients = self.gradients(number, vectors, {0: vectors})
+            gradients = self._gradients(number, vectors, {0: vectors})
             accumulator.add(LayerGradients(self.record, vectors, gradients.by_layer, unit_vectors))
 
     @property
@@ -338,34 +341,6 @@ class BackwardPass:
         """Whether the only recorded call is the one that made the outputs (a last-layer posterior)."""
         edges, calls = self.record.edges, [c for calls in self.record.calls.values() for c in calls]
         return len(calls) == 1 and len(edges) == 1 and edges[0] == get_gradient_edge(self.record.outputs)
-
-
-class _Stacks:
-    """Gradients of vectors that are back-propagated one by one, put together for accumulators that want all at once.
-
-    There is one buffer [b, v, ...] for each edge: seen as [v, b, ...], its vectors merge into one matrix without a copy.
-    """
-
-    def __init__(self, backward: BackwardPass, vectors: Tensor, accumulators: Sequence[int]):
-        self._pass, self._vectors, self._accumulators = backward, vectors, accumulators
-        self._edges = {e for n in accumulators for e in backward._edges[n]}
-        self._buffers: dict[int, Tensor] = {}
-
-    def receive(self, edge: int, place: int, gradient: Tensor) -> None:
-        """The gradient of vector ``place`` has arrived at an edge."""
-        if edge not in self._edges:
-            return
-        if edge not in self._buffers:
-            shape = (gradient.shape[0], len(self._vectors), *gradient.shape[1:])
-            # An output that does not depend on a layer has a zero gradient there.
-            self._buffers[edge] = gradient.new_zeros(shape)
-        self._buffers[edge][:, place] = gradient
-
-    def serve(self) -> None:
-        """The last vector has passed."""
-        if self._accumulators:
-            stacked = {edge: buffer.transpose(0, 1) for edge, buffer in self._buffers.items()}
-            self._pass.serve_stacked(self._accumulators, self._vectors, stacked)
 
 
 def _looking_at(
