@@ -12,7 +12,7 @@ MOVED = {
         "aftermap.curvature.rules.linear": ["EmbeddingRule", "LinearRule"],
     },
     "aftermap.curvature.rows": {
-        "aftermap.curvature.rules.base": ["MatrixRows", "Rows", "append_ones", "budget"],
+        "aftermap.curvature.rules.base": ["MatrixRows", "append_ones", "split_vectors", "sum_into_"],
         "aftermap.curvature.rules.linear": ["DenseRows"],
         "aftermap.curvature.rules.scale": ["ScaleRows"],
     },
@@ -21,6 +21,24 @@ MOVED = {
     },
     "aftermap.data.idx": {"aftermap.data.readers": ["read_idx"]},
 }
+RENAMED = {
+    "aftermap.curvature.rows": {
+        "aftermap.curvature.rules.base": {
+            "Rows": "InputRows",
+            "budget": "examples_per_chunk",
+            "merged_vectors": "merge_vectors",
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("former", RENAMED)
+def test_a_former_place_passes_on_what_has_another_name_now(former: str) -> None:
+    module = importlib.import_module(former)
+    for home, names in RENAMED[former].items():
+        for old, new in names.items():
+            assert old in module.__all__
+            assert getattr(module, old) is getattr(importlib.import_module(home), new)
 
 
 @pytest.mark.parametrize("former", MOVED)

@@ -34,8 +34,8 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = 0
     for name in USERS_OF_BUDGET:
         module = importlib.import_module(f"aftermap.curvature.{name}")
-        if hasattr(module, "budget"):
-            monkeypatch.setattr(module, "budget", lambda *_: 2)
+        if hasattr(module, "examples_per_chunk"):
+            monkeypatch.setattr(module, "examples_per_chunk", lambda *_: 2)
             changed += 1
     assert changed > 3
 

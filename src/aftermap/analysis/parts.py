@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.plan import WHOLE_MODEL
-from aftermap.curvature.rules.base import budget
+from aftermap.curvature.rules.base import examples_per_chunk
 from aftermap.curvature.structures.base import BlockPosterior, flatten_batch, join_flat, split_flat
 from aftermap.curvature.structures.ekfac import EkfacBlock
 from aftermap.curvature.structures.full import FullBlockPosterior
@@ -128,7 +128,7 @@ class Collector:
 
     def __init__(self, gradients: LayerGradients, diagonal: bool, size: int):
         self.gradients, self.diagonal = gradients, diagonal
-        self.stride = budget(3 * gradients.n_vectors * size)
+        self.stride = examples_per_chunk(3 * gradients.n_vectors * size)
         self.found: dict[str, dict[str, list[Tensor]]] = {"own": {}, "cross": {}, "conditional": {}}
         self._start = -1
 

@@ -1,16 +1,20 @@
 """Moved to `aftermap.curvature.rules`; the names stay importable from here for one release."""
 
 from aftermap.curvature.rules.base import (
+    InputRows,
     MatrixRows,
-    Rows,
     append_ones,
-    budget,
-    merged_vectors,
+    examples_per_chunk,
+    merge_vectors,
     split_vectors,
     sum_into_,
 )
 from aftermap.curvature.rules.linear import DenseRows
 from aftermap.curvature.rules.scale import ScaleRows
+
+Rows = InputRows
+budget = examples_per_chunk
+merged_vectors = merge_vectors
 
 __all__ = [
     "DenseRows",

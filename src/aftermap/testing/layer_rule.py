@@ -16,7 +16,7 @@ from aftermap.curvature import Factors, fit_curvature, reference
 from aftermap.curvature.passes.backward import Accumulator, BackwardPass, LayerGradients
 from aftermap.curvature.passes.plan import plan_model
 from aftermap.curvature.passes.record import ForwardRecord, record_calls
-from aftermap.curvature.rules.base import MatrixRows, Rows
+from aftermap.curvature.rules.base import InputRows, MatrixRows
 from aftermap.curvature.structures.kron import KronBlock
 from aftermap.likelihoods import Categorical, Likelihood
 from aftermap.models import call_model, only_require_grad
@@ -231,18 +231,20 @@ def _check_rows(case: _Case, kron: Factors) -> None:
         inputs = block.inputs if block.inputs.dim() == 3 else torch.diag_embed(block.inputs)
         case.compare("the input factor", inputs, expected)
         totals = functools.reduce(torch.add, [r.sum(2) for r in rows])
-        found_total = functools.reduce(torch.add, [c.rows.total() for c in calls if isinstance(c.rows, MatrixRows)])
+        found_total = functools.reduce(
+            torch.add, [c.rows.sum_over_positions() for c in calls if isinstance(c.rows, MatrixRows)]
+        )
         case.compare("sums over positions (reduce)", found_total, totals)
         lengths = sum(r.shape[2] * r.flatten(2).any(2).any(0) for r in rows)
         case.compare("the number of rows", block.rows, (case.size * torch.as_tensor(lengths)).to(block.rows))
 
 
-def _all_rows(rows: Rows, out: int) -> Tensor:
+def _all_rows(rows: InputRows, out: int) -> Tensor:
     """Every row a[b, g, t] by asking for the gradient that only position t has."""
     units = torch.zeros(rows.shared, rows.batch, rows.groups, rows.shared, out, dtype=torch.float64)
     index = torch.arange(rows.shared)
     units[index, :, :, index, 0] = 1.0
-    return rows.outer(units)[..., 0, :].permute(1, 2, 0, 3)  # [t, b, g, o, i] -> [b, g, t, i]
+    return rows.per_example_gradients(units)[..., 0, :].permute(1, 2, 0, 3)  # [t, b, g, o, i] -> [b, g, t, i]
 
 
 def _check_one_datum(case: _Case) -> None:

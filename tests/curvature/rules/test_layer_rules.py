@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from aftermap.curvature import registered_rules
 from aftermap.curvature.rules import base as layers_module
-from aftermap.curvature.rules.base import Rows
+from aftermap.curvature.rules.base import InputRows
 from aftermap.curvature.rules.linear import DenseRows, LinearRule
 from aftermap.testing import ModelSnapshot, check_layer_rule, check_unchanged
 from tests.curvature.layer_cases import CASES, randomise
@@ -45,7 +45,7 @@ class _Scaled(nn.Linear):
 
 
 class _HalfRows(LinearRule):
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Any) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Any) -> InputRows:
         return super().rows(module, 0.5 * inputs, space, named)
 
 
@@ -56,23 +56,25 @@ class _WrongGram(DenseRows):
 
 
 class _WrongTotal(DenseRows):
-    def total(self) -> Tensor:
-        return super().total() + 1.0
+    def sum_over_positions(self) -> Tensor:
+        return super().sum_over_positions() + 1.0
 
 
 class _WrongSquares(DenseRows):
-    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
-        out += self.outer(grads).sum(1).square().sum(0)  # the sum over examples belongs outside the square
+    def add_squares_(self, out: Tensor, grads: Tensor) -> None:
+        out += (
+            self.per_example_gradients(grads).sum(1).square().sum(0)
+        )  # the sum over examples belongs outside the square
 
 
 class _WrongLengths(DenseRows):
-    def lengths(self) -> tuple[int, ...]:
+    def positions_per_group(self) -> tuple[int, ...]:
         return (7,) * self.groups
 
 
 def _rule(kind: type[DenseRows]) -> LinearRule:
     class Rule(LinearRule):
-        def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Any) -> Rows:
+        def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Any) -> InputRows:
             right = super().rows(module, inputs, space, named)
             assert isinstance(right, DenseRows)
             return kind(right.data, right.ones)

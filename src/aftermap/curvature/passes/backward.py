@@ -25,7 +25,7 @@ from aftermap.batches import Batch
 from aftermap.curvature.passes.block import Block
 from aftermap.curvature.passes.fallback import per_example_products
 from aftermap.curvature.passes.record import ForwardRecord, LayerCall
-from aftermap.curvature.rules.base import budget
+from aftermap.curvature.rules.base import examples_per_chunk
 from aftermap.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class LayerGradients:
         """Per-example gradients of a layer's block [v, length, g, o, i] for some examples, summed over its calls."""
         total: Tensor | None = None
         for call, gradients in self.by_layer[layer]:
-            part = call.rows.narrow(start, length).outer(gradients[:, start : start + length])
+            part = call.rows.examples(start, length).per_example_gradients(gradients[:, start : start + length])
             total = part if total is None else total + part
         if total is None:
             layout = self.record.plan.layers[layer].layout
@@ -155,7 +155,7 @@ class PerExampleAccumulator(Accumulator):
     def add(self, gradients: LayerGradients) -> None:
         names = [n for part in self.sums for n in part.names]
         size = gradients.record.size
-        stride = budget(gradients.n_vectors * self.numbers)
+        stride = examples_per_chunk(gradients.n_vectors * self.numbers)
         for start in range(0, size, stride):
             some = gradients.per_example(names, start, min(stride, size - start))
             for part in self.sums:
@@ -369,7 +369,7 @@ class _RuleGradient(Accumulator):
         layout = gradients.record.plan.layers[self.layer].layout
         for call, arrived in gradients.by_layer[self.layer]:
             self.others.append(arrived[:, 1::2].abs().sum())
-            total, _ = call.rows.outer_moments(arrived)
+            total, _ = call.rows.moments(arrived)
             for name, value in layout.split(total).items():
                 self.sums[name] = value if name not in self.sums else self.sums[name] + value
 

@@ -35,7 +35,7 @@ from aftermap.curvature.passes.record import (
     deepest_edges,
     record_closure,
 )
-from aftermap.curvature.rules.base import budget
+from aftermap.curvature.rules.base import examples_per_chunk
 from aftermap.errors import AftermapError, InputError, StatisticalWarning, UnsupportedError
 from aftermap.models import autograd_errors_explained, evaluation_mode
 from aftermap.params import named_parameters
@@ -71,13 +71,13 @@ class GradientMoments(Accumulator):
         if len(self.layers) == 1 and len(calls) == 1:
             layout = plan.layers[number].layout
             call, arrived = calls[0]
-            total, squares = call.rows.outer_moments(arrived)
+            total, squares = call.rows.moments(arrived)
             for values, block in ((self.sums, total), (self.squares, squares)):
                 values.update({n: v for n, v in layout.split(block).items() if n in self.names})
             return
         # Several uses of a weight: its per-example gradients add up before the square.
         size = gradients.record.size
-        stride = budget(sum(plan.layers[k].layout.size for k in self.layers))
+        stride = examples_per_chunk(sum(plan.layers[k].layout.size for k in self.layers))
         for start in range(0, size, stride):
             some = gradients.per_example(self.names, start, min(stride, size - start))
             for name, value in some.items():
@@ -468,7 +468,7 @@ class ClosureReading:
             )
         size = self.size
         squares = {n: torch.zeros_like(reader.parameters[n]) for n in names}
-        stride = budget(sum(reader.parameters[n].numel() for n in names))
+        stride = examples_per_chunk(sum(reader.parameters[n].numel() for n in names))
         vectors = call.gradient.detach()[None]
         batch = Batch(inputs, None, None, size)
         batch = batch if reader.plan is None else reader.plan.marked(batch)

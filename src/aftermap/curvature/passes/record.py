@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from aftermap.batches import Batch
 from aftermap.curvature.rules.attention import PackedProjectionRule, attention_forward, without_view
-from aftermap.curvature.rules.base import Rows
+from aftermap.curvature.rules.base import InputRows
 from aftermap.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -309,17 +309,17 @@ class LayerCall:
     to_batch_first: Callable[[Tensor], Tensor]
     edge: int
     cached: bool = False
-    _rows: Rows | None = field(default=None, repr=False)
+    _rows: InputRows | None = field(default=None, repr=False)
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> InputRows:
         """The input rows, kept for the next vector."""
         if self._rows is None:
             rows = self.fresh_rows()
-            self._rows = rows.for_reuse() if self.cached else rows
+            self._rows = rows.cached() if self.cached else rows
         return self._rows
 
-    def fresh_rows(self) -> Rows:
+    def fresh_rows(self) -> InputRows:
         """The input rows, not kept: for what is done once per batch."""
         if self.layer.reads_inputs:
             self.call.check_unchanged()

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aftermap.curvature.rules.base import LayerRule, Layout, Named, Rows, append_ones, matrix_layout
+from aftermap.curvature.rules.base import InputRows, LayerRule, Layout, Named, append_ones, matrix_layout
 from aftermap.curvature.rules.linear import DenseRows, LinearRule
 from aftermap.errors import InputError
 
@@ -35,12 +35,12 @@ class PackedProjectionRule(LayerRule):
         out = first.shape[0] // 3
         return matrix_layout(name, named, 3, out, (3, out, first.numel() // (3 * out)), (0, 1, 2))
 
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
         data = inputs.reshape(inputs.shape[0], 1, -1, inputs.shape[-1])
         data = data if "weight" in named else data[..., :0]
         return DenseRows(data.expand(-1, 3, -1, -1), "bias" in named)
 
-    def rows_of_group(self, inputs: Tensor, group: int, named: Named) -> Rows:
+    def rows_of_group(self, inputs: Tensor, group: int, named: Named) -> InputRows:
         """Rows of one projection alone: the other groups hold zeros."""
         data = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
         data = data if "weight" in named else data[..., :0]

@@ -12,7 +12,7 @@ per-example gradient is
 
     G[v,b,g] = Σ_t g[v,b,g,t] a[b,g,t]ᵀ          (the sum over t before any square: docs/mathematics/layers.md)
 
-and every curvature is a contraction of a and g. A `Rows` knows its a, in the cheapest form, and does these contractions.
+and every curvature is a contraction of a and g. A `InputRows` knows its a, in the cheapest form, and does these contractions.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from aftermap.linalg import TERMS_PER_PART, GramSum
 
 __all__ = [
     "MOMENT_NUMBERS",
+    "InputRows",
     "LayerRule",
     "Layout",
     "MatrixRows",
     "Named",
     "Piece",
-    "Rows",
     "add_grad_gram_",
     "append_ones",
-    "budget",
+    "examples_per_chunk",
     "find_rule",
     "matrix_layout",
-    "merged_vectors",
+    "merge_vectors",
     "register",
     "registered_rules",
     "split_vectors",
@@ -172,7 +172,7 @@ class Layout:
         return Layout(config["name"], config["groups"], config["out"], config["in"], pieces)
 
 
-def budget(per_example: int, numbers: int = _CHUNK_NUMBERS) -> int:
+def examples_per_chunk(per_example: int, numbers: int = _CHUNK_NUMBERS) -> int:
     """How many examples of ``per_example`` numbers each fit into the working memory (at least one)."""
     return max(1, numbers // max(1, per_example))
 
@@ -182,7 +182,7 @@ def append_ones(columns: Tensor) -> Tensor:
     return torch.cat([columns, columns.new_ones(*columns.shape[:-1], 1)], dim=-1)
 
 
-def merged_vectors(grads: Tensor) -> Tensor:
+def merge_vectors(grads: Tensor) -> Tensor:
     """[v, b, g, t, o] -> [b, g, v·o, t]: all vectors in one matrix product with the rows that they share."""
     vectors, batch, groups, shared, out = grads.shape
     if vectors == 1:
@@ -191,7 +191,7 @@ def merged_vectors(grads: Tensor) -> Tensor:
 
 
 def split_vectors(products: Tensor, vectors: int) -> Tensor:
-    """[b, g, v·o, i] -> [v, b, g, o, i]; undoes `merged_vectors` after a product."""
+    """[b, g, v·o, i] -> [v, b, g, o, i]; undoes `merge_vectors` after a product."""
     return products.unflatten(2, (vectors, -1)).permute(2, 0, 1, 3, 4)
 
 
@@ -206,7 +206,7 @@ def sum_into_(out: Tensor, values: Tensor, *, fresh: bool) -> None:
     out.copy_(summed) if fresh else out.add_(summed)
 
 
-class Rows(ABC):
+class InputRows(ABC):
     """Input rows a[b,g,t,i] of one call of a layer; ``i`` includes the trailing 1 of a bias."""
 
     batch: int
@@ -215,38 +215,44 @@ class Rows(ABC):
     features: int
 
     @abstractmethod
-    def outer(self, grads: Tensor) -> Tensor:
+    def per_example_gradients(self, grads: Tensor) -> Tensor:
         """Per-example gradients: [v, b, g, t, o] -> [v, b, g, o, i]."""
 
-    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+    def add_squares_(self, out: Tensor, grads: Tensor) -> None:
         """Adds Σ_vb of the squared per-example gradients of [v, b, g, t, o] to ``out`` [g, o, i]."""
-        step = budget(grads.shape[0] * self.groups * grads.shape[-1] * self.features)
+        step = examples_per_chunk(grads.shape[0] * self.groups * grads.shape[-1] * self.features)
         for start in range(0, self.batch, step):
-            part = self.narrow(start, min(step, self.batch - start))
-            out += part.outer(grads[:, start : start + step]).square_().sum((0, 1))
+            part = self.examples(start, min(step, self.batch - start))
+            out += part.per_example_gradients(grads[:, start : start + step]).square_().sum((0, 1))
 
-    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         """Σ_vb of the per-example gradients and Σ_vb of their squares, in one pass: [v, b, g, t, o] -> two [g, o, i]."""
-        step = budget(grads.shape[0] * self.groups * grads.shape[-1] * self.features, MOMENT_NUMBERS)
-        each = self.narrow(0, min(step, self.batch)).outer(grads[:, :step]) if step < self.batch else self.outer(grads)
+        step = examples_per_chunk(grads.shape[0] * self.groups * grads.shape[-1] * self.features, MOMENT_NUMBERS)
+        each = (
+            self.examples(0, min(step, self.batch)).per_example_gradients(grads[:, :step])
+            if step < self.batch
+            else self.per_example_gradients(grads)
+        )
         total = each.sum((0, 1))
         squares = each.square_().sum((0, 1))
         for start in range(step, self.batch, step):
-            each = self.narrow(start, min(step, self.batch - start)).outer(grads[:, start : start + step])
+            each = self.examples(start, min(step, self.batch - start)).per_example_gradients(
+                grads[:, start : start + step]
+            )
             total += each.sum((0, 1))
             squares += each.square_().sum((0, 1))
         return total, squares
 
-    def for_reuse(self) -> Rows:
+    def cached(self) -> InputRows:
         """The same rows in the form that is cheapest when several vectors will meet them."""
         return self
 
     @abstractmethod
-    def narrow(self, start: int, length: int) -> Rows:
+    def examples(self, start: int, length: int) -> InputRows:
         """The rows of some examples."""
 
 
-class MatrixRows(Rows):
+class MatrixRows(InputRows):
     """Rows of a layer with a weight matrix, which can also be correlated among themselves."""
 
     @abstractmethod
@@ -254,10 +260,10 @@ class MatrixRows(Rows):
         """Adds Σ_bt w_b a aᵀ [g, i, i] to ``out``, or its diagonal [g, i] (one-hot rows)."""
 
     @abstractmethod
-    def total(self) -> Tensor:
+    def sum_over_positions(self) -> Tensor:
         """Σ_t a: [b, g, i]."""
 
-    def lengths(self) -> tuple[int, ...]:
+    def positions_per_group(self) -> tuple[int, ...]:
         """How many shared rows one example has in each group."""
         return (self.shared,) * self.groups
 
@@ -268,7 +274,7 @@ def add_grad_gram_(out: GramSum, grads: Tensor) -> None:
     if shared > 1 and grads.stride(-2) == 1:
         # A convolution's gradient lies feature by feature: multiply the lines where they are.
         lines = grads.transpose(-1, -2).reshape(vectors * batch, groups, width, shared)
-        step = budget(groups * width * width, 1 << 20)
+        step = examples_per_chunk(groups * width * width, 1 << 20)
         for start in range(0, len(lines), step):
             for part in lines[start : start + step].split(TERMS_PER_PART, -1):
                 out.add_products((part @ part.transpose(-1, -2)).sum(0))
@@ -300,7 +306,7 @@ class LayerRule(ABC):
         """The block of the selected parameters ``named``."""
 
     @abstractmethod
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
         """Input rows of a call: ``inputs`` [b, ...], ``space`` the shape of the output [b, ...] without b."""
 
     @abstractmethod

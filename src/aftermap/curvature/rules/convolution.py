@@ -1,44 +1,47 @@
-"""Input rows of convolutions in one to three dimensions: windows, never stored whole.
+"""Convolutions in one to three dimensions and their transposes: a matrix on windows that are never stored whole.
 
-The rows of a convolution are the windows of its padded input, a[b,g,t] ∈ R^{channels·kernel}. A strided view shows them
-without copying; contractions copy a few examples at a time, small enough for the cache. For per-example gradients the
-channels of a window are copied last: then a row of the kernel is one run of numbers, here and in the padded input, and the
-copy costs a fraction of the product. Where the maps are large, a CPU has something better: examples become the groups of
-one grouped convolution, whose weight gradient (PyTorch's own kernel) holds one gradient per example and needs no windows.
+The input rows of a convolution are the windows of its padded input, a[b,g,t] ∈ R^{channels·kernel}. A strided view shows
+them without copying, and contractions copy the windows of a few examples at a time, small enough for the cache.
 
-A 2-dimensional convolution may be unfolded along the width alone (`LinedConvRows`).
+The gradient of the weights for one example, G[b,g] = Σ_t g[b,g,t] a[b,g,t]ᵀ, can be computed by three functions that give
+the same numbers at different speeds; `choose_method` says which one is used, and why:
 
-With the features (j, c) of a window's row next to each other,
+* `grouped_kernel_gradients`: the examples become the groups of one grouped convolution. Its weight gradient, by PyTorch's
+  own kernel, holds one gradient per example, and no window is copied.
+* `kernel_row_gradients`: a 2-dimensional input is unfolded along its width alone,
 
-    x[b, h, w, (j, c)] = padded input[b, c, h, w·stride + j·dilation],
+      x[b, h, w, (j, c)] = padded input[b, c, h, w·stride + j·dilation].
 
-the windows' columns (i, j, c) are, for every row i of the kernel, a plain slice of the positions (h, w), h ≥ i·dilation: one
-batched product each, on a copy that is as large as the input times the kernel's width, not its area. Where several
-back-propagated vectors will meet the windows of few channels, this copy is made once and kept.
+  The part of all windows that row i of the kernel sees is then a plain slice of the positions (h, w), h ≥ i·dilation. Each
+  row of the kernel costs one batched product, on a copy that is as large as the input times the kernel's width, not its area.
+* `unfolded_gradients`: whole windows are copied, and one batched product does the rest. This works for every convolution.
+
+How much each choice matters can be measured with ``python -m benchmarks.run --only curvature``, in the lines "sum of
+squared gradients"; the comments at the constants below name the network to look at.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aftermap.curvature.rules.base import (
+    InputRows,
     LayerRule,
     Layout,
     MatrixRows,
     Named,
-    Rows,
     append_ones,
-    budget,
+    examples_per_chunk,
     matrix_layout,
-    merged_vectors,
+    merge_vectors,
     register,
     split_vectors,
     sum_into_,
@@ -47,41 +50,59 @@ from aftermap.curvature.rules.linear import DenseRows
 from aftermap.errors import InputError
 from aftermap.linalg import GramSum
 
-__all__ = ["ConvRows", "ConvRule", "ConvTransposeRule", "LinedConvRows"]
+__all__ = [
+    "ConvRows",
+    "ConvRule",
+    "ConvTransposeRule",
+    "Method",
+    "choose_method",
+    "grouped_kernel_gradients",
+    "kernel_row_gradients",
+    "unfolded_gradients",
+]
 
-# Windows are copied with the channels last where so many numbers lie side by side (measured; one cache line).
+# Windows are copied with their channels last where this many numbers then lie side by side (one cache line).
 _SIDE_BY_SIDE = 16
-# Gradients of a grouped convolution are made for so many numbers at a time (measured: beyond 4 MB memory costs more).
+# The grouped kernel makes gradients of this many numbers at a time.
 _GROUPED_NUMBERS = 1 << 20
-# Below this many positions copying windows is faster (measured: 0.5 ms against 0.8 ms for 8×8 and 64 channels).
+# The grouped kernel pays off only for maps with this many positions.
 _GROUPED_POSITIONS = 128
-# Windows, or padded lines, of at most this many numbers are copied at a time (measured: 4 MB is fastest).
+# Windows of at most this many numbers are copied at a time.
 _WINDOW_NUMBERS = 1 << 20
-# Copies of up to this many numbers are kept (16 MB in float32).
-_KEPT_NUMBERS = 1 << 22
-# Fewer columns than this are copied as lines: faster than a copy that is kept would be worth its memory.
+# Unfolded inputs of up to this many numbers are cached (16 MB in float32).
+_CACHED_NUMBERS = 1 << 22
+# Fewer columns than this are unfolded as lines.
 _FEW_COLUMNS = 16
-# Up to this many positions whole windows are better: products per row of the kernel would be many and thin.
+# Up to this many positions whole windows are better.
 _FEW_POSITIONS = 64
-# So many numbers are unfolded or multiplied at a time (8 MB in float32; measured: smaller pieces lose more than a cache gains).
-_COPIED_NUMBERS = 1 << 21
-# Copies for layers with at least so many channels are not kept: making them costs little beside the products.
+# So many numbers are unfolded along the width, or multiplied, at a time.
+_UNFOLDED_NUMBERS = 1 << 21
+# Unfolded inputs of layers with at least this many channels are not cached.
 _MANY_CHANNELS = 16
+
+Method = Literal["grouped kernel", "kernel rows", "unfolded windows"]
+# Some examples' gradients of the weights: the number of the first example, and [b, g, o, channels, *kernel] of any strides.
+GradientChunk = tuple[int, Tensor]
 
 
 @dataclass(frozen=True)
 class ConvRows(MatrixRows):
-    """Windows of a padded input; the padding is done for a few examples at a time, when they are needed.
+    """The windows of a padded input. The padding is done for a few examples at a time, when they are needed.
 
     Attributes:
-        inputs: [b, channels, *space].
-        pads: as `torch.nn.functional.pad` takes them; mode: constant, reflect, replicate or circular.
-        kernel, stride, dilation: one number per spatial dimension.
-        space: output size per spatial dimension.
-        groups: of the convolution.
-        ones: whether a trailing 1 belongs to each row.
-        weights: whether the windows belong to the block (False: only a bias is selected).
-        flipped: the kernel runs backwards (transposed convolutions).
+        inputs: The input of the layer without its padding [b, channels, *space].
+        pads: The padding at both ends of every spatial dimension, as `torch.nn.functional.pad` takes it.
+        mode: What the padding is filled with: constant (zeros), reflect, replicate or circular.
+        kernel: The size of the kernel in every spatial dimension.
+        stride: The distance of neighbouring windows in every spatial dimension.
+        dilation: The distance of neighbouring entries of one window in every spatial dimension.
+        space: The size of the output in every spatial dimension.
+        groups: The number of groups of the convolution.
+        ones: Whether a trailing 1 belongs to each row, because a bias belongs to the block.
+        weights: Whether the windows belong to the block. They do not where only a bias is selected.
+        flipped: Whether the kernel runs backwards, as it does in transposed convolutions.
+        width_unfolded: The input unfolded along its width by `unfold_width`, for rows that several vectors will meet. None
+            where it is made when it is needed.
     """
 
     inputs: Tensor
@@ -95,6 +116,7 @@ class ConvRows(MatrixRows):
     ones: bool
     weights: bool = True
     flipped: bool = False
+    width_unfolded: Tensor | None = None
 
     @property
     def batch(self) -> int:  # type: ignore[override]
@@ -102,35 +124,64 @@ class ConvRows(MatrixRows):
 
     @cached_property
     def channels(self) -> int:
-        """Input channels of one group."""
+        """The number of input channels of one group."""
         return self.inputs.shape[1] // self.groups
-
-    def _padded(self) -> Tensor:
-        """[b, channels, *space] with all padding, contiguous."""
-        padded = F.pad(self.inputs, self.pads, mode=self.mode) if any(self.pads) else self.inputs
-        return padded.contiguous()
 
     @cached_property
     def shared(self) -> int:  # type: ignore[override]
         return math.prod(self.space)
 
     @cached_property
-    def width(self) -> int:
-        """Numbers in a window of one group."""
+    def window_size(self) -> int:
+        """How many numbers a window of one group has."""
         return self.channels * math.prod(self.kernel) if self.weights else 0
 
     @property
     def features(self) -> int:  # type: ignore[override]
-        return self.width + int(self.ones)
+        return self.window_size + int(self.ones)
 
-    def narrow(self, start: int, length: int) -> ConvRows:
+    def examples(self, start: int, length: int) -> ConvRows:
         if start == 0 and length >= self.batch:
             return self
-        return replace(self, inputs=self.inputs[start : start + length])
+        part = slice(start, start + length)
+        unfolded = None if self.width_unfolded is None else self.width_unfolded[part]
+        return replace(self, inputs=self.inputs[part], width_unfolded=unfolded)
 
-    def _windows(self) -> Tensor:
-        """View [b, channels, *kernel, *space]."""
-        x, n = self._padded(), len(self.kernel)
+    def chunks(self) -> Iterator[tuple[int, ConvRows]]:
+        """The rows of some examples at a time, each with the number of its first example, whose windows fit the cache."""
+        step = examples_per_chunk(max(1, self.window_size) * self.groups * self.shared, _WINDOW_NUMBERS)
+        for start in range(0, self.batch, step):
+            yield start, self.examples(start, min(step, self.batch - start))
+
+    def cached(self) -> MatrixRows:
+        if not self.weights or self.channels >= _MANY_CHANNELS:
+            return self
+        method = choose_method(self, _MANY_CHANNELS, self.inputs)
+        if method == "grouped kernel":
+            return self
+        if method == "kernel rows":
+            _, height = _unfolded_height(self)
+            columns = self.channels * self.kernel[1]
+            small = self.batch * self.groups * height * self.space[1] * columns <= _CACHED_NUMBERS
+            return replace(self, width_unfolded=unfold_width(self)) if small and columns >= _FEW_COLUMNS else self
+        if self.batch * self.groups * self.shared * self.features > _CACHED_NUMBERS:
+            return self
+        return DenseRows(self.examples_first().transpose(-1, -2).contiguous(), self.ones)
+
+    def padded(self) -> Tensor:
+        """The input with all its padding [b, channels, *space], contiguous."""
+        padded = F.pad(self.inputs, self.pads, mode=self.mode) if any(self.pads) else self.inputs
+        return padded.contiguous()
+
+    def channels_last(self, pads: tuple[int, ...]) -> Tensor:
+        """A copy [b, g, *space, c] of the input, with these pads of zeros or with all of its own padding of another mode."""
+        x = self.inputs if self.mode == "constant" else self.padded()
+        last = x.unflatten(1, (self.groups, self.channels)).movedim(2, -1)
+        return (F.pad(last, (0, 0, *pads)) if self.mode == "constant" and any(pads) else last).contiguous()
+
+    def windows(self) -> Tensor:
+        """A view [b, channels, *kernel, *space] of all windows."""
+        x, n = self.padded(), len(self.kernel)
         strides = x.stride()
         kernel_strides = [strides[2 + d] * self.dilation[d] for d in range(n)]
         space_strides = [strides[2 + d] * self.stride[d] for d in range(n)]
@@ -141,25 +192,32 @@ class ConvRows(MatrixRows):
         )
         return view.flip(tuple(range(2, 2 + n))) if self.flipped else view
 
-    def _chunks(self) -> Iterator[tuple[int, ConvRows]]:
-        step = budget(max(1, self.width) * self.groups * self.shared, _WINDOW_NUMBERS)
-        for start in range(0, self.batch, step):
-            yield start, self.narrow(start, min(step, self.batch - start))
+    def windows_channels_last(self) -> Tensor:
+        """A copy [b·g, t, (*kernel, c)] of all windows; the kernel is not flipped."""
+        x, n = self.channels_last(self.pads), len(self.kernel)
+        strides = x.stride()
+        kernel_strides = [strides[2 + d] * self.dilation[d] for d in range(n)]
+        space_strides = [strides[2 + d] * self.stride[d] for d in range(n)]
+        view = x.as_strided(
+            (*x.shape[:2], *self.space, *self.kernel, self.channels),
+            (*strides[:2], *space_strides, *kernel_strides, 1),
+            x.storage_offset(),
+        )
+        return view.reshape(-1, self.shared, self.window_size)
 
     def features_first(self) -> Tensor:
-        """[g, i, b·t] without the ones: each feature a contiguous line, as a Gram matrix wants it."""
-        n = len(self.kernel)
-        view = self._windows().movedim(0, 1 + n)  # [channels, *kernel, b, *space]
-        return view.reshape(self.groups, self.width, -1)
+        """All windows without the ones as [g, i, b·t]: each feature is a contiguous line, as a Gram matrix wants it."""
+        view = self.windows().movedim(0, 1 + len(self.kernel))  # [channels, *kernel, b, *space]
+        return view.reshape(self.groups, self.window_size, -1)
 
     def examples_first(self) -> Tensor:
-        """[b, g, i, t] without the ones."""
+        """All windows without the ones as [b, g, i, t]."""
         if not self.weights:
             return self.inputs.new_zeros(self.batch, self.groups, 0, self.shared)
-        return self._windows().reshape(self.batch, self.groups, self.width, self.shared)
+        return self.windows().reshape(self.batch, self.groups, self.window_size, self.shared)
 
     def dense(self) -> Tensor:
-        """[b, g, t, i] with the ones: every window copied."""
+        """All rows with the ones as [b, g, t, i], which copies every window."""
         rows = self.examples_first().transpose(-1, -2)
         return append_ones(rows) if self.ones else rows
 
@@ -167,7 +225,7 @@ class ConvRows(MatrixRows):
         if not self.weights and weight is None:
             out.add_ones(self.inputs.new_zeros(self.groups, 0), self.batch * self.shared)
             return
-        for start, part in self._chunks():
+        for start, part in self.chunks():
             if weight is not None:
                 rows = part.examples_first().transpose(-1, -2)  # [b, g, t, i]
                 DenseRows(rows, self.ones).add_gram_(out, weight[start : start + part.batch])
@@ -178,158 +236,131 @@ class ConvRows(MatrixRows):
             if self.ones:
                 out.add_ones(lines.sum(-1, dtype=out.dtype), part.batch * self.shared)
 
-    def total(self) -> Tensor:
+    def sum_over_positions(self) -> Tensor:
         parts = []
         if self.weights:
             n = len(self.kernel)
-            summed = self._windows().sum(tuple(range(2 + n, 2 + 2 * n)))
-            parts.append(summed.reshape(self.batch, self.groups, self.width))
+            summed = self.windows().sum(tuple(range(2 + n, 2 + 2 * n)))
+            parts.append(summed.reshape(self.batch, self.groups, self.window_size))
         if self.ones:
             parts.append(self.inputs.new_full((self.batch, self.groups, 1), self.shared))
         return torch.cat(parts, -1)
 
-    def outer(self, grads: Tensor) -> Tensor:
-        lines = merged_vectors(grads)  # [b, g, v·o, t]
+    def per_example_gradients(self, grads: Tensor) -> Tensor:
+        lines = merge_vectors(grads)  # [b, g, v·o, t]
         result = lines.new_empty(*lines.shape[:-1], self.features)
         if self.ones:
             torch.sum(lines, -1, out=result[..., -1])
         if self.weights:
-            view = self._by_offset(result)
-            for start, product in self._products(lines, grads.shape[-1]):
-                view[start : start + len(product)] = product
+            view = self._weights_of(result)
+            for start, part in self._weight_gradients(lines, grads.shape[-1]):
+                view[start : start + len(part)] = part
         return split_vectors(result, len(grads))
 
-    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+    def add_squares_(self, out: Tensor, grads: Tensor) -> None:
         self._add_moments_(None, out, grads)
 
-    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         total, squares = grads.new_empty(2, self.groups, grads.shape[-1], self.features)
         self._add_moments_(total, squares, grads, fresh=True)
         return total, squares
 
     def _add_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor, *, fresh: bool = False) -> None:
-        """Adds Σ_vb G (if asked for) and Σ_vb G² to [g, o, i], a few per-example gradients at a time; fresh: overwrites them."""
-        sums = [] if total is None else [total]
-        views = [self._by_offset(each) for each in (*sums, squares)] if self.weights else []
-        for number, each in enumerate(grads.unbind()):
-            lines = each.transpose(-1, -2)  # [b, g, o, t]
-            new = fresh and number == 0
+        """Adds Σ_vb G (if it is asked for) and Σ_vb G² to [g, o, i], a few per-example gradients at a time.
+
+        With ``fresh`` both tensors are overwritten.
+        """
+        for number, vector in enumerate(grads.unbind()):
+            lines = vector.transpose(-1, -2)  # [b, g, o, t]
+            first = fresh and number == 0
             if self.ones:
-                summed = lines.sum(-1)
-                for out in sums:
-                    sum_into_(out[..., -1], summed, fresh=new)
-                sum_into_(squares[..., -1], summed.square_(), fresh=new)
+                bias = lines.sum(-1)
+                if total is not None:
+                    sum_into_(total[..., -1], bias, fresh=first)
+                sum_into_(squares[..., -1], bias.square_(), fresh=first)
             if not self.weights:
                 continue
-            for start, product in self._products(lines, grads.shape[-1]):
-                for view in views[:-1]:
-                    sum_into_(view, product, fresh=new and start == 0)
-                sum_into_(views[-1], product.square_(), fresh=new and start == 0)
+            for start, part in self._weight_gradients(lines, grads.shape[-1]):
+                if total is not None:
+                    sum_into_(self._weights_of(total), part, fresh=first and start == 0)
+                sum_into_(self._weights_of(squares), part.square_(), fresh=first and start == 0)
 
-    def _by_offset(self, block: Tensor) -> Tensor:
-        """View [..., channels, *kernel] of the weights in [..., i]."""
-        weights = block[..., : self.width] if self.ones else block
+    def _weights_of(self, block: Tensor) -> Tensor:
+        """A view [..., channels, *kernel] of the weights in a block [..., i]."""
+        weights = block[..., : self.window_size] if self.ones else block
         return weights.view(*block.shape[:-1], self.channels, *self.kernel)
 
-    def _products(self, lines: Tensor, out: int) -> Iterator[tuple[int, Tensor]]:
-        """Per-example gradients of the weights for lines [b, g, o, t], some examples at a time, in the fastest way.
+    def _weight_gradients(self, lines: Tensor, out: int) -> Iterator[GradientChunk]:
+        """The weights' gradients of every example for lines [b, g, o, t] of a layer with ``out`` channels per group."""
+        return _METHODS[choose_method(self, out, lines)](self, lines)
 
-        Returns:
-            An iterator over (first example, products [b, g, o, c, *kernel], of any strides).
-        """
-        grouped = self._way(out, lines) == "grouped"
-        return self._grouped_products(lines) if grouped else self._window_products(lines)
 
-    def _way(self, out: int, grads: Tensor) -> str:
-        """The fastest way to the per-example gradients of ``out`` channels: "grouped" or "windows"."""
-        single = grads.dtype == self.inputs.dtype == torch.float32 and grads.device.type == "cpu"
-        return "grouped" if single and _groupable(self.channels, out, self.kernel, self.shared) else "windows"
+def choose_method(rows: ConvRows, out: int, grads: Tensor) -> Method:
+    """Says which function computes per-example gradients fastest.
 
-    def _grouped_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Per-example gradients as the weight gradient of one convolution whose groups are the examples.
+    * "grouped kernel" where PyTorch has one that is fast: on a CPU in float32, for channels that fill its registers, maps
+      with many positions, and gradients small enough that several examples are treated at a time.
+    * "kernel rows" where a row of the kernel meets a plain slice of the input, that is in two dimensions with a stride of
+      one along the height, and where the maps are large enough that thin products do not dominate.
+    * "unfolded windows" everywhere else.
 
-        Yields:
-            (first example, products [b, g, o, c, *kernel]).
-        """
-        batch, groups, out, _ = lines.shape
-        n = len(self.kernel)
-        even = _even_padding(self.pads, n) if self.mode == "constant" else None
-        padding = (0,) * n if even is None else even
-        stride = budget(groups * out * self.width, _GROUPED_NUMBERS)
-        for start in range(0, batch, stride):
-            some = lines[start : start + stride]
-            part = self.narrow(start, len(some))
-            inputs = part._padded() if even is None else part.inputs
-            found = torch.ops.aten.convolution_backward.default(
-                some.reshape(1, -1, *self.space),
-                inputs.reshape(1, -1, *inputs.shape[2:]),
-                # Of these weights only the shape counts.
-                lines.new_empty(1).expand(len(some) * groups * out, self.channels, *self.kernel),
-                None,
-                self.stride,
-                padding,
-                self.dilation,
-                False,
-                [0],
-                len(some) * groups,
-                [False, True, False],
-            )[1]
-            found = found.flip(tuple(range(2, 2 + n))) if self.flipped else found
-            yield start, found.reshape(-1, groups, out, self.channels, *self.kernel)
-
-    def _window_products(self, lines: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Per-example gradients from copied windows, some examples at a time.
-
-        Yields:
-            (first example, products [b, g, o, c, *kernel], of any strides).
-        """
-        n = len(self.kernel)
-        for start, part in self._chunks():
-            some = lines[start : start + part.batch]
-            flat = some.flatten(0, 1)  # [bg, o, t]
-            if not self._side_by_side:
-                windows = part.examples_first().to(lines.dtype).flatten(0, 1)  # [bg, i, t]
-                product = torch.bmm(flat, windows.transpose(-1, -2))
-                yield start, product.view(*some.shape[:3], self.channels, *self.kernel)
-                continue
-            product = torch.bmm(flat, part._windows_side_by_side().to(lines.dtype))
-            product = product.view(*some.shape[:3], *self.kernel, self.channels).movedim(-1, 3)
-            yield start, product.flip(tuple(range(4, 4 + n))) if self.flipped else product
-
-    @property
-    def _side_by_side(self) -> bool:
-        """Whether windows with the channels last are copied in runs long enough."""
-        run = self.channels * (self.kernel[-1] if self.dilation[-1] == 1 else 1)
-        return run >= _SIDE_BY_SIDE and math.prod(self.kernel) > 1
-
-    def _channels_last(self, pads: tuple[int, ...]) -> Tensor:
-        """[b, g, *space, c], contiguous, with these pads of the spatial dimensions (none: already padded)."""
-        x = self.inputs if self.mode == "constant" else self._padded()
-        last = x.unflatten(1, (self.groups, self.channels)).movedim(2, -1)
-        return (F.pad(last, (0, 0, *pads)) if self.mode == "constant" and any(pads) else last).contiguous()
-
-    def _windows_side_by_side(self) -> Tensor:
-        """[b·g, t, (*kernel, c)], a copy; the kernel is not flipped."""
-        x, n = self._channels_last(self.pads), len(self.kernel)
-        strides = x.stride()
-        kernel_strides = [strides[2 + d] * self.dilation[d] for d in range(n)]
-        space_strides = [strides[2 + d] * self.stride[d] for d in range(n)]
-        view = x.as_strided(
-            (*x.shape[:2], *self.space, *self.kernel, self.channels),
-            (*strides[:2], *space_strides, *kernel_strides, 1),
-            x.storage_offset(),
-        )
-        return view.reshape(-1, self.shared, self.width)
+    Args:
+        rows: The input rows of the layer.
+        out: The number of output channels of one group.
+        grads: A tensor with the dtype and the device of the gradients that the rows will meet.
+    """
+    on_cpu = grads.dtype == rows.inputs.dtype == torch.float32 and grads.device.type == "cpu"
+    if on_cpu and _grouped_kernel_is_fast(rows.channels, out, rows.kernel, rows.shared):
+        return "grouped kernel"
+    plain_slices = len(rows.kernel) == 2 and rows.kernel != (1, 1) and rows.stride[0] == 1 and not rows.flipped
+    return "kernel rows" if plain_slices and rows.shared > _FEW_POSITIONS else "unfolded windows"
 
 
 @lru_cache(maxsize=1024)
-def _groupable(channels: int, out: int, kernel: tuple[int, ...], positions: int) -> bool:
-    """Whether the grouped kernel is the fastest way: measured on CPU in float32, the only place that has it."""
-    wide = min(channels, out) >= 16 or (channels % 8 == 0 and out % 8 == 0)
-    # Several examples at a time, or the kernel's set-up dominates; many positions, or writing the gradients does.
+def _grouped_kernel_is_fast(channels: int, out: int, kernel: tuple[int, ...], positions: int) -> bool:
+    """Whether the grouped kernel is the fastest method for a convolution of these sizes."""
+    fills_registers = min(channels, out) >= 16 or (channels % 8 == 0 and out % 8 == 0)
     size = math.prod(kernel)
-    small = channels * size * out <= _GROUPED_NUMBERS // 8 and positions >= _GROUPED_POSITIONS
-    return wide and small and size > 1 and bool(torch.backends.mkldnn.is_available())
+    several_examples = channels * size * out <= _GROUPED_NUMBERS // 8  # else the kernel's set-up dominates
+    many_positions = positions >= _GROUPED_POSITIONS  # else writing the gradients dominates
+    is_fast = fills_registers and several_examples and many_positions and size > 1
+    return is_fast and bool(torch.backends.mkldnn.is_available())
+
+
+def grouped_kernel_gradients(rows: ConvRows, lines: Tensor) -> Iterator[GradientChunk]:
+    """Per-example gradients as the weight gradient of one convolution whose groups are the examples.
+
+    Args:
+        rows: The input rows of the layer.
+        lines: The gradient at its output [b, g, o, t].
+
+    Yields:
+        The number of the first example, and gradients of some examples [b, g, o, channels, *kernel].
+    """
+    batch, groups, out, _ = lines.shape
+    n = len(rows.kernel)
+    even = _even_padding(rows.pads, n) if rows.mode == "constant" else None
+    step = examples_per_chunk(groups * out * rows.window_size, _GROUPED_NUMBERS)
+    for start in range(0, batch, step):
+        some = lines[start : start + step]
+        part = rows.examples(start, len(some))
+        inputs = part.padded() if even is None else part.inputs
+        gradients = torch.ops.aten.convolution_backward.default(
+            some.reshape(1, -1, *rows.space),
+            inputs.reshape(1, -1, *inputs.shape[2:]),
+            # Of these weights only the shape counts.
+            lines.new_empty(1).expand(len(some) * groups * out, rows.channels, *rows.kernel),
+            None,
+            rows.stride,
+            (0,) * n if even is None else even,
+            rows.dilation,
+            False,
+            [0],
+            len(some) * groups,
+            [False, True, False],
+        )[1]
+        gradients = gradients.flip(tuple(range(2, 2 + n))) if rows.flipped else gradients
+        yield start, gradients.reshape(-1, groups, out, rows.channels, *rows.kernel)
 
 
 @lru_cache(maxsize=1024)
@@ -341,158 +372,110 @@ def _even_padding(pads: tuple[int, ...], dimensions: int) -> tuple[int, ...] | N
     return tuple(before for before, _ in ends) if all(before == after for before, after in ends) else None
 
 
-@dataclass(frozen=True)
-class LinedConvRows(ConvRows):
-    """Rows of a convolution that are unfolded along the width where that is the fastest.
+def unfolded_gradients(rows: ConvRows, lines: Tensor) -> Iterator[GradientChunk]:
+    """Per-example gradients as products with whole windows, which are copied for some examples at a time.
 
-    Attributes:
-        kept: [b, g, positions (h, w), columns] as `_unfolded` makes it, for rows that are reused.
+    The windows are copied with their channels last where a row of the kernel is then one long run of numbers, in the copy
+    and in the padded input: the copy costs a fraction of the product.
+
+    Args:
+        rows: The input rows of the layer.
+        lines: The gradient at its output [b, g, o, t].
+
+    Yields:
+        The number of the first example, and gradients of some examples [b, g, o, channels, *kernel], of any strides.
     """
-
-    kept: Tensor | None = None
-
-    @property
-    def _columns(self) -> int:
-        """Of one row of the kernel."""
-        return self.channels * self.kernel[1] + int(self._ones_column)
-
-    @property
-    def _as_lines(self) -> bool:
-        """Whether the columns are so few that each is a line of its own; many lie side by side."""
-        return self.channels * self.kernel[1] < _FEW_COLUMNS
-
-    @property
-    def _ones_column(self) -> bool:
-        """Whether the bias is one more column: among few, and where some row of the kernel meets all positions."""
-        return self.ones and self._as_lines and self._whole is not None
-
-    @property
-    def _span(self) -> tuple[int, int]:
-        """Rows of zeros above the input, which are not unfolded, and rows that are."""
-        above, below = self.pads[2:4] if self.pads else (0, 0)
-        height = self.inputs.shape[2]
-        if self.mode != "constant":
-            return 0, height + above + below
-        return max(0, above), height + min(0, above) + min(0, below)
-
-    @property
-    def _whole(self) -> int | None:
-        """A row of the kernel that meets no padding above or below the input, whatever the position."""
-        above, height = self._span
-        shifts = [number * self.dilation[0] - above for number in range(self.kernel[0])]
-        return next((n for n, shift in enumerate(shifts) if 0 <= shift <= height - self.space[0]), None)
-
-    def _way(self, out: int, grads: Tensor) -> str:
-        way = super()._way(out, grads)
-        if way == "windows" and self.weights and not self.flipped and _lineable(self.kernel, self.stride, self.shared):
-            return "lined"
-        return way
-
-    def for_reuse(self) -> MatrixRows:
-        way = self._way(_MANY_CHANNELS, self.inputs)
-        if not self.weights or way == "grouped" or self.channels >= _MANY_CHANNELS:
-            return self
-        if way == "lined":
-            few = self.batch * self.groups * self._span[1] * self.space[1] * self._columns <= _KEPT_NUMBERS
-            return replace(self, kept=self._unfolded()) if few and not self._as_lines else self
-        if self.batch * self.groups * self.shared * self.features > _KEPT_NUMBERS:
-            return self
-        return DenseRows(self.examples_first().transpose(-1, -2).contiguous(), self.ones)
-
-    def narrow(self, start: int, length: int) -> ConvRows:
-        part = super().narrow(start, length)
-        return part if self.kept is None or part is self else replace(part, kept=self.kept[start : start + length])  # type: ignore[call-arg]
-
-    def _unfolded(self) -> Tensor:
-        """[b, g, positions (h, w), columns]; few columns lie as lines, many side by side."""
-        pads = (*self.pads[:2], min(0, self.pads[2]), min(0, self.pads[3])) if self.pads else ()
-        x = self._channels_first(pads) if self._as_lines else self._channels_last(pads)  # [b, g, h, w, c]
-        kernel, channels, height, width = self.kernel[1], self.channels, x.shape[2], self.space[1]
-        example, group, row, column, channel = x.stride()
-        view = x.as_strided(
-            (self.batch, self.groups, height, width, kernel, channels),
-            (example, group, row, column * self.stride[1], column * self.dilation[1], channel),
-            x.storage_offset(),
-        )
-        weights = kernel * channels
-        if self._as_lines:
-            lines = x.new_ones(self.batch, self.groups, self._columns, height * width)
-            whole = lines[:, :, :weights].view(self.batch, self.groups, kernel, channels, height, width)
-            whole.copy_(view.permute(0, 1, 4, 5, 2, 3))
-            return lines.transpose(-1, -2)
-        return view.reshape(self.batch, self.groups, height * width, weights)
-
-    def _channels_first(self, pads: tuple[int, ...]) -> Tensor:
-        """As `_channels_last`, but a view of an input whose channels stay where they are."""
-        x = self.inputs if self.mode == "constant" else self._padded()
-        padded = F.pad(x, pads) if self.mode == "constant" and any(pads) else x
-        return padded.contiguous().unflatten(1, (self.groups, self.channels)).movedim(2, -1)
-
-    def _by_kernel_row(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Products of gradient lines [b, g, o, t] with the unfolded input, some examples at a time.
-
-        Yields:
-            (first example, [kernel rows, b, g, o, columns]).
-        """
-        (rows, width), (above, height) = self.space, self._span
-        most = max(height * width, self.kernel[0] * grads.shape[2])
-        step = budget(self.groups * most * self._columns, _COPIED_NUMBERS)
-        for start in range(0, self.batch, step):
-            part, some = self.narrow(start, step), grads[start : start + step]
-            assert isinstance(part, LinedConvRows)
-            lines = (part._unfolded() if part.kept is None else part.kept).flatten(0, 1).to(some.dtype)
-            flat = some.flatten(0, 1)
-            found = flat.new_empty(self.kernel[0], *flat.shape[:2], self._columns)
-            for number, product in enumerate(found.unbind()):
-                shift = number * self.dilation[0] - above  # output row h meets input row h + shift
-                first, last = max(0, -shift), max(0, -shift, min(rows, height - shift))
-                torch.bmm(
-                    flat[..., first * width : last * width],
-                    lines[:, (first + shift) * width : (last + shift) * width],
-                    out=product,
-                )
-            yield start, found.unflatten(1, some.shape[:2])
-
-    def _weights_of(self, products: Tensor) -> Tensor:
-        """[kernel rows, ..., columns] -> view [..., channels, *kernel]."""
-        channels, width = self.channels, self.kernel[1]
-        return products[..., : channels * width].unflatten(-1, (width, channels)).transpose(-1, -2).movedim(0, -2)
-
-    def _products(self, lines: Tensor, out: int) -> Iterator[tuple[int, Tensor]]:
-        if self._way(out, lines) != "lined":
-            return super()._products(lines, out)
-        return ((start, self._weights_of(found)) for start, found in self._by_kernel_row(lines))
-
-    def _add_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor, *, fresh: bool = False) -> None:
-        if self._way(grads.shape[-1], grads) != "lined":
-            super()._add_moments_(total, squares, grads, fresh=fresh)
-            return
-        if fresh:
-            for out in (squares,) if total is None else (squares, total):
-                out.zero_()
-        whole = self._whole if self._ones_column else None
-        for each in grads.unbind():
-            lines = each.transpose(-1, -2)  # [b, g, o, t]
-            for start, found in self._by_kernel_row(lines):
-                bias = None  # its gradient of every example [b, g, o]
-                if self.ones:
-                    some = lines[start : start + found.shape[1]]
-                    bias = some.sum(-1) if whole is None else found[whole, ..., -1]
-                if total is not None:
-                    self._add(total, found, bias)
-                squared = None if bias is None else bias.square()
-                self._add(squares, found.square_(), squared)
-
-    def _add(self, out: Tensor, products: Tensor, bias: Tensor | None) -> None:
-        """Adds sums over examples of products [kernel rows, b, g, o, columns] and of bias gradients [b, g, o]."""
-        self._by_offset(out).add_(self._weights_of(products.sum(1)))
-        if bias is not None:
-            out[..., -1].add_(bias.sum(0))
+    n = len(rows.kernel)
+    run = rows.channels * (rows.kernel[-1] if rows.dilation[-1] == 1 else 1)
+    channels_last = run >= _SIDE_BY_SIDE and math.prod(rows.kernel) > 1
+    for start, part in rows.chunks():
+        some = lines[start : start + part.batch]
+        flat = some.flatten(0, 1)  # [bg, o, t]
+        if not channels_last:
+            windows = part.examples_first().to(lines.dtype).flatten(0, 1)  # [bg, i, t]
+            product = torch.bmm(flat, windows.transpose(-1, -2))
+            yield start, product.view(*some.shape[:3], rows.channels, *rows.kernel)
+            continue
+        product = torch.bmm(flat, part.windows_channels_last().to(lines.dtype))
+        product = product.view(*some.shape[:3], *rows.kernel, rows.channels).movedim(-1, 3)
+        yield start, product.flip(tuple(range(4, 4 + n))) if rows.flipped else product
 
 
-def _lineable(kernel: tuple[int, ...], stride: tuple[int, ...], positions: int) -> bool:
-    """Whether rows of the kernel meet slices of an unfolded input, and are worth a product each."""
-    return len(kernel) == 2 and kernel != (1, 1) and stride[0] == 1 and positions > _FEW_POSITIONS
+def kernel_row_gradients(rows: ConvRows, lines: Tensor) -> Iterator[GradientChunk]:
+    """Per-example gradients of a 2-dimensional convolution, one product for each row of its kernel.
+
+    Args:
+        rows: The input rows of the layer, with a stride of one along the height and a kernel that is not flipped.
+        lines: The gradient at its output [b, g, o, t].
+
+    Yields:
+        The number of the first example, and gradients of some examples [b, g, o, channels, *kernel], of any strides.
+    """
+    (height_out, width_out), (above, height) = rows.space, _unfolded_height(rows)
+    kernel_height, kernel_width = rows.kernel
+    columns = rows.channels * kernel_width
+    largest = max(height * width_out, kernel_height * lines.shape[2])
+    step = examples_per_chunk(rows.groups * largest * columns, _UNFOLDED_NUMBERS)
+    for start in range(0, rows.batch, step):
+        part, some = rows.examples(start, step), lines[start : start + step]
+        inputs = unfold_width(part) if part.width_unfolded is None else part.width_unfolded
+        inputs, flat = inputs.flatten(0, 1).to(some.dtype), some.flatten(0, 1)
+        products = flat.new_empty(kernel_height, *flat.shape[:2], columns)
+        for number, product in enumerate(products.unbind()):
+            shift = number * rows.dilation[0] - above  # output row h meets input row h + shift
+            first, last = max(0, -shift), max(0, -shift, min(height_out, height - shift))
+            torch.bmm(
+                flat[..., first * width_out : last * width_out],
+                inputs[:, (first + shift) * width_out : (last + shift) * width_out],
+                out=product,
+            )
+        # [kernel height, b·g, o, (kernel width, c)] -> [b, g, o, c, kernel height, kernel width]
+        by_column = products.view(kernel_height, *some.shape[:3], kernel_width, rows.channels)
+        yield start, by_column.transpose(-1, -2).movedim(0, -2)
+
+
+def unfold_width(rows: ConvRows) -> Tensor:
+    """The input of a 2-dimensional convolution, unfolded along its width: [b, g, positions (h, w), (kernel width, c)].
+
+    Few columns lie as lines, each of them contiguous; many lie side by side.
+    """
+    # Zeros above and below the input are left out: no product needs them.
+    pads = (*rows.pads[:2], min(0, rows.pads[2]), min(0, rows.pads[3])) if rows.pads else ()
+    kernel, channels, width = rows.kernel[1], rows.channels, rows.space[1]
+    as_lines = channels * kernel < _FEW_COLUMNS
+    if as_lines:
+        x = F.pad(rows.inputs, pads) if rows.mode == "constant" and any(pads) else rows.inputs
+        x = x.contiguous() if rows.mode == "constant" else rows.padded()
+        x = x.unflatten(1, (rows.groups, channels)).movedim(2, -1)  # [b, g, h, w, c]
+    else:
+        x = rows.channels_last(pads)
+    height = x.shape[2]
+    example, group, row, column, channel = x.stride()
+    view = x.as_strided(
+        (rows.batch, rows.groups, height, width, kernel, channels),
+        (example, group, row, column * rows.stride[1], column * rows.dilation[1], channel),
+        x.storage_offset(),
+    )
+    if as_lines:
+        lines = view.permute(0, 1, 4, 5, 2, 3).reshape(rows.batch, rows.groups, kernel * channels, height * width)
+        return lines.transpose(-1, -2)
+    return view.reshape(rows.batch, rows.groups, height * width, kernel * channels)
+
+
+def _unfolded_height(rows: ConvRows) -> tuple[int, int]:
+    """How many rows of zeros stand above the input, which are not unfolded, and how many rows are unfolded."""
+    above, below = rows.pads[2:4] if rows.pads else (0, 0)
+    height = rows.inputs.shape[2]
+    if rows.mode != "constant":
+        return 0, height + above + below
+    return max(0, above), height + min(0, above) + min(0, below)
+
+
+_METHODS: dict[Method, Callable[[ConvRows, Tensor], Iterator[GradientChunk]]] = {
+    "grouped kernel": grouped_kernel_gradients,
+    "kernel rows": kernel_row_gradients,
+    "unfolded windows": unfolded_gradients,
+}
 
 
 class _AnyConv(LayerRule):
@@ -518,7 +501,7 @@ class ConvRule(_AnyConv):
         out = first.shape[0] // groups
         return matrix_layout(name, named, groups, out, (groups, out, first.numel() // (groups * out)), (0, 1, 2))
 
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
         self._unbatched(module, inputs)
         kernel: tuple[int, ...] = module.kernel_size
         dilation: tuple[int, ...] = module.dilation
@@ -531,7 +514,7 @@ class ConvRule(_AnyConv):
                 pads += [0, 0]
             else:
                 pads += [module.padding[d]] * 2
-        return LinedConvRows(
+        return ConvRows(
             inputs=inputs,
             pads=tuple(pads),
             mode="constant" if module.padding_mode == "zeros" else str(module.padding_mode),
@@ -556,7 +539,7 @@ class ConvTransposeRule(_AnyConv):
         size = math.prod(module.kernel_size)
         return matrix_layout(name, named, groups, out, (groups, into, out, size), (0, 2, 1, 3))
 
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
         self._unbatched(module, inputs)
         kernel: tuple[int, ...] = module.kernel_size
         dilation: tuple[int, ...] = module.dilation
@@ -574,7 +557,7 @@ class ConvTransposeRule(_AnyConv):
                 # Whatever output_size or output_padding added stands at the end.
                 pads += [before, size[d] + reach - before - spread[d]]
             inputs = canvas
-        return LinedConvRows(
+        return ConvRows(
             inputs=inputs,
             pads=tuple(pads),
             mode="constant",

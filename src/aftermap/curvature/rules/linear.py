@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from aftermap.curvature.rules.base import (
     MOMENT_NUMBERS,
+    InputRows,
     LayerRule,
     Layout,
     MatrixRows,
     Named,
-    Rows,
     append_ones,
-    budget,
+    examples_per_chunk,
     matrix_layout,
-    merged_vectors,
+    merge_vectors,
     register,
     split_vectors,
 )
@@ -59,7 +59,7 @@ class DenseRows(MatrixRows):
     def features(self) -> int:  # type: ignore[override]
         return self.data.shape[3] + int(self.ones)
 
-    def lengths(self) -> tuple[int, ...]:
+    def positions_per_group(self) -> tuple[int, ...]:
         return tuple(self.shared if self.only_group in (None, g) else 0 for g in range(self.groups))
 
     def dense(self) -> Tensor:
@@ -76,14 +76,14 @@ class DenseRows(MatrixRows):
         if self.ones:
             out.add_ones(rows.sum(1, dtype=out.dtype), rows.shape[1])
 
-    def total(self) -> Tensor:
+    def sum_over_positions(self) -> Tensor:
         summed = self.data.sum(2)
         return torch.cat([summed, summed.new_full((*summed.shape[:-1], 1), self.shared)], -1) if self.ones else summed
 
-    def outer(self, grads: Tensor) -> Tensor:
+    def per_example_gradients(self, grads: Tensor) -> Tensor:
         if self.shared == 1:
             return grads[:, :, :, 0, :, None] * self.dense()[:, :, 0, None, :]
-        lines = merged_vectors(grads)  # [b, g, v·o, t]
+        lines = merge_vectors(grads)  # [b, g, v·o, t]
         if not self.ones:
             return split_vectors(self._products(lines, self.data), len(grads))
         # The bias column is a sum: cheaper than a copy of the rows with ones.
@@ -98,7 +98,7 @@ class DenseRows(MatrixRows):
             return lines @ data
         return (lines.flatten(1, 2) @ data[:, 0]).unflatten(1, lines.shape[1:3])
 
-    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+    def add_squares_(self, out: Tensor, grads: Tensor) -> None:
         if self.shared > 1:
             self._add_shared_moments_(None, out, grads)
             return
@@ -116,10 +116,10 @@ class DenseRows(MatrixRows):
     def _squares(self) -> Tensor:
         return self._squared()
 
-    def for_reuse(self) -> DenseRows:
+    def cached(self) -> DenseRows:
         return replace(self, reused=True)
 
-    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         vectors, _, groups, _, out = grads.shape
         width = self.data.shape[-1]
         total = grads.new_zeros(groups, out, self.features)
@@ -142,9 +142,9 @@ class DenseRows(MatrixRows):
     def _add_shared_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor) -> None:
         """Adds Σ_vb G and Σ_vb G²; weights and bias apart, so that a product is never copied to make room for a column."""
         vectors, out, width = grads.shape[0], grads.shape[-1], self.data.shape[-1]
-        step = budget(vectors * self.groups * out * max(1, width), MOMENT_NUMBERS)
+        step = examples_per_chunk(vectors * self.groups * out * max(1, width), MOMENT_NUMBERS)
         for start in range(0, self.batch, step):
-            lines = merged_vectors(grads[:, start : start + step])  # [b, g, v·o, t]
+            lines = merge_vectors(grads[:, start : start + step])  # [b, g, v·o, t]
             parts = []
             if width:
                 parts.append((slice(0, width), self._products(lines, self.data[start : start + step])))
@@ -156,7 +156,7 @@ class DenseRows(MatrixRows):
                     total[..., columns].add_(each.sum(0))
                 squares[..., columns].add_(each.square_().sum(0))
 
-    def narrow(self, start: int, length: int) -> DenseRows:
+    def examples(self, start: int, length: int) -> DenseRows:
         return DenseRows(self.data[start : start + length], self.ones, self.only_group)
 
 
@@ -187,12 +187,12 @@ class OneHotRows(MatrixRows):
         counts = None if weight is None else weight[:, None].expand_as(self.index)[used].to(torch.float64)
         out.add_diagonal(torch.bincount(self.index[used], counts, minlength=self.features)[None])
 
-    def total(self) -> Tensor:
+    def sum_over_positions(self) -> Tensor:
         out = torch.zeros(self.batch, self.features, dtype=self.dtype, device=self.index.device)
         ones = (self.index >= 0).to(self.dtype)
         return out.scatter_add_(1, self.index.clamp_min(0), ones)[:, None]
 
-    def outer(self, grads: Tensor) -> Tensor:
+    def per_example_gradients(self, grads: Tensor) -> Tensor:
         vectors, batch, _, shared, out = grads.shape
         result = grads.new_zeros(vectors, batch, self.features, out)
         used = (self.index >= 0).to(grads.dtype)[None, :, :, None]
@@ -200,7 +200,7 @@ class OneHotRows(MatrixRows):
         result.scatter_add_(2, place, grads[:, :, 0] * used)
         return result.transpose(2, 3)[:, :, None]
 
-    def add_outer_squared_(self, out: Tensor, grads: Tensor) -> None:
+    def add_squares_(self, out: Tensor, grads: Tensor) -> None:
         # Sum what one example says about one token, square, then sum over examples: never [b, vocabulary, o].
         used = self.index >= 0
         numbers = self.index + self.features * torch.arange(self.batch, device=self.index.device)[:, None]
@@ -212,16 +212,16 @@ class OneHotRows(MatrixRows):
             result = grads.new_zeros(self.features, grads.shape[-1])  # at most b terms are added one after the other
             out[0].add_(result.index_add_(0, pairs % self.features, sums.square_()).T)
 
-    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         used = self.index >= 0
         total = grads.new_zeros(self.features, grads.shape[-1])
         for each in grads[:, :, 0]:  # [b, t, o]
             total.index_add_(0, self.index[used], each[used])
         squares = grads.new_zeros(1, grads.shape[-1], self.features)
-        self.add_outer_squared_(squares, grads)
+        self.add_squares_(squares, grads)
         return total.T[None], squares
 
-    def narrow(self, start: int, length: int) -> OneHotRows:
+    def examples(self, start: int, length: int) -> OneHotRows:
         return OneHotRows(self.index[start : start + length], self.features, self.dtype)
 
 
@@ -236,7 +236,7 @@ class LinearRule(LayerRule):
         out = first.shape[0]
         return matrix_layout(name, named, 1, out, (1, out, first.numel() // out), (0, 1, 2))
 
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
         data = inputs.reshape(inputs.shape[0], 1, -1, inputs.shape[-1])
         return DenseRows(data if "weight" in named else data[..., :0], "bias" in named)
 
@@ -259,7 +259,7 @@ class EmbeddingRule(LayerRule):
         words, out = weight.shape
         return matrix_layout(name, named, 1, out, (1, words, out), (0, 2, 1))
 
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
         _, weight = named["weight"]
         index = inputs.reshape(inputs.shape[0], -1).long()
         padding = module.padding_idx

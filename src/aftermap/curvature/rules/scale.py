@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aftermap.curvature.rules.base import LayerRule, Layout, Named, Rows, matrix_layout, register
+from aftermap.curvature.rules.base import InputRows, LayerRule, Layout, Named, matrix_layout, register
 
 __all__ = [
     "BatchNormRule",
@@ -24,7 +24,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class ScaleRows(Rows):
+class ScaleRows(InputRows):
     """Rows of an elementwise scale (norm layers, PReLU): each group has one output, features (x̂, 1).
 
     Attributes:
@@ -56,7 +56,7 @@ class ScaleRows(Rows):
     def features(self) -> int:  # type: ignore[override]
         return int(self.data is not None) + int(self.ones)
 
-    def outer(self, grads: Tensor) -> Tensor:
+    def per_example_gradients(self, grads: Tensor) -> Tensor:
         if self.data is not None and (self.affine is not None or len(grads) == 1):
             # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
             found = torch.stack([torch.stack(self._columns(each, self.data), -1) for each in grads.split(1)])
@@ -92,15 +92,15 @@ class ScaleRows(Rows):
         )
         return [scale, shift] if self.ones else [scale]
 
-    def outer_moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         columns = self.columns(grads)
         if columns is None:
-            return super().outer_moments(grads)
+            return super().moments(grads)
         each = torch.cat(columns).view(-1, *self.shape[:2])  # [i, b, g]
         total = each.sum(1)
         return total.T[:, None], each.square_().sum(1).T[:, None]
 
-    def narrow(self, start: int, length: int) -> ScaleRows:
+    def examples(self, start: int, length: int) -> ScaleRows:
         data = None if self.data is None else self.data[start : start + length]
         affine = None
         if self.affine is not None:
@@ -127,7 +127,7 @@ class _ScaleRule(LayerRule):
     def arranged(self, module: Any, values: Tensor, lead: int) -> Tensor:
         """[*lead dimensions, ...] -> [*lead dimensions, group, shared]."""
 
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
         # The output has the shape of the input, so either tells the number of groups and shared positions.
         data = self.arranged(module, self.normalised(module, inputs) if "weight" in named else inputs, 1)
         shape = (data.shape[0], data.shape[1], data.shape[2])
@@ -146,7 +146,7 @@ class BatchNormRule(_ScaleRule):
             return "batch statistics make the outputs of examples depend on each other; call model.eval() and keep running statistics"
         return None
 
-    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> Rows:
+    def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
         if module.training or module.running_mean is None or "weight" not in named:
             return super().rows(module, inputs, space, named)
         data = self.arranged(module, inputs, 1)

@@ -30,7 +30,7 @@ from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.block import Block, same_names
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
-from aftermap.curvature.rules.base import Layout, budget
+from aftermap.curvature.rules.base import Layout, examples_per_chunk
 from aftermap.curvature.rules.convolution import ConvRows
 from aftermap.curvature.rules.linear import DenseRows
 from aftermap.distributed import all_reduce_, is_distributed
@@ -285,7 +285,7 @@ class BlockPosterior(ABC):
         Returns:
             For each variant [b, v, v], or [b, v].
         """
-        stride = budget(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
+        stride = examples_per_chunk(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
         return covariances_by_example(gradients, self.names, stride, self.gradient_rows, variants, diagonal)
 
     def output_noise(self, layout: Layout) -> OutputNoise | None:
@@ -476,7 +476,7 @@ def _with_sharing(
 ) -> list[Tensor]:
     found: list[list[Tensor]] = [[] for _ in tables]
     layout = gradients.record.plan.layers[layer].layout
-    stride = budget(2 * gradients.n_vectors * layout.size)
+    stride = examples_per_chunk(2 * gradients.n_vectors * layout.size)
     for start in range(0, gradients.record.size, stride):
         length = min(stride, gradients.record.size - start)
         turned = _turned_inputs(gradients, layer, start, length, inner)  # [v, b, g, o, i]
@@ -497,8 +497,8 @@ def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: in
     if len(calls) == 1 and isinstance(rows, DenseRows | ConvRows):
         grads = calls[0][1]
         if rows.shared < gradients.n_vectors * grads.shape[-1]:
-            turned = rows.narrow(start, length).dense() @ inner.to(grads.dtype)
-            return DenseRows(turned, ones=False).outer(grads[:, start : start + length])
+            turned = rows.examples(start, length).dense() @ inner.to(grads.dtype)
+            return DenseRows(turned, ones=False).per_example_gradients(grads[:, start : start + length])
     each = gradients.block_gradients(layer, start, length)
     return each @ inner.to(each.dtype)
 

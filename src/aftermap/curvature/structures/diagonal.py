@@ -28,7 +28,7 @@ from aftermap.curvature.passes.plan import inputs_of_call
 from aftermap.curvature.passes.record import ForwardRecord
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import make_vectors
-from aftermap.curvature.rules.base import Layout, budget
+from aftermap.curvature.rules.base import Layout, examples_per_chunk
 from aftermap.curvature.rules.scale import ScaleRows
 from aftermap.curvature.structures.base import (
     Block,
@@ -129,10 +129,10 @@ class DiagonalAccumulator(Accumulator):
             if columns is not None:
                 self._add_columns(columns)
             else:
-                rows.add_outer_squared_(self.sums.room_for(gradients.record.size)[0], arrived)
+                rows.add_squares_(self.sums.room_for(gradients.record.size)[0], arrived)
         elif calls:
             # Several calls of one layer: their gradients add up before the square.
-            stride = budget(gradients.n_vectors * self.layout.size)
+            stride = examples_per_chunk(gradients.n_vectors * self.layout.size)
             for start in range(0, gradients.record.size, stride):
                 length = min(stride, gradients.record.size - start)
                 self.sums.room_for(1)[0].add_(

@@ -20,7 +20,7 @@ from torch import Tensor
 from aftermap.curvature.passes.backward import Accumulator, LayerGradients
 from aftermap.curvature.passes.record import LayerCall
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
-from aftermap.curvature.rules.base import Layout, Rows, budget
+from aftermap.curvature.rules.base import InputRows, Layout, examples_per_chunk
 from aftermap.curvature.rules.linear import DenseRows, OneHotRows
 from aftermap.curvature.structures.assign import layer_accumulators
 from aftermap.curvature.structures.base import Block, Factors, Structure, register_structure
@@ -123,12 +123,12 @@ _ROTATED_NUMBERS = 1 << 19
 
 def _pieces(batch: int, numbers: int) -> Iterator[tuple[int, int]]:
     """(start, length) of pieces of nearly equal size, whose examples of ``numbers`` each fit into the working memory."""
-    count = math.ceil(batch / budget(numbers, _ROTATED_NUMBERS))
+    count = math.ceil(batch / examples_per_chunk(numbers, _ROTATED_NUMBERS))
     length = math.ceil(batch / max(1, count))
     return ((start, min(length, batch - start)) for start in range(0, batch, max(1, length)))
 
 
-def _rows(call: LayerCall) -> Rows:
+def _rows(call: LayerCall) -> InputRows:
     """Kept for the next vector, but not where windows are small and many: they take more memory than time (4 % of a fit)."""
     fresh = call.fresh_rows()
     return call.rows if fresh.shared <= fresh.features else fresh
@@ -162,7 +162,7 @@ class EigenAccumulator(Accumulator):
         rows, grads = pairs[0]
         if len(calls) == 1 and isinstance(rows, OneHotRows):  # U_A = I
             turned = torch.einsum("vbgto,gop->vbgtp", grads, self.outer)
-            rows.add_outer_squared_(self.sums.room_for(rows.batch)[0], turned)
+            rows.add_squares_(self.sums.room_for(rows.batch)[0], turned)
             return
         # U_Bᵀ (Σ_t g aᵀ) U_A = Σ_t (U_Bᵀ g)(U_Aᵀ a)ᵀ: with few positions, turn both sides of the sum instead of its result.
         if (
@@ -177,7 +177,7 @@ class EigenAccumulator(Accumulator):
         # With a matrix instead of a batch of one, the product is one product over all examples.
         inner = self.inner[0] if self.inner is not None and self.layout.groups == 1 else self.inner
         for start, length in _pieces(gradients.record.size, gradients.n_vectors * self.layout.size):
-            parts = [r.narrow(start, length).outer(g[:, start : start + length]) for r, g in pairs]
+            parts = [r.examples(start, length).per_example_gradients(g[:, start : start + length]) for r, g in pairs]
             each = self.outer.transpose(-1, -2) @ sum(parts[1:], parts[0])
             del parts
             each = each if inner is None else each @ inner
@@ -187,9 +187,9 @@ class EigenAccumulator(Accumulator):
         # Without sharing there is no tensor per example: all at once.
         each = 1 if rows.shared == 1 else len(grads) * self.layout.size
         for start, length in _pieces(rows.batch, each):
-            some = torch.einsum("bgti,gij->bgtj", rows.narrow(start, length).dense(), inner)
+            some = torch.einsum("bgti,gij->bgtj", rows.examples(start, length).dense(), inner)
             turned = torch.einsum("vbgto,gop->vbgtp", grads[:, start : start + length], self.outer)
-            DenseRows(some, ones=False).add_outer_squared_(self.sums.room_for(length)[0], turned)
+            DenseRows(some, ones=False).add_squares_(self.sums.room_for(length)[0], turned)
 
     def blocks(self) -> list[Block]:
         return [EkfacBlock(self.layout, self.basis, self.sums.take())]

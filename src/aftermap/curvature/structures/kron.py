@@ -251,13 +251,13 @@ class KronAccumulator(Accumulator):
         if not rows:
             return
         count = record.size if weight is None else float(weight.sum())
-        lengths = [sum(group) for group in zip(*(r.lengths() for r in rows), strict=True)]
+        lengths = [sum(group) for group in zip(*(r.positions_per_group() for r in rows), strict=True)]
         if self.approach == "expand":
             for part in rows:
                 part.add_gram_(self.inputs, weight)
             self.rows = [r + count * n for r, n in zip(self.rows, lengths, strict=True)]
             return
-        total = sum((r.total() for r in rows[1:]), rows[0].total())  # [b, g, i]
+        total = sum((r.sum_over_positions() for r in rows[1:]), rows[0].sum_over_positions())  # [b, g, i]
         if weight is not None:
             total = total * weight.to(total.dtype).sqrt()[:, None, None]
         self.inputs.add(total.transpose(0, 1))

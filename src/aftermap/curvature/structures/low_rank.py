@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
-from aftermap.curvature.rules.base import budget
+from aftermap.curvature.rules.base import examples_per_chunk
 from aftermap.curvature.structures.base import (
     Block,
     BlockPosterior,
@@ -289,7 +289,7 @@ class LowRankBlockPosterior(BlockPosterior):
         # entries with less than 1/1000 (at most about k of them) are projected one by one.
         outside = (1 - inside.sum(1)).clamp_min(0.0)
         few = (outside < 1e-3).nonzero()[:, 0]
-        for some in few.split(max(1, budget(2 * self.size))):
+        for some in few.split(max(1, examples_per_chunk(2 * self.size))):
             units = torch.zeros(len(some), self.size, dtype=torch.float64, device=self.basis.device)
             units[torch.arange(len(some)), some] = 1.0
             outside[some] = self.informed_parts(units)[1].square().sum(1)

@@ -1,4 +1,4 @@
-"""Per-example gradients of convolutions: every way of computing them gives the same numbers."""
+"""Per-example gradients of convolutions: every method of computing them gives the same numbers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature import fit_curvature, reference
+from aftermap.curvature.rules import convolution
 from aftermap.curvature.rules.base import find_rule
-from aftermap.curvature.rules.convolution import ConvRows, LinedConvRows
+from aftermap.curvature.rules.convolution import ConvRows, Method
 from aftermap.likelihoods import Categorical
 
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -37,7 +38,7 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 # PyTorch tells that it copies such an input.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
-WAYS = ("grouped", "lined", "windows")
+METHODS: tuple[Method, ...] = ("grouped kernel", "kernel rows", "unfolded windows")
 
 
 def rows_and_grads(name: str, dtype: torch.dtype) -> tuple[ConvRows, Tensor]:
@@ -56,43 +57,44 @@ def rows_and_grads(name: str, dtype: torch.dtype) -> tuple[ConvRows, Tensor]:
     return rows, grads
 
 
-def take(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(self: ConvRows, out: int, grads: Tensor) -> str:
-        # Lines need two dimensions and a stride of one between them; else windows are what is left.
-        lines = len(self.kernel) == 2 and self.stride[0] == 1 and not self.flipped
-        return "windows" if way == "lined" and not lines else way
+def use(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(rows: ConvRows, out: int, grads: Tensor) -> Method:
+        # Rows of the kernel need two dimensions and a stride of one between them; else windows are what is left.
+        plain_slices = len(rows.kernel) == 2 and rows.stride[0] == 1 and not rows.flipped
+        return "unfolded windows" if method == "kernel rows" and not plain_slices else method
 
-    for kind in (ConvRows, LinedConvRows):
-        monkeypatch.setattr(kind, "_way", chosen)
+    monkeypatch.setattr(convolution, "choose_method", chosen)
 
 
 def brute_force(rows: ConvRows, grads: Tensor) -> Tensor:
     return torch.einsum("vbgto,bgti->vbgoi", grads, rows.dense())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_way_equals_the_product_with_all_windows(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_equals_the_product_with_all_windows(
+    name: str, method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows, grads = rows_and_grads(name, torch.float64)
     expected = brute_force(rows, grads)
-    take(way, monkeypatch)
-    torch.testing.assert_close(rows.outer(grads), expected)
-    total, squares = rows.outer_moments(grads)
+    use(method, monkeypatch)
+    torch.testing.assert_close(rows.per_example_gradients(grads), expected)
+    total, squares = rows.moments(grads)
     torch.testing.assert_close(total, expected.sum((0, 1)))
     torch.testing.assert_close(squares, expected.square().sum((0, 1)))
-    for each in (rows, rows.for_reuse()):
+    for each in (rows, rows.cached()):
         added = torch.ones_like(squares)
-        each.add_outer_squared_(added, grads)
+        each.add_squares_(added, grads)
         torch.testing.assert_close(added, 1 + expected.square().sum((0, 1)))
-        torch.testing.assert_close(each.narrow(1, 3).outer(grads[:, 1:4]), expected[:, 1:4])
+        torch.testing.assert_close(each.examples(1, 3).per_example_gradients(grads[:, 1:4]), expected[:, 1:4])
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_the_way_that_is_chosen_in_single_precision_is_right_too(name: str) -> None:
+def test_the_method_that_is_chosen_in_single_precision_is_right_too(name: str) -> None:
     rows, grads = rows_and_grads(name, torch.float32)
     exact, exact_grads = rows_and_grads(name, torch.float64)
     expected = brute_force(exact, exact_grads)
-    found = rows.outer_moments(grads)
+    found = rows.moments(grads)
     single = brute_force(rows, grads)
     torch.testing.assert_close(found[0], single.sum((0, 1)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1], single.square().sum((0, 1)), rtol=1e-4, atol=1e-4)
@@ -101,10 +103,10 @@ def test_the_way_that_is_chosen_in_single_precision_is_right_too(name: str) -> N
 
 def test_few_examples_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, grads = rows_and_grads("plain", torch.float64)
-    expected = rows.outer_moments(grads)
-    take("grouped", monkeypatch)
+    expected = rows.moments(grads)
+    use("grouped kernel", monkeypatch)
     monkeypatch.setattr("aftermap.curvature.rules.convolution._GROUPED_NUMBERS", 2 * 16 * 72)
-    torch.testing.assert_close(rows.outer_moments(grads), expected)
+    torch.testing.assert_close(rows.moments(grads), expected)
 
 
 @pytest.mark.parametrize("curvature", ["empirical", "exact"])
