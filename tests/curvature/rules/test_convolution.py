@@ -149,3 +149,29 @@ def test_squared_gradients_of_a_network_in_single_precision() -> None:
     truth = reference.sum_squared_gradients(exact, x.double(), Categorical(), y)
     for name, expected in truth.items():
         torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-5 * float(expected.max()))
+
+
+CHOICES: dict[str, tuple[nn.Module, tuple[int, ...], torch.dtype, Method]] = {
+    "many positions in float32": (nn.Conv2d(16, 16, 3, padding=1), (16, 16), torch.float32, "grouped kernel"),
+    "the same in float64": (nn.Conv2d(16, 16, 3, padding=1), (16, 16), torch.float64, "kernel rows"),
+    "the same with a stride": (nn.Conv2d(16, 16, 3, stride=2), (16, 16), torch.float64, "unfolded windows"),
+    "few channels": (nn.Conv2d(1, 6, 5), (16, 16), torch.float32, "kernel rows"),
+    "few positions": (nn.Conv2d(16, 16, 3, padding=1), (8, 8), torch.float32, "unfolded windows"),
+    "one by one": (nn.Conv2d(16, 16, 1), (16, 16), torch.float32, "unfolded windows"),
+    "lines": (nn.Conv1d(3, 5, 3), (300,), torch.float32, "unfolded windows"),
+    "a transposed kernel": (nn.ConvTranspose2d(3, 5, 3), (16, 16), torch.float32, "unfolded windows"),
+}
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="the grouped kernel is a part of oneDNN")
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_method_follows_from_shapes_and_dtype(name: str) -> None:
+    layer, space, dtype, expected = CHOICES[name]
+    layer = layer.to(dtype)
+    x = torch.randn(2, layer.in_channels, *space, dtype=dtype)
+    out = layer(x)
+    rule = find_rule(layer)
+    assert rule is not None
+    rows = rule.rows(layer, x, tuple(out.shape[1:]), {n: n for n, _ in layer.named_parameters()})
+    assert isinstance(rows, ConvRows)
+    assert convolution.choose_method(rows, out.shape[1], out) == expected

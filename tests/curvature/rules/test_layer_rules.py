@@ -12,6 +12,7 @@ from aftermap.curvature import registered_rules
 from aftermap.curvature.rules import base as layers_module
 from aftermap.curvature.rules.base import InputRows
 from aftermap.curvature.rules.linear import DenseRows, LinearRule
+from aftermap.errors import InputError
 from aftermap.testing import ModelSnapshot, check_layer_rule, check_unchanged
 from tests.curvature.layer_cases import CASES, randomise
 
@@ -104,6 +105,14 @@ def test_the_suite_passes_a_right_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     before = ModelSnapshot.of(module)
     check_layer_rule(module, torch.randn(5, 4))
     check_unchanged(module, before)
+
+
+@pytest.mark.parametrize(
+    "former, name", [("outer", "per_example_gradients"), ("total", "sum_over_positions"), ("narrow", "examples")]
+)
+def test_rows_with_a_former_method_are_refused_instead_of_ignoring_it(former: str, name: str) -> None:
+    with pytest.raises(InputError, match=f"Old.{former} is called {name} now"):
+        type("Old", (DenseRows,), {former: lambda self: None})
 
 
 def test_unchanged_names_what_changed() -> None:

@@ -20,12 +20,12 @@ from aftermap.errors import InputError
 
 __all__ = ["PackedProjectionRule", "attention_forward", "attention_projections", "without_view"]
 
-Tap = Callable[[str, Tensor, Tensor, int | None], None]  # (site, input, output, group)
+Tap = Callable[[str, Tensor, Tensor, int | None], None]  # (projection, input, output, group)
 _PROJECTIONS = ("q", "k", "v")
 
 
 class PackedProjectionRule(LayerRule):
-    """The in-projection: query, key and value matrices stacked in one parameter; one group each."""
+    """The in-projection: the query, key and value matrices are stacked in one parameter, and each is a group."""
 
     leading = True
     roles = ("in_proj_weight", "in_proj_bias")
@@ -41,7 +41,7 @@ class PackedProjectionRule(LayerRule):
         return DenseRows(data.expand(-1, 3, -1, -1), "bias" in named)
 
     def rows_of_group(self, inputs: Tensor, group: int, named: Named) -> InputRows:
-        """Rows of one projection alone: the other groups hold zeros."""
+        """Returns the rows of one projection alone; the other groups hold zeros."""
         data = inputs.reshape(inputs.shape[0], -1, inputs.shape[-1])
         data = data if "weight" in named else data[..., :0]
         data = append_ones(data) if "bias" in named else data
@@ -54,7 +54,7 @@ class PackedProjectionRule(LayerRule):
         return lines.transpose(2, 3)
 
     def grads_of_group(self, grads: Tensor, group: int) -> Tensor:
-        """Output gradient of one projection [v, b, ..., o] as [v, b, 3, t, o] with zeros elsewhere."""
+        """Arranges the output gradient [v, b, ..., o] of one projection as [v, b, 3, t, o], with zeros for the others."""
         lines = grads.reshape(*grads.shape[:2], -1, grads.shape[-1])
         full = lines.new_zeros(*lines.shape[:2], 3, *lines.shape[2:])
         full[:, :, group] = lines
@@ -62,7 +62,7 @@ class PackedProjectionRule(LayerRule):
 
 
 def without_view(output: Any) -> Any:
-    """The same numbers in the same memory, but no view to autograd.
+    """Returns the same numbers in the same memory, but not as a view in the eyes of autograd.
 
     A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
     sum) rewrites the graph around it, and the gradient edge of the view is lost.
@@ -73,19 +73,19 @@ def without_view(output: Any) -> Any:
 
 
 def attention_projections(module: nn.MultiheadAttention) -> Mapping[str, tuple[LayerRule, dict[str, str]]]:
-    """For each projection its rule and, by role, the attribute path of its parameters."""
-    sites: dict[str, tuple[LayerRule, dict[str, str]]] = {}
+    """Returns for each projection its rule and, by role, the attribute path of its parameters."""
+    projections: dict[str, tuple[LayerRule, dict[str, str]]] = {}
     if module._qkv_same_embed_dim:
-        sites["in_proj"] = (PackedProjectionRule(), {"weight": "in_proj_weight", "bias": "in_proj_bias"})
+        projections["in_proj"] = (PackedProjectionRule(), {"weight": "in_proj_weight", "bias": "in_proj_bias"})
     else:
         for letter in _PROJECTIONS:
-            sites[f"{letter}_proj"] = (LinearRule(), {"weight": f"{letter}_proj_weight"})
-    sites["out_proj"] = (LinearRule(), {"weight": "out_proj.weight", "bias": "out_proj.bias"})
-    return sites
+            projections[f"{letter}_proj"] = (LinearRule(), {"weight": f"{letter}_proj_weight"})
+    projections["out_proj"] = (LinearRule(), {"weight": "out_proj.weight", "bias": "out_proj.bias"})
+    return projections
 
 
 def attention_forward(module: nn.MultiheadAttention, tap: Tap) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A forward pass with the signature and the results of ``module.forward`` that reports every projection."""
+    """Makes a forward pass with the signature and the results of ``module.forward`` that reports every projection."""
 
     def forward(
         query: Tensor,
@@ -159,7 +159,7 @@ def _project(module: nn.MultiheadAttention, tap: Tap, query: Tensor, key: Tensor
 
 
 def _masked(scores: Tensor, attn_mask: Tensor | None, padding: Tensor | None, heads: int) -> Tensor:
-    """Adds the masks; True means "do not look", a number is added. Extra bias and zero keys stay visible."""
+    """Adds the masks to the scores: True hides a key, and a number is added. Extra bias and zero keys stay visible."""
     extra = scores.shape[-1]
     if attn_mask is not None:
         mask = attn_mask if attn_mask.dim() == 2 else attn_mask.reshape(-1, heads, *attn_mask.shape[1:])

@@ -10,9 +10,9 @@ Index legend: b example, v back-propagated vector, g group, t shared position, i
 A layer call is affine in its block: y[b,g,t,o] = Σ_i W[g,o,i] a[b,g,t,i]. So for an output gradient g the block's
 per-example gradient is
 
-    G[v,b,g] = Σ_t g[v,b,g,t] a[b,g,t]ᵀ          (the sum over t before any square: docs/mathematics/layers.md)
+    G[v,b,g] = Σ_t g[v,b,g,t] a[b,g,t]ᵀ          (the sum over t comes before any square: docs/mathematics/layers.md)
 
-and every curvature is a contraction of a and g. A `InputRows` knows its a, in the cheapest form, and does these contractions.
+and every curvature is a contraction of a and g. An `InputRows` holds its a in the cheapest form and does these contractions.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap.errors import InputError
 from aftermap.linalg import TERMS_PER_PART, GramSum
 
 __all__ = [
@@ -51,8 +52,9 @@ __all__ = [
 
 # Working memory of one contraction, in numbers: large enough to keep the cores busy, small enough for the cache.
 _CHUNK_NUMBERS = 1 << 22
-# Per-example gradients that are read twice (for their sum and their squares): products over several examples pay more
-# than a cache that holds them (measured on CPU).
+# The same for per-example gradients that are read twice, for their sum and for their squares. Smaller chunks would stay in
+# the cache between the two, but products over more examples at a time are worth more than that; a step of VOGN shows it
+# (python -m benchmarks.run --only optim).
 MOMENT_NUMBERS = 1 << 21
 Named = Mapping[str, tuple[str, Tensor]]  # role -> (parameter name, parameter)
 
@@ -74,18 +76,18 @@ class Piece:
 
     @cached_property
     def _in_order(self) -> bool:
-        """Nothing is permuted."""
+        """Whether nothing is permuted."""
         return self.order == tuple(range(len(self.order)))
 
     def to_columns(self, value: Tensor, groups: int, out: int) -> Tensor:
-        """[..., *shape] -> [..., groups, out, stop − start]."""
+        """Takes values [..., *shape] of the parameter to columns [..., groups, out, stop − start] of the block."""
         lead = value.shape[: value.dim() - len(self.shape)]
         value = value.reshape(*lead, *self.view)
         value = value.permute(*range(len(lead)), *(len(lead) + i for i in self.order))
         return value.reshape(*lead, groups, out, self.stop - self.start)
 
     def to_parameter(self, columns: Tensor) -> Tensor:
-        """[..., groups, out, stop − start] -> [..., *shape]."""
+        """Takes columns [..., groups, out, stop − start] of the block to values [..., *shape] of the parameter."""
         lead = columns.shape[:-3]
         if self._in_order:  # most layers, and once per layer and step of an optimiser
             return columns.reshape(*lead, *self.shape)
@@ -118,32 +120,32 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters of the block."""
+        """The names of the parameters that form the block."""
         return tuple(piece.name for piece in self.pieces)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Their shapes."""
+        """The shape of each of the block's parameters, by its name."""
         return {piece.name: piece.shape for piece in self.pieces}
 
     @property
     def size(self) -> int:
-        """How many numbers the block has."""
+        """The number of entries of the block."""
         return self.groups * self.out * self.in_
 
     def join(self, params: Mapping[str, Tensor]) -> Tensor:
-        """Parameters [..., *shape] to the block [..., groups, out, in]."""
+        """Joins parameters [..., *shape] to the block [..., groups, out, in]."""
         columns = [p.to_columns(params[p.name], self.groups, self.out) for p in self.pieces]
         return columns[0] if len(columns) == 1 else torch.cat(columns, dim=-1)
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
-        """The block [..., groups, out, in] to parameters [..., *shape]."""
+        """Splits the block [..., groups, out, in] into parameters [..., *shape]."""
         if len(self.pieces) == 1:
             return {self.pieces[0].name: self.pieces[0].to_parameter(block)}
         return {p.name: p.to_parameter(block[..., p.start : p.stop]) for p in self.pieces}
 
     def positions(self) -> Tensor:
-        """For each entry of the flattened block, its place in the concatenation of the flattened parameters."""
+        """Says, for each entry of the flattened block, where it stands in the concatenation of the flattened parameters."""
         places: dict[str, Tensor] = {}
         start = 0
         for piece in self.pieces:
@@ -153,7 +155,7 @@ class Layout:
         return self.join(places).reshape(-1)
 
     def to_config(self) -> dict[str, Any]:
-        """Plain lists and numbers, for saving."""
+        """Returns the layout as plain lists and numbers, for saving."""
         return {
             "name": self.name,
             "groups": self.groups,
@@ -164,7 +166,7 @@ class Layout:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> Layout:
-        """Undoes :meth:`to_config`."""
+        """Makes the layout from what :meth:`to_config` returned."""
         pieces = tuple(
             Piece(name, tuple(shape), tuple(view), tuple(order), start, stop)
             for name, shape, view, order, start, stop in config["pieces"]
@@ -173,17 +175,21 @@ class Layout:
 
 
 def examples_per_chunk(per_example: int, numbers: int = _CHUNK_NUMBERS) -> int:
-    """How many examples of ``per_example`` numbers each fit into the working memory (at least one)."""
+    """Returns how many examples of ``per_example`` numbers each fit into a working memory of ``numbers``: at least one.
+
+    >>> examples_per_chunk(300, 1000)
+    3
+    """
     return max(1, numbers // max(1, per_example))
 
 
 def append_ones(columns: Tensor) -> Tensor:
-    """[..., i] -> [..., i + 1] with a trailing 1: the bias is one more weight."""
+    """Appends a 1 to each row, [..., i] -> [..., i + 1], so that the bias is one more weight."""
     return torch.cat([columns, columns.new_ones(*columns.shape[:-1], 1)], dim=-1)
 
 
 def merge_vectors(grads: Tensor) -> Tensor:
-    """[v, b, g, t, o] -> [b, g, v·o, t]: all vectors in one matrix product with the rows that they share."""
+    """Puts all vectors into one matrix for the product with the rows that they share: [v, b, g, t, o] -> [b, g, v·o, t]."""
     vectors, batch, groups, shared, out = grads.shape
     if vectors == 1:
         return grads[0].transpose(-1, -2)
@@ -191,80 +197,109 @@ def merge_vectors(grads: Tensor) -> Tensor:
 
 
 def split_vectors(products: Tensor, vectors: int) -> Tensor:
-    """[b, g, v·o, i] -> [v, b, g, o, i]; undoes `merge_vectors` after a product."""
+    """Takes the vectors apart again after a product of `merge_vectors`: [b, g, v·o, i] -> [v, b, g, o, i]."""
     return products.unflatten(2, (vectors, -1)).permute(2, 0, 1, 3, 4)
 
 
 def sum_into_(out: Tensor, values: Tensor, *, fresh: bool) -> None:
-    """Adds the sum over the first dimension of ``values`` to ``out``; fresh: ``out`` was empty."""
+    """Adds the sum over the first dimension of ``values`` to ``out``, or overwrites ``out`` with it if that is ``fresh``."""
     if values.is_contiguous():
         torch.sum(values, 0, out=out) if fresh else out.add_(values.sum(0))
         return
-    # In the order in which the values lie in memory; a sum right into another order would be slow.
+    # The sum is made in the order in which the values lie in memory: a sum right into another order would be slow.
     order = sorted(range(1, values.dim()), key=values.stride, reverse=True)
     summed, out = values.permute(0, *order).sum(0), out.permute([d - 1 for d in order])
     out.copy_(summed) if fresh else out.add_(summed)
 
 
+# The methods of rows that have another name now.
+_FORMER_NAMES = {
+    "outer": "per_example_gradients",
+    "outer_moments": "moments",
+    "add_outer_squared_": "add_squares_",
+    "total": "sum_over_positions",
+    "lengths": "positions_per_group",
+    "narrow": "examples",
+    "for_reuse": "cached",
+}
+
+
 class InputRows(ABC):
-    """Input rows a[b,g,t,i] of one call of a layer; ``i`` includes the trailing 1 of a bias."""
+    """The input rows a[b,g,t,i] of one call of a layer.
+
+    Attributes:
+        batch: The number of examples.
+        groups: The number of groups.
+        shared: The number of positions that share the weights.
+        features: The number of entries of a row; the trailing 1 of a bias counts.
+    """
 
     batch: int
     groups: int
     shared: int
     features: int
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuses former names of methods: nothing would call them, and what they changed would be missed silently."""
+        super().__init_subclass__(**options)
+        for former, name in _FORMER_NAMES.items():
+            if callable(vars(cls).get(former)):
+                raise InputError(
+                    f"{cls.__name__}.{former} is called {name} now and would be ignored. Rename the method."
+                )
+
     @abstractmethod
     def per_example_gradients(self, grads: Tensor) -> Tensor:
-        """Per-example gradients: [v, b, g, t, o] -> [v, b, g, o, i]."""
+        """Returns the gradient of the block for every example: output gradients [v, b, g, t, o] -> [v, b, g, o, i]."""
 
     def add_squares_(self, out: Tensor, grads: Tensor) -> None:
-        """Adds Σ_vb of the squared per-example gradients of [v, b, g, t, o] to ``out`` [g, o, i]."""
+        """Adds Σ_vb G², the squared per-example gradients for [v, b, g, t, o], to ``out`` [g, o, i]."""
         step = examples_per_chunk(grads.shape[0] * self.groups * grads.shape[-1] * self.features)
         for start in range(0, self.batch, step):
             part = self.examples(start, min(step, self.batch - start))
             out += part.per_example_gradients(grads[:, start : start + step]).square_().sum((0, 1))
 
     def moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ_vb of the per-example gradients and Σ_vb of their squares, in one pass: [v, b, g, t, o] -> two [g, o, i]."""
+        """Returns Σ_vb G and Σ_vb G² of the per-example gradients, in one pass: [v, b, g, t, o] -> two [g, o, i]."""
         step = examples_per_chunk(grads.shape[0] * self.groups * grads.shape[-1] * self.features, MOMENT_NUMBERS)
-        each = (
-            self.examples(0, min(step, self.batch)).per_example_gradients(grads[:, :step])
-            if step < self.batch
-            else self.per_example_gradients(grads)
-        )
-        total = each.sum((0, 1))
-        squares = each.square_().sum((0, 1))
+        first = self.examples(0, step) if step < self.batch else self
+        gradients = first.per_example_gradients(grads[:, :step])
+        total = gradients.sum((0, 1))
+        squares = gradients.square_().sum((0, 1))
         for start in range(step, self.batch, step):
-            each = self.examples(start, min(step, self.batch - start)).per_example_gradients(
-                grads[:, start : start + step]
-            )
-            total += each.sum((0, 1))
-            squares += each.square_().sum((0, 1))
+            part = self.examples(start, min(step, self.batch - start))
+            gradients = part.per_example_gradients(grads[:, start : start + step])
+            total += gradients.sum((0, 1))
+            squares += gradients.square_().sum((0, 1))
         return total, squares
 
     def cached(self) -> InputRows:
-        """The same rows in the form that is cheapest when several vectors will meet them."""
+        """Returns the same rows in the form that is cheapest when several vectors will meet them."""
         return self
 
     @abstractmethod
     def examples(self, start: int, length: int) -> InputRows:
-        """The rows of some examples."""
+        """Returns the rows of ``length`` examples, from the example ``start`` on."""
 
 
 class MatrixRows(InputRows):
-    """Rows of a layer with a weight matrix, which can also be correlated among themselves."""
+    """The input rows of a layer with a weight matrix. Their Gram matrix is the input factor of a Kronecker block."""
 
     @abstractmethod
     def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
-        """Adds Σ_bt w_b a aᵀ [g, i, i] to ``out``, or its diagonal [g, i] (one-hot rows)."""
+        """Adds Σ_bt w_b a aᵀ [g, i, i] to ``out``, or its diagonal [g, i] where the rows are one-hot.
+
+        Args:
+            out: The sum over batches that is added to.
+            weight: The weight w of each example [b]; None where all of them count once.
+        """
 
     @abstractmethod
     def sum_over_positions(self) -> Tensor:
-        """Σ_t a: [b, g, i]."""
+        """Returns Σ_t a, the sum of each example's rows: [b, g, i]."""
 
     def positions_per_group(self) -> tuple[int, ...]:
-        """How many shared rows one example has in each group."""
+        """Returns how many rows one example has in each group."""
         return (self.shared,) * self.groups
 
 
@@ -272,7 +307,7 @@ def add_grad_gram_(out: GramSum, grads: Tensor) -> None:
     """Adds Σ_vbt g gᵀ of gradients [v, b, g, t, o] to ``out`` [g, o, o]."""
     vectors, batch, groups, shared, width = grads.shape
     if shared > 1 and grads.stride(-2) == 1:
-        # A convolution's gradient lies feature by feature: multiply the lines where they are.
+        # A convolution's gradient lies feature by feature: the lines are multiplied where they are.
         lines = grads.transpose(-1, -2).reshape(vectors * batch, groups, width, shared)
         step = examples_per_chunk(groups * width * width, 1 << 20)
         for start in range(0, len(lines), step):
@@ -286,10 +321,10 @@ class LayerRule(ABC):
     """The rule of one layer type.
 
     Attributes:
-        matrix: the block is a weight matrix and Kronecker factors make sense; otherwise it is a vector of scales.
-        leading: inputs may have any number of dimensions between the batch and the features.
-        roles: attribute names of the parameters that the rule covers.
-        one_hot: input rows are one-hot, so their Gram matrix is kept as a diagonal.
+        matrix: Whether the block is a weight matrix, for which Kronecker factors make sense. Otherwise it is a vector of scales.
+        one_hot: Whether the input rows are one-hot, so that their Gram matrix is a diagonal.
+        leading: Whether inputs may have any number of dimensions between the batch and the features.
+        roles: The attribute names of the parameters that the rule covers.
     """
 
     matrix: bool = True
@@ -298,27 +333,40 @@ class LayerRule(ABC):
     roles: tuple[str, ...] = ("weight", "bias")
 
     def unsupported(self, module: Any) -> str | None:
-        """Why this module cannot be treated by the rule; None when it can."""
+        """Says why this module cannot be treated by the rule; returns None when it can."""
         return None
 
     @abstractmethod
     def layout(self, name: str, module: Any, named: Named) -> Layout:
-        """The block of the selected parameters ``named``."""
+        """Says how the selected parameters form a block.
+
+        Args:
+            name: The name of the module in the network.
+            module: The layer.
+            named: For the role of each selected parameter, its name in the network and the parameter.
+        """
 
     @abstractmethod
     def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
-        """Input rows of a call: ``inputs`` [b, ...], ``space`` the shape of the output [b, ...] without b."""
+        """Returns the input rows of a call.
+
+        Args:
+            module: The layer.
+            inputs: The input of the call [b, ...].
+            space: The shape of the call's output [b, ...], without b.
+            named: For the role of each selected parameter, its name in the network and the parameter.
+        """
 
     @abstractmethod
     def grads(self, module: Any, grads: Tensor) -> Tensor:
-        """Output gradient [v, b, ...] as [v, b, group, shared, out]."""
+        """Arranges the gradient [v, b, ...] at the output of a call as [v, b, group, shared, out]."""
 
 
 _RULES: dict[type[nn.Module], LayerRule] = {}
 
 
 def register(*modules: type[nn.Module]) -> Callable[[type[LayerRule]], type[LayerRule]]:
-    """Class decorator: this rule serves these module types, and subclasses that do not change ``forward``."""
+    """Registers the decorated rule for these module types, and for their subclasses that do not change ``forward``."""
 
     def add(rule: type[LayerRule]) -> type[LayerRule]:
         instance = rule()
@@ -330,12 +378,12 @@ def register(*modules: type[nn.Module]) -> Callable[[type[LayerRule]], type[Laye
 
 
 def registered_rules() -> dict[type[nn.Module], LayerRule]:
-    """Every registered module type with its rule."""
+    """Returns every registered module type with its rule."""
     return dict(_RULES)
 
 
 def find_rule(module: nn.Module) -> LayerRule | None:
-    """The rule of a module; None where there is none, or where a subclass has a ``forward`` of its own."""
+    """Returns the rule of a module; None where there is none, or where a subclass has a ``forward`` of its own."""
     for kind in type(module).__mro__:
         if kind in _RULES:
             return _RULES[kind] if type(module).forward is kind.forward else None
@@ -345,7 +393,16 @@ def find_rule(module: nn.Module) -> LayerRule | None:
 def matrix_layout(
     name: str, named: Named, groups: int, out: int, view: tuple[int, ...], order: tuple[int, ...]
 ) -> Layout:
-    """Weight columns first, the bias as last column."""
+    """Lays out a block [groups, out, in] of a weight and a bias; the bias is the last column.
+
+    Args:
+        name: The name of the module in the network.
+        named: The selected ones of the roles "weight" and "bias", each with its name in the network and the parameter.
+        groups: The number of groups.
+        out: The number of output features of one group.
+        view: The shape that the weight is brought to first.
+        order: How the view's dimensions are permuted then, to groups, output features and input features.
+    """
     pieces = []
     width = 0
     if "weight" in named:

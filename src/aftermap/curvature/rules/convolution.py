@@ -479,21 +479,24 @@ _METHODS: dict[Method, Callable[[ConvRows, Tensor], Iterator[GradientChunk]]] = 
 
 
 class _AnyConv(LayerRule):
+    """What convolutions and their transposes have in common."""
+
     def grads(self, module: Any, grads: Tensor) -> Tensor:
         vectors, batch, out = grads.shape[:3]
         groups = int(module.groups)
         return grads.reshape(vectors, batch, groups, out // groups, -1).transpose(-1, -2)
 
-    def _unbatched(self, module: Any, inputs: Tensor) -> None:
+    def _check_batched(self, module: Any, inputs: Tensor) -> None:
         if inputs.dim() != len(module.kernel_size) + 2:
             raise InputError(
-                f"{type(module).__name__} was called on an input of shape {tuple(inputs.shape)}; a batch dimension is needed"
+                f"{type(module).__name__} was called on an input of shape {tuple(inputs.shape)}; a batch dimension is needed. "
+                "Call the layer on [batch, channels, ...]; for one example, use x[None]."
             )
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvRule(_AnyConv):
-    """Convolution as a matrix on windows; one block per group; every padding mode."""
+    """A convolution as a matrix on windows, with one group of the block for each of its own and every padding mode."""
 
     def layout(self, name: str, module: Any, named: Named) -> Layout:
         groups = int(module.groups)
@@ -502,7 +505,7 @@ class ConvRule(_AnyConv):
         return matrix_layout(name, named, groups, out, (groups, out, first.numel() // (groups * out)), (0, 1, 2))
 
     def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
-        self._unbatched(module, inputs)
+        self._check_batched(module, inputs)
         kernel: tuple[int, ...] = module.kernel_size
         dilation: tuple[int, ...] = module.dilation
         pads: list[int] = []
@@ -530,7 +533,7 @@ class ConvRule(_AnyConv):
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 class ConvTransposeRule(_AnyConv):
-    """Transposed convolution: a convolution with stride one and a flipped kernel on the input spread out with zeros."""
+    """A transposed convolution: one with a stride of one and a flipped kernel, on the input spread out with zeros."""
 
     def layout(self, name: str, module: Any, named: Named) -> Layout:
         groups = int(module.groups)
@@ -540,7 +543,7 @@ class ConvTransposeRule(_AnyConv):
         return matrix_layout(name, named, groups, out, (groups, into, out, size), (0, 2, 1, 3))
 
     def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
-        self._unbatched(module, inputs)
+        self._check_batched(module, inputs)
         kernel: tuple[int, ...] = module.kernel_size
         dilation: tuple[int, ...] = module.dilation
         stride: tuple[int, ...] = module.stride

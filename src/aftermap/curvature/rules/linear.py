@@ -30,12 +30,13 @@ __all__ = ["DenseRows", "EmbeddingRule", "LinearRule", "OneHotRows"]
 
 @dataclass(frozen=True)
 class DenseRows(MatrixRows):
-    """Rows that are there as a tensor; ``ones`` says that a trailing 1 belongs to each.
+    """Input rows that are there as a tensor.
 
     Attributes:
-        data: [b, g, t, i] without the ones; i may be 0 (only a bias).
-        only_group: the one group that this call concerns (the others hold zeros); None for all.
-        reused: several vectors will meet the rows; what is made of them is kept.
+        data: The rows [b, g, t, i] without the ones. No features at all (i = 0) means that only a bias is selected.
+        ones: Whether a trailing 1 belongs to each row, because a bias belongs to the block.
+        only_group: The one group that this call concerns, where the others hold zeros; None where it concerns all.
+        reused: Whether several vectors will meet the rows, so that what is computed from them is cached.
     """
 
     data: Tensor
@@ -63,7 +64,7 @@ class DenseRows(MatrixRows):
         return tuple(self.shared if self.only_group in (None, g) else 0 for g in range(self.groups))
 
     def dense(self) -> Tensor:
-        """[b, g, t, i] with the ones."""
+        """Returns the rows with the ones: [b, g, t, i]."""
         return append_ones(self.data) if self.ones else self.data
 
     def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
@@ -93,7 +94,10 @@ class DenseRows(MatrixRows):
         return split_vectors(result, len(grads))
 
     def _products(self, lines: Tensor, data: Tensor) -> Tensor:
-        """[b, g, o, t] · [b, g, t, i]; groups that share their rows (a packed projection) in one product, without copies."""
+        """Multiplies [b, g, o, t] by [b, g, t, i].
+
+        Groups that share their rows, those of a packed projection, go into one product without copies.
+        """
         if self.groups == 1 or data.stride(1) != 0:
             return lines @ data
         return (lines.flatten(1, 2) @ data[:, 0]).unflatten(1, lines.shape[1:3])
@@ -109,7 +113,7 @@ class DenseRows(MatrixRows):
             add_product_(out[group], weights[group], rows[group])
 
     def _squared(self) -> Tensor:
-        """Squares of unshared rows: [g, b, i]."""
+        """Returns the squares of rows that are not shared over positions: [g, b, i]."""
         return self.dense()[:, :, 0].square().transpose(0, 1)
 
     @cached_property
@@ -140,7 +144,7 @@ class DenseRows(MatrixRows):
         return total, squares
 
     def _add_shared_moments_(self, total: Tensor | None, squares: Tensor, grads: Tensor) -> None:
-        """Adds Σ_vb G and Σ_vb G²; weights and bias apart, so that a product is never copied to make room for a column."""
+        """Adds Σ_vb G (if it is asked for) and Σ_vb G²: weights and bias apart, which saves a copy of every product."""
         vectors, out, width = grads.shape[0], grads.shape[-1], self.data.shape[-1]
         step = examples_per_chunk(vectors * self.groups * out * max(1, width), MOMENT_NUMBERS)
         for start in range(0, self.batch, step):
@@ -150,11 +154,11 @@ class DenseRows(MatrixRows):
                 parts.append((slice(0, width), self._products(lines, self.data[start : start + step])))
             if self.ones:
                 parts.append((slice(width, None), lines.sum(-1, keepdim=True)))
-            for columns, each in parts:
-                each = each if vectors == 1 else each.unflatten(2, (vectors, out)).transpose(1, 2).flatten(0, 1)
+            for columns, part in parts:
+                gradients = part if vectors == 1 else part.unflatten(2, (vectors, out)).transpose(1, 2).flatten(0, 1)
                 if total is not None:
-                    total[..., columns].add_(each.sum(0))
-                squares[..., columns].add_(each.square_().sum(0))
+                    total[..., columns].add_(gradients.sum(0))
+                squares[..., columns].add_(gradients.square_().sum(0))
 
     def examples(self, start: int, length: int) -> DenseRows:
         return DenseRows(self.data[start : start + length], self.ones, self.only_group)
@@ -162,11 +166,13 @@ class DenseRows(MatrixRows):
 
 @dataclass(frozen=True)
 class OneHotRows(MatrixRows):
-    """Rows that are one-hot (embeddings): only the index is kept, Σ a aᵀ is the diagonal of counts.
+    """Input rows that are one-hot, those of an embedding: an index stands for each, and Σ a aᵀ is a diagonal of counts.
 
     Attributes:
-        index: [b, t] integer; a negative index is a row of zeros (padding).
-        features: vocabulary.
+        index: The index of the 1 in every row [b, t]; a negative index stands for a row of zeros (padding).
+        features: The size of the vocabulary.
+        dtype: The dtype of sums of rows.
+        groups: The number of groups, which is one.
     """
 
     index: Tensor
@@ -201,22 +207,23 @@ class OneHotRows(MatrixRows):
         return result.transpose(2, 3)[:, :, None]
 
     def add_squares_(self, out: Tensor, grads: Tensor) -> None:
-        # Sum what one example says about one token, square, then sum over examples: never [b, vocabulary, o].
+        # The gradients of one example for one token are summed and squared, and only then summed over examples: a tensor
+        # [b, vocabulary, o] never exists.
         used = self.index >= 0
         numbers = self.index + self.features * torch.arange(self.batch, device=self.index.device)[:, None]
         whole = bool(used.all())
         pairs, place = torch.unique(numbers.flatten() if whole else numbers[used], return_inverse=True)
-        for each in grads[:, :, 0]:  # [b, t, o]
-            lines = each.flatten(0, 1) if whole else each[used]
-            sums = each.new_zeros(len(pairs), each.shape[-1]).index_add_(0, place, lines)
+        for vector in grads[:, :, 0]:  # [b, t, o]
+            lines = vector.flatten(0, 1) if whole else vector[used]
+            sums = vector.new_zeros(len(pairs), vector.shape[-1]).index_add_(0, place, lines)
             result = grads.new_zeros(self.features, grads.shape[-1])  # at most b terms are added one after the other
             out[0].add_(result.index_add_(0, pairs % self.features, sums.square_()).T)
 
     def moments(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         used = self.index >= 0
         total = grads.new_zeros(self.features, grads.shape[-1])
-        for each in grads[:, :, 0]:  # [b, t, o]
-            total.index_add_(0, self.index[used], each[used])
+        for vector in grads[:, :, 0]:  # [b, t, o]
+            total.index_add_(0, self.index[used], vector[used])
         squares = grads.new_zeros(1, grads.shape[-1], self.features)
         self.add_squares_(squares, grads)
         return total.T[None], squares
@@ -246,7 +253,7 @@ class LinearRule(LayerRule):
 
 @register(nn.Embedding)
 class EmbeddingRule(LayerRule):
-    """A table: a linear map of one-hot rows, of which only the index is kept."""
+    """A table, which is a linear map of one-hot rows; of these only the index is stored."""
 
     leading = True
     one_hot = True

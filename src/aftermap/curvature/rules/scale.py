@@ -1,4 +1,4 @@
-"""Normalisation layers and PReLU: a scale and a shift of each entry, and what they need from one fit to the next batch."""
+"""Normalisation layers and PReLU: a scale and a shift of each entry."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ScaleRows(InputRows):
-    """Rows of an elementwise scale (norm layers, PReLU): each group has one output, features (x̂, 1).
+    """The input rows of an elementwise scale (norm layers, PReLU): each group has one output and the features (x̂, 1).
 
     Attributes:
-        data: [b, g, t]; None where only the shift is selected.
-        ones: whether a shift belongs to the block.
-        shape: (b, g, t).
-        affine: (mean [b·g], variance [b·g], ε) where x̂ = (data − mean) / √(variance + ε) is left undone: only its sums are
-            needed.
+        data: The values x̂ [b, g, t]; None where only the shift is selected.
+        ones: Whether a shift belongs to the block.
+        shape: The sizes (b, g, t).
+        affine: The mean [b·g], the variance [b·g] and ε where x̂ = (data − mean) / √(variance + ε) is never computed,
+            because only its sums are needed; None where the data are x̂ itself.
     """
 
     data: Tensor | None
@@ -59,8 +59,8 @@ class ScaleRows(InputRows):
     def per_example_gradients(self, grads: Tensor) -> Tensor:
         if self.data is not None and (self.affine is not None or len(grads) == 1):
             # For one vector a product and a sum are several times faster than a batch of tiny matrix products.
-            found = torch.stack([torch.stack(self._columns(each, self.data), -1) for each in grads.split(1)])
-            return found.view(-1, *self.shape[:2], 1, self.features)
+            gradients = torch.stack([torch.stack(self._columns(vector, self.data), -1) for vector in grads.split(1)])
+            return gradients.view(-1, *self.shape[:2], 1, self.features)
         flat = grads[..., 0]  # [v, b, g, t]
         parts = [] if self.data is None else [torch.einsum("vbgt,bgt->vbg", flat, self.data)]
         if self.ones:
@@ -68,7 +68,10 @@ class ScaleRows(InputRows):
         return torch.stack(parts, -1)[..., None, :]
 
     def columns(self, grads: Tensor) -> list[Tensor] | None:
-        """Per-example gradients for one vector [1, b, g, t, 1], a column [b·g] per feature; None where `outer` is the way."""
+        """Returns the per-example gradients for one vector [1, b, g, t, 1] as one column [b·g] for each feature.
+
+        Returns None where there are several vectors or only a shift: `per_example_gradients` computes those.
+        """
         return None if self.data is None or len(grads) > 1 else self._columns(grads, self.data)
 
     def _columns(self, grads: Tensor, data: Tensor) -> list[Tensor]:
@@ -96,9 +99,9 @@ class ScaleRows(InputRows):
         columns = self.columns(grads)
         if columns is None:
             return super().moments(grads)
-        each = torch.cat(columns).view(-1, *self.shape[:2])  # [i, b, g]
-        total = each.sum(1)
-        return total.T[:, None], each.square_().sum(1).T[:, None]
+        gradients = torch.cat(columns).view(-1, *self.shape[:2])  # [i, b, g]
+        total = gradients.sum(1)
+        return total.T[:, None], gradients.square_().sum(1).T[:, None]
 
     def examples(self, start: int, length: int) -> ScaleRows:
         data = None if self.data is None else self.data[start : start + length]
@@ -111,7 +114,7 @@ class ScaleRows(InputRows):
 
 
 class _ScaleRule(LayerRule):
-    """y = weight ∘ x̂ + bias: one group per entry, features (x̂, 1)."""
+    """A layer y = weight ∘ x̂ + bias: each entry is a group with the features (x̂, 1)."""
 
     matrix = False
 
@@ -121,14 +124,14 @@ class _ScaleRule(LayerRule):
 
     @abstractmethod
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:
-        """x̂, of the shape of the input."""
+        """Returns x̂, in the shape of the input."""
 
     @abstractmethod
     def arranged(self, module: Any, values: Tensor, lead: int) -> Tensor:
-        """[*lead dimensions, ...] -> [*lead dimensions, group, shared]."""
+        """Arranges values as [*leading, group, shared], where the first ``lead`` dimensions stay as they are."""
 
     def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
-        # The output has the shape of the input, so either tells the number of groups and shared positions.
+        # The output has the shape of the input, so that either has the same groups and shared positions.
         data = self.arranged(module, self.normalised(module, inputs) if "weight" in named else inputs, 1)
         shape = (data.shape[0], data.shape[1], data.shape[2])
         return ScaleRows(data if "weight" in named else None, "bias" in named, shape)
@@ -151,27 +154,27 @@ class BatchNormRule(_ScaleRule):
             return super().rows(module, inputs, space, named)
         data = self.arranged(module, inputs, 1)
         shape = (data.shape[0], data.shape[1], data.shape[2])
-        statistics = _for_examples(module, shape[0], data.dtype)
+        statistics = _statistics_of_examples(module, shape[0], data.dtype)
         return ScaleRows(data, "bias" in named, shape, (*statistics, module.eps))
 
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:
-        if module.training or module.running_mean is None:  # only optimisers ask for this: see `find_sites`
+        if module.training or module.running_mean is None:  # fits refuse this, optimisers ask for it
             return F.batch_norm(inputs, None, None, None, None, True, 0.0, module.eps)
-        return inputs  # only a shift is selected, which does not look at them; else see `rows`
+        return inputs  # only a shift is selected, which does not read them; for a scale, see `rows`
 
     def arranged(self, module: Any, values: Tensor, lead: int) -> Tensor:
         return values.reshape(*values.shape[: lead + 1], -1)
 
 
-def _for_examples(module: Any, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Running mean and variance [b·g] of a BatchNorm, repeated for every example."""
-    found = (s.to(dtype).expand(batch, -1).reshape(-1) for s in (module.running_mean, module.running_var))
-    return next(found), next(found)
+def _statistics_of_examples(module: Any, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the running mean and variance [b·g] of a BatchNorm, repeated for every example."""
+    mean, variance = (s.to(dtype).expand(batch, -1).reshape(-1) for s in (module.running_mean, module.running_var))
+    return mean, variance
 
 
 @register(nn.GroupNorm)
 class GroupNormRule(_ScaleRule):
-    """Group normalisation; also instance normalisation as its extreme."""
+    """Group normalisation, of which instance normalisation is the extreme case."""
 
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:
         return F.group_norm(inputs, module.num_groups, None, None, module.eps)
@@ -196,7 +199,7 @@ class LayerNormRule(_ScaleRule):
 
 @register(nn.RMSNorm)
 class RMSNormRule(LayerNormRule):
-    """Root-mean-square normalisation: no mean, no bias."""
+    """Root-mean-square normalisation, which has neither a mean nor a bias."""
 
     def normalised(self, module: Any, inputs: Tensor) -> Tensor:
         return F.rms_norm(inputs, module.normalized_shape, None, module.eps)
