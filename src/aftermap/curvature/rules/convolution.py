@@ -16,8 +16,8 @@ the same numbers at different speeds; `choose_method` says which one is used, an
   row of the kernel costs one batched product, on a copy that is as large as the input times the kernel's width, not its area.
 * `unfolded_gradients`: whole windows are copied, and one batched product does the rest. This works for every convolution.
 
-How much each choice matters can be measured with ``python -m benchmarks.run --only curvature``, in the lines "sum of
-squared gradients"; the comments at the constants below name the network to look at.
+What each choice is worth for single layers is measured by ``python -m benchmarks.convolution``, and what all of them are worth
+for networks by ``python -m benchmarks.run --only curvature``, in the lines "sum of squared gradients".
 """
 
 from __future__ import annotations
@@ -61,24 +61,35 @@ __all__ = [
     "unfolded_gradients",
 ]
 
-# Windows are copied with their channels last where this many numbers then lie side by side (one cache line).
-_SIDE_BY_SIDE = 16
-# The grouped kernel makes gradients of this many numbers at a time.
-_GROUPED_NUMBERS = 1 << 20
-# The grouped kernel pays off only for maps with this many positions.
+# The numbers in these comments are printed by benchmarks/convolution.py; 1.2 times means 20 % more CPU time for that layer.
+#
+# The grouped kernel pays off only for maps with many positions, where writing the gradients does not dominate: it takes 1.1
+# to 1.2 times as long as windows on the 8×8 maps of ResNet-20 (64 channels), windows take 1.6 times as long on its 16×16 maps.
 _GROUPED_POSITIONS = 128
-# Windows of at most this many numbers are copied at a time.
-_WINDOW_NUMBERS = 1 << 20
-# Unfolded inputs of up to this many numbers are cached (16 MB in float32).
-_CACHED_NUMBERS = 1 << 22
-# Fewer columns than this are unfolded as lines.
-_FEW_COLUMNS = 16
-# Up to this many positions whole windows are better.
+# The grouped kernel makes gradients of this many numbers at a time (4 MB in float32): an eighth of it takes 1.5 times as long
+# on ResNet-20 (32 channels), more makes no difference but needs the memory.
+_GROUPED_NUMBERS = 1 << 20
+# Up to this many positions the products of single rows of the kernel are thin and whole windows are better: 1.1 to 1.3 times on
+# the 8×8 maps of ResNet-20 and WRN-16-2. Above it windows take 1.5 (10×10 maps) and 2 times (28×28) as long on LeNet.
 _FEW_POSITIONS = 64
-# So many numbers are unfolded along the width, or multiplied, at a time.
+# An input that has fewer columns than this when it is unfolded along its width is copied as lines. Lying side by side, the 5
+# columns of LeNet's first layer take 1.7 times as long, the 9 of ResNet-20's only 0.8 times; the 30 columns of LeNet's second
+# layer take 1.1 to 1.3 times as long if they are copied as lines.
+_FEW_COLUMNS = 16
+# An input is unfolded along its width, and multiplied, by this many numbers at a time (8 MB in float32): an eighth of it takes
+# 1.1 to 1.3 times as long on LeNet, more makes no difference.
 _UNFOLDED_NUMBERS = 1 << 21
-# Unfolded inputs of layers with at least this many channels are not cached.
+# Whole windows are copied with their channels last where this many numbers then lie side by side, one cache line: with
+# their channels first they take 1.1 to 1.2 times as long on ResNet-20 (64 channels) and WRN-16-2.
+_SIDE_BY_SIDE = 16
+# Whole windows are copied by this many numbers at a time (4 MB in float32): an eighth of it takes 2 times as long on ResNet-20
+# (64 channels), more makes no difference.
+_WINDOW_NUMBERS = 1 << 20
+# Unfolded inputs are cached for the next vectors where a layer has fewer channels than this: that saves a third of the time
+# of ten vectors on LeNet (6 channels), but nothing on ResNet-20 (16 channels), where products cost more than copies.
 _MANY_CHANNELS = 16
+# Larger copies than this are not cached, to bound the memory of a fit (16 MB in float32).
+_CACHED_NUMBERS = 1 << 22
 
 Method = Literal["grouped kernel", "kernel rows", "unfolded windows"]
 # Some examples' gradients of the weights: the number of the first example, and [b, g, o, channels, *kernel] of any strides.
