@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from aftermap.curvature.structures.eigenbasis import KroneckerEigenbasis, damped_eigenvalues, eigendecompose
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import kron
 from aftermap.optim import KFAC, NoisyKFAC
-from aftermap.optim.kfac import damped_eigenvalues, decompose, draw_deviation, natural_gradient
+from aftermap.optim.kfac import draw_deviation, natural_gradient
 from tests.optim.problems import classifier
 
 
@@ -22,10 +23,16 @@ def factors(groups: int = 2) -> tuple[Tensor, Tensor]:
     return a, b
 
 
+def decompose(a: Tensor, b: Tensor) -> tuple[KroneckerEigenbasis, Tensor, Tensor]:
+    """The eigenbasis of (A, B) and the eigenvalues of A and of B."""
+    (a_values, a_vectors), (b_values, b_vectors) = eigendecompose([("A", a), ("B", b)])
+    return KroneckerEigenbasis(a_vectors, b_vectors), a_values, b_values
+
+
 def test_draws_have_the_exact_covariance() -> None:
     a, b = factors()
-    (basis,) = decompose([(a, b)])
-    below = damped_eigenvalues(basis, 0.7, "exact")
+    basis, a_values, b_values = decompose(a, b)
+    below = damped_eigenvalues(b_values, a_values, prior=0.7, damping="exact")
     noise = torch.randn(200_000, 2, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     drawn = draw_deviation(basis, noise, below, 0.5).flatten(2)
     for g in range(2):
@@ -37,8 +44,8 @@ def test_draws_have_the_exact_covariance() -> None:
 
 def test_factored_damping_is_a_matrix_normal() -> None:
     a, b = factors(1)
-    (basis,) = decompose([(a, b)])
-    below = damped_eigenvalues(basis, 0.7, "pi")
+    basis, a_values, b_values = decompose(a, b)
+    below = damped_eigenvalues(b_values, a_values, prior=0.7, damping="pi")
     eye_a, eye_b = torch.eye(3, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
     pi = (a[0].trace() / 3 / (b[0].trace() / 4)).sqrt()
     precision = kron(b[0] + 0.7**0.5 / pi * eye_b, a[0] + 0.7**0.5 * pi * eye_a)
@@ -47,15 +54,15 @@ def test_factored_damping_is_a_matrix_normal() -> None:
     scale = float(expected.diagonal().max())
     found = torch.cov(draw_deviation(basis, noise, below, 1.0).flatten(1).T)
     assert_close(found, expected, rtol=0, atol=0.02 * scale)
-    scaled = decompose([(a * 9, b / 9)])[0]
-    assert_close(damped_eigenvalues(scaled, 0.7, "pi"), below)
+    _, a_scaled, b_scaled = decompose(a * 9, b / 9)
+    assert_close(damped_eigenvalues(b_scaled, a_scaled, prior=0.7, damping="pi"), below)
 
 
 def test_the_natural_gradient_is_the_solution() -> None:
     a, b = factors(1)
-    (basis,) = decompose([(a, b)])
+    basis, a_values, b_values = decompose(a, b)
     block = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    found = natural_gradient(basis, block, damped_eigenvalues(basis, 0.3, "exact"))
+    found = natural_gradient(basis, block, damped_eigenvalues(b_values, a_values, prior=0.3, damping="exact"))
     expected = torch.linalg.solve(kron(b[0], a[0]) + 0.3 * torch.eye(12, dtype=torch.float64), block.flatten())
     assert_close(found.flatten(), expected)
 
