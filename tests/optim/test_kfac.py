@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,11 +11,12 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.curvature.structures.eigenbasis import KroneckerEigenbasis, damped_eigenvalues, eigendecompose
-from aftermap.errors import InputError, UnsupportedError
+from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.linalg import kron
 from aftermap.optim import KFAC, NoisyKFAC
 from aftermap.optim.kfac import draw_deviation, natural_gradient
 from tests.optim.problems import classifier
+from tests.optim.ranks import Gated, uneven_data
 
 
 def factors(groups: int = 2) -> tuple[Tensor, Tensor]:
@@ -175,3 +178,73 @@ def test_a_scaled_loss_gives_the_same_step() -> None:
         opt.step()
         ends.append(net.weight.detach().clone())
     torch.testing.assert_close(ends[0], ends[1])
+
+
+class SometimesGated(Gated):
+    """A closed gate leaves no trace in the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool((x[:, 0] > 0).any()) else self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NoisyKFAC])
+def test_a_layer_that_is_used_in_another_way_gets_a_diagonal(optimizer: type[KFAC] | type[NoisyKFAC]) -> None:
+    net, (closed, opened), y = uneven_data(SometimesGated)
+    opt = optimizer(net, lr=1e-3, n_data=12)
+    for _ in range(2):
+        opt.step(lambda: F.cross_entropy(net(closed), y))
+    weight, last = net.first.weight, net.last.weight
+    assert isinstance(weight, Tensor)
+    assert isinstance(last, Tensor)
+    assert "factor_inputs" in opt.state[weight]
+    with pytest.warns(StatisticalWarning, match="first.weight is used in another way than in the steps before"):
+        opt.step(lambda: F.cross_entropy(net(opened), y))
+    for _ in range(2):
+        assert set(opt.state[weight]) == {"curvature", "momentum"}
+        assert "factor_inputs" in opt.state[last]
+        opt.step(lambda: F.cross_entropy(net(closed), y))
+    assert {b.kind for b in opt.posterior("classification").factors.blocks} == {"diagonal", "kron"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 1), (0, 0, 1)])
+def test_micro_batches_with_factors_and_with_squares_are_reconciled(order: tuple[int, ...]) -> None:
+    net, inputs, y = uneven_data(SometimesGated)
+    opt = KFAC(net, lr=0.1, n_data=6 * len(order), momentum=0.0)
+    weight = net.first.weight
+    assert isinstance(weight, Tensor)
+    before = weight.detach().clone()
+    mean, squares = torch.zeros_like(before), torch.zeros_like(before)
+    for k in order:
+        mean += torch.autograd.grad(F.cross_entropy(net(inputs[k]), y), weight)[0] / len(order)
+        if k == 1 or order[0] == 1:  # a layer without a rule has squares from then on
+            for i in range(len(y)):
+                loss = F.cross_entropy(net(inputs[k][i : i + 1]), y[i : i + 1])
+                squares += torch.autograd.grad(loss, weight)[0].square()
+    n_squares = len(y) * sum(k == 1 or order[0] == 1 for k in order)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StatisticalWarning)
+        for k in order:
+            with opt.sampled_params():
+                F.cross_entropy(net(inputs[k]), y).backward()  # type: ignore[no-untyped-call]
+        opt.step()
+    assert set(opt.state[weight]) == {"curvature", "momentum"}
+    assert_close(opt.state[weight]["curvature"], squares / n_squares)
+    prior = 1.0 / (6 * len(order))
+    assert_close(weight.detach(), before - 0.1 * (mean + prior * before) / (squares / n_squares + prior + 1e-2))
+
+
+def test_layers_without_factors_on_another_process_are_named() -> None:
+    net, x, y = classifier()
+    opt = KFAC(net, lr=1e-3, n_data=11)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    layouts = opt._layouts_to_reduce()
+    with pytest.warns(StatisticalWarning, match="one process use 0 in a way that gives no Kronecker factors") as caught:
+        opt._settle(layouts[:1])
+    assert "another way than in the steps before" not in str(caught[0].message)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    reader = opt._closure_reader()
+    assert reader is not None
+    assert reader.plan is not None
+    assert not reader.plan.uncovered  # its rule still makes its squares
+    assert set(opt.state[net[0].weight]) == {"curvature", "momentum"}
+    assert "factor_inputs" in opt.state[net[2].weight]

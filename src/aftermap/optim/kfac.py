@@ -10,12 +10,14 @@ first argument in place.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aftermap.checks import few
 from aftermap.curvature.passes.closure import ClosureReader
 from aftermap.curvature.passes.gradient_reader import GradientReader
 from aftermap.curvature.passes.plan import Layer
@@ -23,7 +25,7 @@ from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.base import Block
 from aftermap.curvature.structures.eigenbasis import KroneckerEigenbasis, damped_eigenvalues, eigendecompose
 from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
-from aftermap.errors import InputError, UnsupportedError
+from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.optim.base import Group
 from aftermap.optim.options import Schedule, given
 from aftermap.optim.statistics import StepStatistics, factor_dtype
@@ -131,10 +133,18 @@ class KronOptimizer(DiagonalOptimizer):
     def _settle(self, disputed: Sequence[Layout]) -> None:
         """A layer for which one process has no factors has a diagonal on every process from now on."""
         reader = self._closure_reader()
-        if reader is not None:
-            for layout in disputed:
-                reader.give_up(dict.fromkeys(layout.names, "another process has no Kronecker factors for it"))
-                self._forget(layout)
+        if reader is None or not disputed:
+            return
+        for layout in disputed:
+            reader.without_block.update(layout.names)
+            self._forget(layout)
+        names = few([layout.name for layout in disputed])
+        warnings.warn(
+            f"the data of one process use {names} in a way that gives no Kronecker factors (another process warns of the "
+            "reason), so on every process these layers have a diagonal from now on. Gradients are not affected",
+            StatisticalWarning,
+            stacklevel=6,
+        )
 
     # The factored layers and their state.
 
@@ -218,6 +228,10 @@ class KronOptimizer(DiagonalOptimizer):
 
     def _refresh(self, statistics: StepStatistics) -> None:
         """Takes new factors into the running ones, and decomposes them every ``inverse_every`` steps."""
+        for layout in list(self._layouts.values()):
+            # The layer is used in another way than before, so it has squares now, and its old factors would never be renewed.
+            if layout not in statistics.factors and not statistics.curvature.keys().isdisjoint(layout.names):
+                self._forget(layout)
         for layout, block in statistics.factors.items():
             owners = [g for g in self.param_groups if any(self._names[id(p)] in layout.names for p in g["params"])]
             if len(owners) > 1:

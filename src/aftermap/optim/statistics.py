@@ -131,17 +131,28 @@ class StepStatistics:
         return statistics
 
     def add(self, other: StepStatistics) -> None:
-        """Adds the sums of another closure."""
+        """Adds the sums of another closure.
+
+        Where one of the two has a gradient but no estimate of its curvature, the other's estimate stands for all examples. A
+        layer with Kronecker factors in the one and squares in the other has squares afterwards.
+        """
+        size = self.size + other.size
+        for mine, theirs in ((self, other), (other, self)):
+            for name in [n for n in mine.curvature if n in theirs.grads and n not in theirs.curvature]:
+                mine.curvature[name] = mine.curvature[name] * (size / mine.size)
         self.grad_scale = _add_scaled(self.grads, self.grad_scale, other.grads, other.grad_scale)
         self.curvature_scale = _add_scaled(self.curvature, self.curvature_scale, other.curvature, other.curvature_scale)
-        self.size += other.size
+        self.size = size
         self.loss = self.loss + other.loss
         for layout, block in other.factors.items():
-            mine = self.factors.get(layout)
-            if mine is not None:
-                inputs, outputs, rows = mine.inputs + block.inputs, mine.outputs + block.outputs, mine.rows + block.rows
-                block = replace(mine, inputs=inputs, outputs=outputs, rows=rows)
+            earlier = self.factors.get(layout)
+            if earlier is not None:
+                inputs, outputs = earlier.inputs + block.inputs, earlier.outputs + block.outputs
+                rows = earlier.rows + block.rows
+                block = replace(earlier, inputs=inputs, outputs=outputs, rows=rows)
             self.factors[layout] = block
+        for layout in [x for x in self.factors if not self.curvature.keys().isdisjoint(x.names)]:
+            del self.factors[layout]
 
     def all_reduce(self, parameters: Mapping[str, Tensor], layouts: Sequence[Layout]) -> list[Layout]:
         """Sums over all processes, in place. What no process has stays missing.

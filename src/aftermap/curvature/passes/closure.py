@@ -111,6 +111,7 @@ class ClosureReader:
             self.layers = find_layers(model, self.names, batch_statistics=True)
         self.for_matrix, self.gradients_only = for_matrix, gradients_only
         self.plan: ModelPlan | None = None
+        self.without_block: set[str] = set()  # parameters whose layers give squares instead of a block
         self.verified: set[Signature] = set()
         self._compare_next = True
         self._warned: set[str] = set()
@@ -192,8 +193,9 @@ class ClosureReader:
 
     def has_block(self, plan: ModelPlan, number: int) -> bool:
         """Whether a layer gives a block of its own: it has a weight matrix and shares no parameter with another."""
-        rule = plan.layers[number].rule
-        return self.for_matrix is not None and rule.matrix and not rule.one_hot and number in plan.whole_layers
+        rule, names = plan.layers[number].rule, plan.layers[number].layout.names
+        fits = rule.matrix and not rule.one_hot and number in plan.whole_layers
+        return self.for_matrix is not None and fits and self.without_block.isdisjoint(names)
 
     def check_signature(self, signature: Signature, misfits: Mapping[str, str]) -> dict[str, str]:
         """Parameters that this closure uses in another way than the plan says; they lose their rule from now on."""
@@ -446,8 +448,9 @@ class ClosureReading:
             reader.give_up(wrong)
         elif compared and self._signature is not None:
             reader.verified.add(self._signature)
-        # A closure that ran its own backward pass shows autograd's gradients only to hooks that were there before.
-        reader.compare_next(not compared)
+        # A closure that ran its own backward pass shows autograd's gradients only to hooks that were there before. Where
+        # it shows no graph either (no call of the whole model, or several outputs), every step is compared.
+        reader.compare_next(not compared or self._signature is None)
 
     @property
     def _is_low_precision(self) -> bool:
