@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aftermap.curvature.passes.closure import ClosureReader
-from aftermap.curvature.passes.gradient_reader import ClosureStatistics, GradientReader, Reading
+from aftermap.curvature.passes.gradient_reader import ClosureStatistics, GradientReader
 from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.kron import KronBlock
 from aftermap.distributed import all_reduce_, is_distributed
@@ -21,7 +21,7 @@ from aftermap.optim.options import Settings
 __all__ = [
     "StepStatistics",
     "add_micro_batch",
-    "back_propagate",
+    "check_own_backward",
     "factor_dtype",
     "from_micro_batches",
     "parameter_chunks",
@@ -284,21 +284,14 @@ def from_micro_batches(
     return statistics
 
 
-def back_propagate(reading: Reading, loss: Tensor, *, ggn: bool, only_parameters: bool) -> None:
-    """Runs the backward pass of a closure that did none; raises where one that did cannot be used."""
-    if not reading.gradients_came:
-        if not loss.requires_grad:
-            raise InputError(
-                "the closure's loss does not depend on any parameter that requires a gradient, and the closure ran no backward "
-                "pass. Do not detach the loss, and leave torch.no_grad() out of the closure"
-            )
-        reading.differentiate(loss, keep=ggn)
-    elif only_parameters and is_distributed():
+def check_own_backward(*, ggn: bool, only_parameters: bool) -> None:
+    """Raises where the backward pass that a closure ran itself cannot be used."""
+    if only_parameters and is_distributed():
         raise UnsupportedError(
             "with several processes and only parameters given, a closure must return the loss without calling backward: "
             "a DistributedDataParallel wrapper would average gradients unseen. Pass the model instead of its parameters"
         )
-    elif ggn:
+    if ggn:
         raise UnsupportedError(
             "curvature='ggn' needs the graph: return the loss without calling backward in the closure"
         )
