@@ -248,3 +248,36 @@ def test_layers_without_factors_on_another_process_are_named() -> None:
     assert not reader.plan.uncovered  # its rule still makes its squares
     assert set(opt.state[net[0].weight]) == {"curvature", "momentum"}
     assert "factor_inputs" in opt.state[net[2].weight]
+
+
+def trained_with_penalty(optimizer: type[KFAC] | type[NoisyKFAC], name: str, start: int, own_backward: bool) -> Tensor:
+    """The weights after five steps, with a penalty on one weight from step ``start`` on."""
+    _, x, y = classifier()
+    torch.manual_seed(0)  # of the weights, and of the noise
+    net = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4)).to(torch.float64)
+    opt = optimizer(net, lr=0.05, n_data=11, inverse_every=1)
+
+    def closure() -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        if opt.steps >= start:
+            loss = loss + 0.5 * net.get_parameter(name).square().sum()
+        if own_backward:
+            opt.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for _ in range(5):
+        opt.step(closure)
+    assert [n for n, p in net.named_parameters() if "factor_inputs" in opt.state[p]] == ["0.weight", "3.weight"]
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])
+@pytest.mark.parametrize("optimizer", [KFAC, NoisyKFAC])
+def test_a_penalty_leaves_the_factors_and_counts_in_the_gradient(
+    optimizer: type[KFAC] | type[NoisyKFAC], name: str, start: int
+) -> None:
+    returned, ran_backward = (trained_with_penalty(optimizer, name, start, own) for own in (False, True))
+    assert_close(returned, ran_backward)
+    assert not torch.allclose(returned, trained_with_penalty(optimizer, name, 99, False))

@@ -291,8 +291,10 @@ class ClosureReading:
                 looked at.
         """
         reader, call = self.reader, self.model_call()
-        if root is None and call is not None:
-            root = call.output
+        if call is not None and call.output is not None and (root is None or reader.for_matrix is not None):
+            root = (
+                call.output
+            )  # with blocks all gradients are autograd's, and a penalty outside the model changes no block
         batch = Batch(None, None, None, self.size)
         outputs = torch.zeros(()) if root is None else root
         forward = ForwardRecord.make(reader.model, batch, outputs, plan, self.record.calls)
@@ -374,7 +376,7 @@ class ClosureReading:
             statistics.squares.update(self._squares_without_rule(rest))
         for name in reader.names:
             arrived = self._gradient_of(name) if name in rest else gradients.get(name)
-            if arrived is not None and name not in statistics.sums:
+            if arrived is not None and (name not in statistics.sums or reader.for_matrix is not None):
                 arrived = arrived.to_dense() if arrived.is_sparse else arrived
                 statistics.sums[name] = arrived.detach().clone() if scale != 1.0 else arrived.detach()
         if scale != 1.0:
