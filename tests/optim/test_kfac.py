@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from aftermap.errors import InputError, UnsupportedError
+from aftermap.curvature.structures.eigenbasis import KroneckerEigenbasis, damped_eigenvalues, eigendecompose
+from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.linalg import kron
 from aftermap.optim import KFAC, NoisyKFAC
-from aftermap.optim.kfac import damped_eigenvalues, decompose, draw_deviation, natural_gradient
+from aftermap.optim.kfac import draw_deviation, natural_gradient
 from tests.optim.problems import classifier
+from tests.optim.ranks import Gated, uneven_data
 
 
 def factors(groups: int = 2) -> tuple[Tensor, Tensor]:
@@ -22,10 +26,16 @@ def factors(groups: int = 2) -> tuple[Tensor, Tensor]:
     return a, b
 
 
+def decompose(a: Tensor, b: Tensor) -> tuple[KroneckerEigenbasis, Tensor, Tensor]:
+    """The eigenbasis of (A, B) and the eigenvalues of A and of B."""
+    (a_values, a_vectors), (b_values, b_vectors) = eigendecompose([("A", a), ("B", b)])
+    return KroneckerEigenbasis(a_vectors, b_vectors), a_values, b_values
+
+
 def test_draws_have_the_exact_covariance() -> None:
     a, b = factors()
-    (basis,) = decompose([(a, b)])
-    below = damped_eigenvalues(basis, 0.7, "exact")
+    basis, a_values, b_values = decompose(a, b)
+    below = damped_eigenvalues(b_values, a_values, prior=0.7, damping="exact")
     noise = torch.randn(200_000, 2, 4, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     drawn = draw_deviation(basis, noise, below, 0.5).flatten(2)
     for g in range(2):
@@ -37,8 +47,8 @@ def test_draws_have_the_exact_covariance() -> None:
 
 def test_factored_damping_is_a_matrix_normal() -> None:
     a, b = factors(1)
-    (basis,) = decompose([(a, b)])
-    below = damped_eigenvalues(basis, 0.7, "pi")
+    basis, a_values, b_values = decompose(a, b)
+    below = damped_eigenvalues(b_values, a_values, prior=0.7, damping="pi")
     eye_a, eye_b = torch.eye(3, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
     pi = (a[0].trace() / 3 / (b[0].trace() / 4)).sqrt()
     precision = kron(b[0] + 0.7**0.5 / pi * eye_b, a[0] + 0.7**0.5 * pi * eye_a)
@@ -47,15 +57,15 @@ def test_factored_damping_is_a_matrix_normal() -> None:
     scale = float(expected.diagonal().max())
     found = torch.cov(draw_deviation(basis, noise, below, 1.0).flatten(1).T)
     assert_close(found, expected, rtol=0, atol=0.02 * scale)
-    scaled = decompose([(a * 9, b / 9)])[0]
-    assert_close(damped_eigenvalues(scaled, 0.7, "pi"), below)
+    _, a_scaled, b_scaled = decompose(a * 9, b / 9)
+    assert_close(damped_eigenvalues(b_scaled, a_scaled, prior=0.7, damping="pi"), below)
 
 
 def test_the_natural_gradient_is_the_solution() -> None:
     a, b = factors(1)
-    (basis,) = decompose([(a, b)])
+    basis, a_values, b_values = decompose(a, b)
     block = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    found = natural_gradient(basis, block, damped_eigenvalues(basis, 0.3, "exact"))
+    found = natural_gradient(basis, block, damped_eigenvalues(b_values, a_values, prior=0.3, damping="exact"))
     expected = torch.linalg.solve(kron(b[0], a[0]) + 0.3 * torch.eye(12, dtype=torch.float64), block.flatten())
     assert_close(found.flatten(), expected)
 
@@ -168,3 +178,106 @@ def test_a_scaled_loss_gives_the_same_step() -> None:
         opt.step()
         ends.append(net.weight.detach().clone())
     torch.testing.assert_close(ends[0], ends[1])
+
+
+class SometimesGated(Gated):
+    """A closed gate leaves no trace in the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool((x[:, 0] > 0).any()) else self.last(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("optimizer", [KFAC, NoisyKFAC])
+def test_a_layer_that_is_used_in_another_way_gets_a_diagonal(optimizer: type[KFAC] | type[NoisyKFAC]) -> None:
+    net, (closed, opened), y = uneven_data(SometimesGated)
+    opt = optimizer(net, lr=1e-3, n_data=12)
+    for _ in range(2):
+        opt.step(lambda: F.cross_entropy(net(closed), y))
+    weight, last = net.first.weight, net.last.weight
+    assert isinstance(weight, Tensor)
+    assert isinstance(last, Tensor)
+    assert "factor_inputs" in opt.state[weight]
+    with pytest.warns(StatisticalWarning, match="first.weight is used in another way than in the steps before"):
+        opt.step(lambda: F.cross_entropy(net(opened), y))
+    for _ in range(2):
+        assert set(opt.state[weight]) == {"curvature", "momentum"}
+        assert "factor_inputs" in opt.state[last]
+        opt.step(lambda: F.cross_entropy(net(closed), y))
+    assert {b.kind for b in opt.posterior("classification").factors.blocks} == {"diagonal", "kron"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 1, 1), (0, 0, 1)])
+def test_micro_batches_with_factors_and_with_squares_are_reconciled(order: tuple[int, ...]) -> None:
+    net, inputs, y = uneven_data(SometimesGated)
+    opt = KFAC(net, lr=0.1, n_data=6 * len(order), momentum=0.0)
+    weight = net.first.weight
+    assert isinstance(weight, Tensor)
+    before = weight.detach().clone()
+    mean, squares = torch.zeros_like(before), torch.zeros_like(before)
+    for k in order:
+        mean += torch.autograd.grad(F.cross_entropy(net(inputs[k]), y), weight)[0] / len(order)
+        if k == 1 or order[0] == 1:  # a layer without a rule has squares from then on
+            for i in range(len(y)):
+                loss = F.cross_entropy(net(inputs[k][i : i + 1]), y[i : i + 1])
+                squares += torch.autograd.grad(loss, weight)[0].square()
+    n_squares = len(y) * sum(k == 1 or order[0] == 1 for k in order)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StatisticalWarning)
+        for k in order:
+            with opt.sampled_params():
+                F.cross_entropy(net(inputs[k]), y).backward()  # type: ignore[no-untyped-call]
+        opt.step()
+    assert set(opt.state[weight]) == {"curvature", "momentum"}
+    assert_close(opt.state[weight]["curvature"], squares / n_squares)
+    prior = 1.0 / (6 * len(order))
+    assert_close(weight.detach(), before - 0.1 * (mean + prior * before) / (squares / n_squares + prior + 1e-2))
+
+
+def test_layers_without_factors_on_another_process_are_named() -> None:
+    net, x, y = classifier()
+    opt = KFAC(net, lr=1e-3, n_data=11)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    layouts = opt._layouts_to_reduce()
+    with pytest.warns(StatisticalWarning, match="one process use 0 in a way that gives no Kronecker factors") as caught:
+        opt._settle(layouts[:1])
+    assert "another way than in the steps before" not in str(caught[0].message)
+    opt.step(lambda: F.cross_entropy(net(x), y))
+    reader = opt._closure_reader()
+    assert reader is not None
+    assert reader.plan is not None
+    assert not reader.plan.uncovered  # its rule still makes its squares
+    assert set(opt.state[net[0].weight]) == {"curvature", "momentum"}
+    assert "factor_inputs" in opt.state[net[2].weight]
+
+
+def trained_with_penalty(optimizer: type[KFAC] | type[NoisyKFAC], name: str, start: int, own_backward: bool) -> Tensor:
+    """The weights after five steps, with a penalty on one weight from step ``start`` on."""
+    _, x, y = classifier()
+    torch.manual_seed(0)  # of the weights, and of the noise
+    net = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 4)).to(torch.float64)
+    opt = optimizer(net, lr=0.05, n_data=11, inverse_every=1)
+
+    def closure() -> Tensor:
+        loss = F.cross_entropy(net(x), y)
+        if opt.steps >= start:
+            loss = loss + 0.5 * net.get_parameter(name).square().sum()
+        if own_backward:
+            opt.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for _ in range(5):
+        opt.step(closure)
+    assert [n for n, p in net.named_parameters() if "factor_inputs" in opt.state[p]] == ["0.weight", "3.weight"]
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("start", [0, 2])
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])
+@pytest.mark.parametrize("optimizer", [KFAC, NoisyKFAC])
+def test_a_penalty_leaves_the_factors_and_counts_in_the_gradient(
+    optimizer: type[KFAC] | type[NoisyKFAC], name: str, start: int
+) -> None:
+    returned, ran_backward = (trained_with_penalty(optimizer, name, start, own) for own in (False, True))
+    assert_close(returned, ran_backward)
+    assert not torch.allclose(returned, trained_with_penalty(optimizer, name, 99, False))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from aftermap.errors import InputError
-from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC
+from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, Schedule
 from aftermap.optim.options import OPTIONS
 from aftermap.optim.vogn import DiagonalOptimizer
 from tests.optim.problems import classifier
@@ -63,8 +64,19 @@ def test_arguments_arrive_in_groups_or_settings(optimizer: Any) -> None:
 
 def test_an_unknown_option_of_a_new_optimiser() -> None:
     net, _, _ = classifier()
-    with pytest.raises(InputError, match="'dampling' is not an option of the optimisers; there are lr, momentum"):
+    with pytest.raises(InputError, match="has no setting dampling; allowed are lr, momentum.*Did you mean damping"):
         DiagonalOptimizer(net, None, {"n_data": 3, "dampling": 0.1}, None)
+
+
+def test_numbers_of_other_types_become_plain_ones() -> None:
+    net, _, _ = classifier()
+    opt = VOGN(net, lr=np.float32(0.25), n_data=np.int64(12), mc_samples=np.int64(2))
+    assert [type(v) for v in (opt.param_groups[0]["lr"], opt.settings.n_data, opt.settings.mc_samples)] == [
+        float,
+        float,
+        int,
+    ]
+    assert type(Schedule(1.0, 2.0, np.int64(3)).config()["steps"]) is int
 
 
 def stepped(opt: Any, net: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -98,7 +110,7 @@ def test_old_words_mean_what_they_meant() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "options", "message"),
     [
-        (IVON, {"clip_radius": 0.0}, "clip_radius=0.0 must be a finite number, above 0"),
+        (IVON, {"clip_radius": 0.0}, "clip_radius=0.0 must be a positive number"),
         (IVON, {"rescale_lr": 1}, "rescale_lr=1 must be True or False"),
         (KFAC, {"damping_form": "ritter"}, "damping_form='ritter' is not known; allowed are 'exact', 'pi'"),
         (KFAC, {"factor_every": 0}, "factor_every=0 must be a whole number of at least 1"),

@@ -36,7 +36,7 @@ from aftermap.optim.options import check_group, parameter_groups, parse_schedule
 from aftermap.optim.statistics import (
     StepStatistics,
     add_micro_batch,
-    back_propagate,
+    check_own_backward,
     from_micro_batches,
     parameter_chunks,
 )
@@ -334,7 +334,7 @@ class VariationalOptimizer(Optimizer, ABC):
     def _run(self, closure: Callable[[], Any], sample: int, size: int | None) -> tuple[StepStatistics, Any]:
         """Draws weights and runs the closure once; returns its statistics and its result."""
         reader = self._current_reader()
-        params = self._trained()
+        params, wants_ggn = self._trained(), self.settings.curvature == "ggn"
         self._cleared = False
         with self._drawn_weights(sample, sampling=self.settings.sampling) as noise:
             before = {n: p.grad for n, p in params.items()}
@@ -347,11 +347,17 @@ class VariationalOptimizer(Optimizer, ABC):
                     if nothing and self.skip_without_loss and not is_distributed():  # the others would wait for a sum
                         raise _LeftOut
                     loss = loss_of(result)
-                    back_propagate(
-                        reading, loss, ggn=self.settings.curvature == "ggn", only_parameters=self.model is None
-                    )
+                    if reading.gradients_came:
+                        check_own_backward(ggn=wants_ggn, only_parameters=self.model is None)
+                    elif not loss.requires_grad:
+                        raise InputError(
+                            "the closure's loss does not depend on any parameter that requires a gradient, and the closure ran "
+                            "no backward pass. Do not detach the loss, and leave torch.no_grad() out of the closure"
+                        )
+                    else:
+                        reading.differentiate(loss, keep=wants_ggn)
                 moments = reading.finish()
-                ggn = self._ggn_of(reading, loss.device) if self.settings.curvature == "ggn" else None
+                ggn = self._ggn_of(reading, loss.device) if wants_ggn else None
                 reading.release()
                 grads = {n: p.grad for n, p in params.items() if p.grad is not None}
             finally:

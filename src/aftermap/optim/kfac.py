@@ -10,22 +10,22 @@ first argument in place.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aftermap.checks import few
 from aftermap.curvature.passes.closure import ClosureReader
 from aftermap.curvature.passes.gradient_reader import GradientReader
 from aftermap.curvature.passes.plan import Layer
 from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.base import Block
+from aftermap.curvature.structures.eigenbasis import KroneckerEigenbasis, damped_eigenvalues, eigendecompose
 from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
-from aftermap.distributed import shared_out
-from aftermap.errors import InputError, UnsupportedError
-from aftermap.linalg import psd_eigh
+from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.optim.base import Group
 from aftermap.optim.options import Schedule, given
 from aftermap.optim.statistics import StepStatistics, factor_dtype
@@ -33,18 +33,17 @@ from aftermap.optim.vogn import DiagonalOptimizer, new_momentum_
 
 __all__ = [
     "KFAC",
-    "Basis",
     "KronOptimizer",
     "NoisyKFAC",
-    "damped_eigenvalues",
-    "decompose",
     "draw_deviation",
     "natural_gradient",
     "new_factors_",
 ]
 
 _FACTORS = ("factor_inputs", "factor_outputs")
-_BASIS = ("basis_inputs", "basis_outputs", "values_inputs", "values_outputs")
+_BASIS = ("basis_inputs", "basis_outputs")
+_EIGENVALUES = ("values_inputs", "values_outputs")
+_KEYS = (*_FACTORS, *_BASIS, *_EIGENVALUES)  # what the state of a layer's first parameter holds for the layer
 
 
 def new_factors_(state: dict[str, Tensor], block: KronBlock, n_examples: float, beta: float) -> None:
@@ -64,67 +63,15 @@ def new_factors_(state: dict[str, Tensor], block: KronBlock, n_examples: float, 
             state[key] = mean
 
 
-@dataclass(frozen=True)
-class Basis:
-    """The eigendecompositions of a layer's factors.
-
-    Attributes:
-        inputs: U_A [g, i, i].
-        outputs: U_B [g, o, o].
-        input_values: a [g, i].
-        output_values: b [g, o].
-    """
-
-    inputs: Tensor
-    outputs: Tensor
-    input_values: Tensor
-    output_values: Tensor
-
-
-def damped_eigenvalues(basis: Basis, damping: float, form: str) -> Tensor:
-    """D [g, o, i]: the eigenvalues of the curvature with c + γ.
-
-    Args:
-        basis: The eigendecompositions.
-        damping: c + γ.
-        form: "exact" for D = b aᵀ + c + γ, or "pi" for D = (b + √(c+γ)/π)(a + π√(c+γ))ᵀ (Martens & Grosse 2015, section
-            6.3), where π² is the mean of a over the mean of b, so that scaling A up and B down changes nothing.
-    """
-    a, b = basis.input_values[:, None, :], basis.output_values[:, :, None]
-    if form == "exact":
-        return b * a + damping
-    mean_a, mean_b = a.mean(-1, keepdim=True), b.mean(-2, keepdim=True)
-    ratio = (mean_a.clamp_min(1e-30) / mean_b.clamp_min(1e-30)).sqrt()
-    root = damping**0.5
-    return (b + root / ratio) * (a + root * ratio)
-
-
-def natural_gradient(basis: Basis, gradient: Tensor, damped: Tensor) -> Tensor:
+def natural_gradient(basis: KroneckerEigenbasis, gradient: Tensor, damped: Tensor) -> Tensor:
     """U_B ((U_Bᵀ M U_A) / D) U_Aᵀ of a gradient or momentum M [g, o, i]."""
-    rotated = basis.outputs.transpose(-1, -2) @ gradient @ basis.inputs
-    return basis.outputs @ (rotated / damped) @ basis.inputs.transpose(-1, -2)  # eq. (10)
+    return basis.rotate_back(basis.rotate(gradient) / damped)  # eq. (10)
 
 
-def draw_deviation(basis: Basis, noise: Tensor, damped: Tensor, scale: float) -> Tensor:
+def draw_deviation(basis: KroneckerEigenbasis, noise: Tensor, damped: Tensor, scale: float) -> Tensor:
     """scale · U_B (Z / √D) U_Aᵀ for standard normal Z [g, o, i]: covariance scale² (U_B ⊗ U_A) D⁻¹ (U_B ⊗ U_A)ᵀ."""
     # Z is isotropic, so it needs no rotation of its own.
-    return scale * (basis.outputs @ (noise / damped.sqrt()) @ basis.inputs.transpose(-1, -2))  # eq. (11)
-
-
-def decompose(factors: Sequence[tuple[Tensor, Tensor]]) -> list[Basis]:
-    """The eigendecompositions of (A, B) of each layer, in float64; over several processes each does its share."""
-    if not factors:
-        return []
-    matrices = [m for pair in factors for m in pair]
-
-    def work(number: int) -> list[Tensor]:
-        values, vectors = psd_eigh(matrices[number], what="a Kronecker factor")
-        return [values.to(matrices[number].dtype), vectors.to(matrices[number].dtype)]
-
-    costs = [float(m.shape[0] * m.shape[-1] ** 3) for m in matrices]
-    shapes = [[tuple(m.shape[:2]), tuple(m.shape)] for m in matrices]
-    done = shared_out(costs, shapes, work, matrices[0])
-    return [Basis(done[i][1], done[i + 1][1], done[i][0], done[i + 1][0]) for i in range(0, len(matrices), 2)]
+    return scale * basis.rotate_back(noise / damped.sqrt())  # eq. (11)
 
 
 class KronOptimizer(DiagonalOptimizer):
@@ -186,16 +133,25 @@ class KronOptimizer(DiagonalOptimizer):
     def _settle(self, disputed: Sequence[Layout]) -> None:
         """A layer for which one process has no factors has a diagonal on every process from now on."""
         reader = self._closure_reader()
-        if reader is not None:
-            for layout in disputed:
-                reader.give_up(dict.fromkeys(layout.names, "another process has no Kronecker factors for it"))
-                self._forget(layout)
+        if reader is None or not disputed:
+            return
+        for layout in disputed:
+            reader.without_block.update(layout.names)
+            self._forget(layout)
+        names = few([layout.name for layout in disputed])
+        warnings.warn(
+            f"the data of one process use {names} in a way that gives no Kronecker factors (another process warns of the "
+            "reason), so on every process these layers have a diagonal from now on. Gradients are not affected",
+            StatisticalWarning,
+            stacklevel=6,
+        )
 
     # The factored layers and their state.
 
-    def _basis(self, layout: Layout) -> Basis | None:
+    def _basis(self, layout: Layout) -> KroneckerEigenbasis | None:
+        """The eigenbasis of a layer's factors, once they are decomposed."""
         state = self.state[self._anchor(layout)]
-        return Basis(*(state[k] for k in _BASIS)) if _BASIS[0] in state else None
+        return KroneckerEigenbasis(state[_BASIS[0]], state[_BASIS[1]]) if _BASIS[0] in state else None
 
     def _anchor(self, layout: Layout) -> Tensor:
         """The parameter whose state holds a layer's factors."""
@@ -211,7 +167,7 @@ class KronOptimizer(DiagonalOptimizer):
         for key, old in list(self._layouts.items()):
             if set(old.names) & set(layout.names):
                 state = self.state[self._anchor(old)]
-                for name in (*_FACTORS, *_BASIS):
+                for name in _KEYS:
                     state.pop(name, None)
                 del self._layouts[key]
 
@@ -226,9 +182,12 @@ class KronOptimizer(DiagonalOptimizer):
                 return self._basis(layout) is not None and all(params[n].requires_grad for n in layout.names)
         return super()._needs_noise(group, parameter)
 
-    def _damped_eigenvalues(self, group: Group, basis: Basis) -> Tensor:
+    def _damped_eigenvalues(self, group: Group, layout: Layout) -> Tensor:
+        """D [g, o, i]: the eigenvalues of a layer's curvature with c + γ."""
+        state = self.state[self._anchor(layout)]
+        a, b = (state[key] for key in _EIGENVALUES)
         prior, _ = self._prior(group, [])
-        return damped_eigenvalues(basis, prior + group["damping"], self.settings.damping_form)
+        return damped_eigenvalues(b, a, prior=prior + group["damping"], damping=self.settings.damping_form)
 
     # Drawing and moving.
 
@@ -240,7 +199,7 @@ class KronOptimizer(DiagonalOptimizer):
             if basis is None:
                 continue
             block = layout.join({n: by_name[n][1] for n in layout.names}).to(basis.outputs.dtype)
-            deviation = draw_deviation(basis, block, self._damped_eigenvalues(group, basis), self.noise_scale())
+            deviation = draw_deviation(basis, block, self._damped_eigenvalues(group, layout), self.noise_scale())
             for name, value in layout.split(deviation).items():
                 mean = by_name[name][0].data
                 drawn[name] = mean + value.to(mean.dtype)
@@ -269,6 +228,10 @@ class KronOptimizer(DiagonalOptimizer):
 
     def _refresh(self, statistics: StepStatistics) -> None:
         """Takes new factors into the running ones, and decomposes them every ``inverse_every`` steps."""
+        for layout in list(self._layouts.values()):
+            # The layer is used in another way than before, so it has squares now, and its old factors would never be renewed.
+            if layout not in statistics.factors and not statistics.curvature.keys().isdisjoint(layout.names):
+                self._forget(layout)
         for layout, block in statistics.factors.items():
             owners = [g for g in self.param_groups if any(self._names[id(p)] in layout.names for p in g["params"])]
             if len(owners) > 1:
@@ -282,11 +245,25 @@ class KronOptimizer(DiagonalOptimizer):
             new_factors_(state, block, statistics.size, owners[0]["new_curvature_weight"])
         due = self.steps % self.settings.inverse_every == 0
         if statistics.factors and (due or any(self._basis(x) is None for x in self._layouts.values())):
-            states = [self.state[self._anchor(x)] for x in self._layouts.values()]
-            bases = decompose([(s[_FACTORS[0]], s[_FACTORS[1]]) for s in states])
-            for state, basis in zip(states, bases, strict=True):
-                values = (basis.inputs, basis.outputs, basis.input_values, basis.output_values)
-                state.update(zip(_BASIS, values, strict=True))
+            self._decompose()
+
+    def _decompose(self) -> None:
+        """Decomposes the factors of all layers, one precision after the other; over several processes each does its share."""
+        by_dtype: dict[torch.dtype, list[Layout]] = {}
+        for layout in self._layouts.values():
+            by_dtype.setdefault(self.state[self._anchor(layout)][_FACTORS[0]].dtype, []).append(layout)
+        for dtype, layouts in by_dtype.items():
+            states = [self.state[self._anchor(layout)] for layout in layouts]
+            sides = list(zip(("input", "output"), _FACTORS, strict=True))
+            matrices = [
+                (f"the {side} factor of {layout.name}", state[key])
+                for layout, state in zip(layouts, states, strict=True)
+                for side, key in sides
+            ]
+            done = iter(eigendecompose(matrices, dtype))
+            for state in states:
+                for vectors_key, values_key in zip(_BASIS, _EIGENVALUES, strict=True):
+                    state[values_key], state[vectors_key] = next(done)
 
     def _move(self, group: Group, layout: Layout, grads: Mapping[str, Tensor], scale: float) -> None:
         """Moves one layer: the momentum first, then the mean by the natural gradient (B ⊗ A + (c + γ) I)⁻¹ m."""
@@ -301,7 +278,7 @@ class KronOptimizer(DiagonalOptimizer):
         given_grads = [grads[n] for n in layout.names]
         new_momentum_(momentum, given_grads, scale, mean, prior, prior_mean, group["momentum"], normalised=normalised)
         block = layout.join(dict(zip(layout.names, momentum, strict=True))).to(basis.outputs.dtype)
-        step = layout.split(natural_gradient(basis, block, self._damped_eigenvalues(group, basis)))
+        step = layout.split(natural_gradient(basis, block, self._damped_eigenvalues(group, layout)))
         for parameter, name in zip(mean, layout.names, strict=True):
             parameter.sub_(step[name].to(parameter.dtype), alpha=self._rate(group))
 
@@ -323,7 +300,7 @@ class KronOptimizer(DiagonalOptimizer):
         """Restores a state; a state of another optimiser or of other parameters raises and changes nothing."""
         super().load_state_dict(state_dict)
         for parameter, _, saved in self._saved_states(state_dict):  # PyTorch casts a state to the parameter's dtype
-            for key in (*_FACTORS, *_BASIS):
+            for key in _KEYS:
                 if key in saved:
                     self.state[parameter][key] = saved[key].to(parameter.device, factor_dtype(parameter), copy=True)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood, parse_likelihood
 
@@ -29,8 +30,6 @@ __all__ = [
     "read_options",
     "warmup",
 ]
-
-_KINDS = ("linear", "cosine", "geometric")
 
 
 @dataclass(frozen=True)
@@ -60,15 +59,14 @@ class Schedule:
     kind: str = "linear"
 
     def __post_init__(self) -> None:
-        for name, value in (("start", self.start), ("stop", self.stop)):
-            if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-                raise InputError(f"the schedule's {name} is {value!r}, but must be a finite number above 0")
-        if not isinstance(self.steps, int) or self.steps < 0:
-            raise InputError(f"the schedule's steps={self.steps!r} must be a whole number of at least 0")
-        if self.kind not in _KINDS:
-            raise InputError(
-                f"the schedule's kind={self.kind!r} is not known; allowed are {', '.join(map(repr, _KINDS))}"
-            )
+        checked: dict[str, Any] = {
+            "start": checks.number("the schedule's start", self.start, above=0),
+            "stop": checks.number("the schedule's stop", self.stop, above=0),
+            "steps": checks.count("the schedule's steps", self.steps, 0, advice="Pass the number of optimiser steps"),
+        }
+        for name, value in checked.items():  # plain numbers, which are saved with the optimiser's state
+            object.__setattr__(self, name, value)
+        checks.choice("the schedule's kind", self.kind, ("linear", "cosine", "geometric"))
 
     def __call__(self, step: int) -> float:
         """The value before optimiser step ``step`` (from 0)."""
@@ -112,11 +110,8 @@ def parse_schedule(value: Any, name: str) -> Schedule:
         return value
     if isinstance(value, Mapping):
         return Schedule(**value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise InputError(
-            f"{name}={value!r} must be a finite number above 0, or a schedule such as aftermap.optim.warmup(steps=1000)"
-        )
-    return constant(float(value))
+    advice = "Pass a number, or a schedule such as aftermap.optim.warmup(steps=1000)"
+    return constant(checks.number(name, value, above=0, advice=advice))
 
 
 @dataclass(frozen=True)
@@ -177,49 +172,25 @@ class Settings:
 Check = Callable[[str, Any], Any]
 
 
-def _number(
-    *,
-    least: float = -math.inf,
-    above: float = -math.inf,
-    most: float = math.inf,
-    below: float = math.inf,
-    hint: str = "",
-) -> Check:
-    """A finite number between bounds."""
-    bounds = [
-        *([f"at least {least:g}"] if least > -math.inf else []),
-        *([f"above {above:g}"] if above > -math.inf else []),
-        *([f"at most {most:g}"] if most < math.inf else []),
-        *([f"below {below:g}"] if below < math.inf else []),
-    ]
-
-    def check(name: str, value: Any) -> float:
-        fine = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not fine or value < least or value <= above or value > most or value >= below:
-            raise InputError(
-                f"{name}={value!r} must be a finite number{', ' * bool(bounds)}{' and '.join(bounds)}{hint}"
-            )
-        return float(value)
-
-    return check
+def _number(**bounds: Any) -> Check:
+    """A number within the bounds of `aftermap.checks.number`."""
+    return lambda name, value: checks.number(name, value, **bounds)
 
 
 def _word(*allowed: str, renamed: Mapping[str, str] | None = None, accepted: Mapping[str, str] | None = None) -> Check:
     """One of some words. A word that was ``renamed`` is taken with a warning, one that is also ``accepted`` without."""
 
     def check(name: str, value: Any) -> str:
-        word = value if isinstance(value, str) else ""
-        if renamed and word in renamed:
+        if renamed and isinstance(value, str) and value in renamed:
             warnings.warn(
-                f"{name}={word!r} is now called {renamed[word]!r}; the old word will go with the next release",
+                f"{name}={value!r} is now called {renamed[value]!r}; the old word will go with the next release",
                 DeprecationWarning,
                 stacklevel=5,
             )
-            return renamed[word]
-        word = (accepted or {}).get(word, word)
-        if word not in allowed:
-            raise InputError(f"{name}={value!r} is not known; allowed are {', '.join(map(repr, allowed))}")
-        return word
+            return renamed[value]
+        if accepted and isinstance(value, str) and value in accepted:
+            return accepted[value]
+        return checks.choice(name, value, allowed)
 
     return check
 
@@ -227,12 +198,6 @@ def _word(*allowed: str, renamed: Mapping[str, str] | None = None, accepted: Map
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InputError(f"{name}={value!r} must be True or False")
-    return value
-
-
-def _count(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"{name}={value!r} must be a whole number of at least 1")
     return value
 
 
@@ -245,13 +210,9 @@ def _n_data(name: str, value: Any) -> float:
         raise InputError(
             "n_data is missing: the posterior's width depends on the number of training data. Pass n_data=len(train_set)"
         )
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise InputError(f"{name}={value!r} must be the number of training data, above 0: n_data=len(train_set)")
-    return float(value)
-
-
-def _radius(name: str, value: Any) -> float:
-    return math.inf if value == math.inf else _number(above=0.0)(name, value)
+    return checks.number(
+        name, value, above=0, advice="It is the number of training data, not of batches: pass n_data=len(train_set)"
+    )
 
 
 @dataclass(frozen=True)
@@ -275,11 +236,11 @@ OPTIONS: dict[str, Option] = {
     "momentum": Option(True, 0.9, _number(least=0.0, below=1.0)),
     "new_curvature_weight": Option(True, 0.05, _number(above=0.0, most=1.0)),
     "prior_precision": Option(True, 1.0, _number(least=0.0)),
-    "prior_mean": Option(True, 0.0, _number(hint="; for one value per weight use opt.set_prior(...)")),
+    "prior_mean": Option(True, 0.0, _number(advice="For one value per weight use opt.set_prior(...)")),
     "damping": Option(True, 1e-2, _number(least=0.0)),
     "deterministic": Option(True, False, _flag),
     "n_data": Option(False, None, _n_data),
-    "mc_samples": Option(False, 1, _count),
+    "mc_samples": Option(False, 1, checks.count),
     "sampling": Option(False, True, _flag),
     "reduction": Option(False, "mean", _word("mean", "sum")),
     "temperature": Option(False, 1.0, lambda name, value: parse_schedule(value, name)),
@@ -291,13 +252,13 @@ OPTIONS: dict[str, Option] = {
     "momentum_form": Option(False, "heavy_ball", _word("heavy_ball", "normalised")),
     "initial_curvature": Option(False, None, _optional(_number(least=0.0))),
     "max_grad_norm": Option(False, None, _optional(_number(above=0.0))),
-    "sample_groups": Option(False, 1, _count),
+    "sample_groups": Option(False, 1, checks.count),
     "batch_norm": Option(False, "deterministic", _word("deterministic", "variational")),
-    "clip_radius": Option(False, math.inf, _radius),
+    "clip_radius": Option(False, math.inf, _number(above=0.0, infinite=True)),
     "rescale_lr": Option(False, True, _flag),
     "damping_form": Option(False, "exact", _word("exact", "pi", accepted={"factored": "pi"})),
-    "factor_every": Option(False, 1, _count),
-    "inverse_every": Option(False, 10, _count),
+    "factor_every": Option(False, 1, checks.count),
+    "inverse_every": Option(False, 10, checks.count),
 }
 
 
@@ -313,9 +274,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
     Raises:
         InputError: An option is unknown, a value is not allowed, or two of them do not fit together.
     """
-    unknown = [name for name in options if name not in OPTIONS]
-    if unknown:
-        raise InputError(f"{unknown[0]!r} is not an option of the optimisers; there are {', '.join(OPTIONS)}")
+    checks.keywords("an optimiser", options, list(OPTIONS))
     defaults: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for name, option in OPTIONS.items():
@@ -338,11 +297,11 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
     return defaults, settings
 
 
-def check_group(group: Mapping[str, Any]) -> None:
-    """Raises InputError unless every option of a parameter group is allowed."""
+def check_group(group: dict[str, Any]) -> None:
+    """Puts every option of a parameter group into the form in which it is used; raises InputError where it is not allowed."""
     for name, option in OPTIONS.items():
         if option.per_group:
-            option.check(name, group[name])
+            group[name] = option.check(name, group[name])
     if not group["deterministic"] and group["prior_precision"] + group["damping"] <= 0:
         raise InputError(
             "prior_precision and damping are both 0: a weight without curvature would have infinite variance. "

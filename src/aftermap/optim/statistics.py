@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aftermap.curvature.passes.closure import ClosureReader
-from aftermap.curvature.passes.gradient_reader import ClosureStatistics, GradientReader, Reading
+from aftermap.curvature.passes.gradient_reader import ClosureStatistics, GradientReader
 from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.kron import KronBlock
 from aftermap.distributed import all_reduce_, is_distributed
@@ -21,7 +21,7 @@ from aftermap.optim.options import Settings
 __all__ = [
     "StepStatistics",
     "add_micro_batch",
-    "back_propagate",
+    "check_own_backward",
     "factor_dtype",
     "from_micro_batches",
     "parameter_chunks",
@@ -131,17 +131,28 @@ class StepStatistics:
         return statistics
 
     def add(self, other: StepStatistics) -> None:
-        """Adds the sums of another closure."""
+        """Adds the sums of another closure.
+
+        Where one of the two has a gradient but no estimate of its curvature, the other's estimate stands for all examples. A
+        layer with Kronecker factors in the one and squares in the other has squares afterwards.
+        """
+        size = self.size + other.size
+        for mine, theirs in ((self, other), (other, self)):
+            for name in [n for n in mine.curvature if n in theirs.grads and n not in theirs.curvature]:
+                mine.curvature[name] = mine.curvature[name] * (size / mine.size)
         self.grad_scale = _add_scaled(self.grads, self.grad_scale, other.grads, other.grad_scale)
         self.curvature_scale = _add_scaled(self.curvature, self.curvature_scale, other.curvature, other.curvature_scale)
-        self.size += other.size
+        self.size = size
         self.loss = self.loss + other.loss
         for layout, block in other.factors.items():
-            mine = self.factors.get(layout)
-            if mine is not None:
-                inputs, outputs, rows = mine.inputs + block.inputs, mine.outputs + block.outputs, mine.rows + block.rows
-                block = replace(mine, inputs=inputs, outputs=outputs, rows=rows)
+            earlier = self.factors.get(layout)
+            if earlier is not None:
+                inputs, outputs = earlier.inputs + block.inputs, earlier.outputs + block.outputs
+                rows = earlier.rows + block.rows
+                block = replace(earlier, inputs=inputs, outputs=outputs, rows=rows)
             self.factors[layout] = block
+        for layout in [x for x in self.factors if not self.curvature.keys().isdisjoint(x.names)]:
+            del self.factors[layout]
 
     def all_reduce(self, parameters: Mapping[str, Tensor], layouts: Sequence[Layout]) -> list[Layout]:
         """Sums over all processes, in place. What no process has stays missing.
@@ -273,21 +284,14 @@ def from_micro_batches(
     return statistics
 
 
-def back_propagate(reading: Reading, loss: Tensor, *, ggn: bool, only_parameters: bool) -> None:
-    """Runs the backward pass of a closure that did none; raises where one that did cannot be used."""
-    if not reading.gradients_came:
-        if not loss.requires_grad:
-            raise InputError(
-                "the closure's loss does not depend on any parameter that requires a gradient, and the closure ran no backward "
-                "pass. Do not detach the loss, and leave torch.no_grad() out of the closure"
-            )
-        reading.differentiate(loss, keep=ggn)
-    elif only_parameters and is_distributed():
+def check_own_backward(*, ggn: bool, only_parameters: bool) -> None:
+    """Raises where the backward pass that a closure ran itself cannot be used."""
+    if only_parameters and is_distributed():
         raise UnsupportedError(
             "with several processes and only parameters given, a closure must return the loss without calling backward: "
             "a DistributedDataParallel wrapper would average gradients unseen. Pass the model instead of its parameters"
         )
-    elif ggn:
+    if ggn:
         raise UnsupportedError(
             "curvature='ggn' needs the graph: return the loss without calling backward in the closure"
         )

@@ -71,7 +71,7 @@ class GradientMoments(Accumulator):
         if len(self.layers) == 1 and len(calls) == 1:
             layout = plan.layers[number].layout
             call, arrived = calls[0]
-            total, squares = call.rows.moments(arrived)
+            total, squares = call.fresh_rows().moments(arrived)
             for values, block in ((self.sums, total), (self.squares, squares)):
                 values.update({n: v for n, v in layout.split(block).items() if n in self.names})
             return
@@ -111,8 +111,9 @@ class ClosureReader:
             self.layers = find_layers(model, self.names, batch_statistics=True)
         self.for_matrix, self.gradients_only = for_matrix, gradients_only
         self.plan: ModelPlan | None = None
+        self.without_block: set[str] = set()  # parameters whose layers give squares instead of a block
         self.verified: set[Signature] = set()
-        self._compare_next = True
+        self.compare_next = True  # whether all gradients of the next closure are compared with autograd's
         self._warned: set[str] = set()
 
     @contextmanager
@@ -130,25 +131,21 @@ class ClosureReader:
 
     def from_autograd(self) -> list[str]:
         """Parameters whose gradient comes from autograd: all until they are compared once, later those without a rule."""
-        if self.plan is None or self._compare_next or self.for_matrix is not None or self.gradients_only:
+        if self.plan is None or self.compare_next or self.for_matrix is not None or self.gradients_only:
             return self.names
         return [n for n in self.names if n in self.plan.uncovered]
 
-    def prepare(self, reading: ClosureReading) -> ModelPlan:
-        """The plan, made from the first closure's inputs: batch dimensions and rules, verified on three examples."""
-        if self.plan is None:
-            self.plan = self._look(reading).agree_over_processes(self.names)
-            coupled = [
-                path
-                for path, m in self.model.named_modules()
-                if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training
-            ]
-            if coupled:
-                self.warn(
-                    f"{len(coupled)} BatchNorm layers ({', '.join(coupled[:3])}…) are in training mode: batch statistics couple "
-                    "the examples, so squared per-example gradients are those that arrive at an example's rows. Gradients "
-                    "are exact. To avoid this, freeze the statistics with .eval() on these layers or use GroupNorm"
-                )
+    def make_plan(self, reading: ClosureReading) -> ModelPlan:
+        """Makes the plan from the first closure's inputs: batch dimensions and rules, verified on three examples."""
+        self.plan = self._look(reading).agree_over_processes(self.names)
+        norms = nn.modules.batchnorm._BatchNorm
+        coupled = [path for path, m in self.model.named_modules() if isinstance(m, norms) and m.training]
+        if coupled:
+            self.warn(
+                f"{len(coupled)} BatchNorm layers ({', '.join(coupled[:3])}…) are in training mode: batch statistics couple "
+                "the examples, so squared per-example gradients are those that arrive at an example's rows. Gradients "
+                "are exact. To avoid this, freeze the statistics with .eval() on these layers or use GroupNorm"
+            )
         return self.plan
 
     def _look(self, reading: ClosureReading) -> ModelPlan:
@@ -192,32 +189,21 @@ class ClosureReader:
 
     def has_block(self, plan: ModelPlan, number: int) -> bool:
         """Whether a layer gives a block of its own: it has a weight matrix and shares no parameter with another."""
-        rule = plan.layers[number].rule
-        return self.for_matrix is not None and rule.matrix and not rule.one_hot and number in plan.whole_layers
+        rule, names = plan.layers[number].rule, plan.layers[number].layout.names
+        fits = rule.matrix and not rule.one_hot and number in plan.whole_layers
+        return self.for_matrix is not None and fits and self.without_block.isdisjoint(names)
 
-    def check_signature(self, signature: Signature, misfits: Mapping[str, str]) -> dict[str, str]:
-        """Parameters that this closure uses in another way than the plan says; they lose their rule from now on."""
-        reasons = dict(misfits)
-        reasons.update({name: USED_OUTSIDE for name, calls, uses, _ in signature if uses > calls})
-        if reasons:
-            self.give_up(reasons)
-        return reasons
-
-    def give_up(self, reasons: Mapping[str, str]) -> None:
-        """These parameters turned out to have no rule after all."""
-        if self.plan is not None:
-            self.plan = self.plan.without(reasons)
-            name, reason = next(iter(reasons.items()))
-            more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-            if self.verified:  # in the first step it is part of the plan, later it is news
-                self.warn(
-                    f"{name}{more} is used in another way than in the steps before: {reason}. Its gradient is autograd's from now on, "
-                    "and its squares are made example by example"
-                )
-
-    def compare_next(self, compare: bool) -> None:
-        """Whether the next closure's sums are compared with autograd's gradients."""
-        self._compare_next = compare
+    def give_up(self, plan: ModelPlan, reasons: Mapping[str, str]) -> ModelPlan:
+        """The plan from now on: these parameters are used in another way than it says, and have no rule after all."""
+        self.plan = plan.without(reasons)
+        name, reason = next(iter(reasons.items()))
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        if self.verified:  # in the first step it is part of the plan, later it is news
+            self.warn(
+                f"{name}{more} is used in another way than in the steps before: {reason}. Its gradient is autograd's from "
+                "now on, and its squares are made example by example"
+            )
+        return self.plan
 
 
 @dataclass
@@ -226,7 +212,7 @@ class ClosureReading:
 
     reader: ClosureReader
     given_size: int | None = None
-    record: ClosureRecord = field(default_factory=lambda: ClosureRecord([]))
+    record: ClosureRecord = field(default_factory=ClosureRecord)
     closed: bool = False
     _early: list[tuple[int, Tensor]] = field(default_factory=list)
     _received: set[int] = field(default_factory=set)
@@ -248,24 +234,19 @@ class ClosureReading:
     @property
     def size(self) -> int:
         """How many examples the closure saw."""
-        if not self._size:
-            self._size = self._count_examples() if self.given_size is None else self.given_size
-        return self._size
-
-    def _count_examples(self) -> int:
+        if self.given_size is not None or self._size:
+            return self.given_size or self._size
         call = self.model_call()
-        if call is not None:
-            for value in [*call.args, *call.kwargs.values()]:
-                if isinstance(value, Tensor) and value.dim() > 0:
-                    return value.shape[0]
-            if call.output is not None and call.output.dim() > 0:
-                return call.output.shape[0]
-        if self.record.calls:
-            return self.record.calls[0].out_shape[0]
-        raise InputError(
-            "the closure did not call the model that the optimiser was built for, so the number of examples is unknown. "
-            "Call that model inside the closure, or pass batch_size="
-        )
+        values = [] if call is None else [*call.args, *call.kwargs.values(), call.output]
+        shapes = [tuple(v.shape) for v in values if isinstance(v, Tensor) and v.dim() > 0]
+        shapes += [c.out_shape for c in self.record.calls[:1]]
+        if not shapes:
+            raise InputError(
+                "the closure did not call the model that the optimiser was built for, so the number of examples is unknown. "
+                "Call that model inside the closure, or pass batch_size="
+            )
+        self._size = shapes[0][0]
+        return self._size
 
     @property
     def gradients_came(self) -> bool:
@@ -296,7 +277,7 @@ class ClosureReading:
         edge = self._edges.get(number)
         if edge is not None:
             call = self.record.calls[number]
-            self.record.calls[number] = call.without_input()
+            self.record.calls[number] = replace(call, inputs=call.inputs.new_empty(0))  # its memory may go
             del call
             with torch.no_grad():
                 backward.receive(edge, gradient.detach()[None])
@@ -310,18 +291,22 @@ class ClosureReading:
                 looked at.
         """
         reader, call = self.reader, self.model_call()
-        if root is None and call is not None:
-            root = call.output
+        if call is not None and call.output is not None and (root is None or reader.for_matrix is not None):
+            root = (
+                call.output
+            )  # with blocks all gradients are autograd's, and a penalty outside the model changes no block
         batch = Batch(None, None, None, self.size)
         outputs = torch.zeros(()) if root is None else root
         forward = ForwardRecord.make(reader.model, batch, outputs, plan, self.record.calls)
         if root is not None:
             self._signature = forward.signature
-            if reader.check_signature(self._signature, forward.misfits) and reader.plan is not None:
-                plan = reader.plan
+            outside = {name: USED_OUTSIDE for name, calls, uses, _ in self._signature if uses > calls}
+            contradictions = {**forward.misfits, **outside}
+            if contradictions:
+                plan = reader.give_up(plan, contradictions)
                 forward = ForwardRecord.make(reader.model, batch, outputs, plan, self.record.calls)
         elif forward.misfits:
-            reader.give_up(forward.misfits)
+            reader.give_up(plan, forward.misfits)
         by_call = {id(c.call): c.edge for calls in forward.calls.values() for c in calls}
         self._edges = {n: by_call[id(c)] for n, c in enumerate(self.record.calls) if id(c) in by_call}
         self._accumulators = reader.accumulators(plan)
@@ -369,7 +354,7 @@ class ClosureReading:
         """
         self.closed = True
         reader, gradients = self.reader, self.record.parameter_gradients
-        plan = reader.prepare(self)
+        plan = reader.make_plan(self) if reader.plan is None else reader.plan
         early, self._early = self._early, []
         for number, gradient in early:
             self._deliver(plan, number, gradient)
@@ -380,8 +365,9 @@ class ClosureReading:
         if reader.gradients_only:
             return ClosureStatistics({n: g.detach() / scale for n, g in gradients.items()}, {}, self.size)
         statistics = self._collect()
-        self._compare(statistics, gradients)
-        plan = reader.prepare(self)
+        plan = reader.plan or plan  # a rule may have been given up on the way
+        if self._signature is None or self._signature not in reader.verified:
+            plan = self._compare(plan, statistics, gradients)
         rest = [n for n in reader.names if n in plan.uncovered and self._gradient_of(n) is not None]
         for name in rest:
             statistics.sums.pop(name, None)
@@ -390,7 +376,7 @@ class ClosureReading:
             statistics.squares.update(self._squares_without_rule(rest))
         for name in reader.names:
             arrived = self._gradient_of(name) if name in rest else gradients.get(name)
-            if arrived is not None and name not in statistics.sums:
+            if arrived is not None and (name not in statistics.sums or reader.for_matrix is not None):
                 arrived = arrived.to_dense() if arrived.is_sparse else arrived
                 statistics.sums[name] = arrived.detach().clone() if scale != 1.0 else arrived.detach()
         if scale != 1.0:
@@ -420,11 +406,9 @@ class ClosureReading:
                 statistics.blocks[accumulator.layers[0]] = block
         return statistics
 
-    def _compare(self, statistics: ClosureStatistics, gradients: Mapping[str, Tensor]) -> None:
-        """Compares the rules' sums with autograd's gradients, for every signature that is new."""
+    def _compare(self, plan: ModelPlan, statistics: ClosureStatistics, gradients: Mapping[str, Tensor]) -> ModelPlan:
+        """Compares the rules' sums with autograd's gradients; returns the plan without the rules that do not hold."""
         reader = self.reader
-        if self._signature is not None and self._signature in reader.verified:
-            return
         wrong: dict[str, str] = {}
         for name, total in statistics.sums.items():
             if name not in gradients:
@@ -436,18 +420,18 @@ class ClosureReading:
             # Not "error > ...": a NaN is wrong, too, but then autograd's is not finite either, and the step is skipped.
             if error > tolerance * size + 1e3 * torch.finfo(total.dtype).tiny:
                 wrong[name] = USED_OUTSIDE
-        plan = reader.plan
-        if plan is not None:
-            read = {*statistics.sums, *(n for k in statistics.blocks for n in plan.layers[k].layout.names)}
-            missing = [n for n in gradients if n not in read and n in plan.layers_of_parameter]
-            wrong.update(dict.fromkeys(missing, "its layer's calls were not seen"))
+        read = {*statistics.sums, *(n for k in statistics.blocks for n in plan.layers[k].layout.names)}
+        missing = [n for n in gradients if n not in read and n in plan.layers_of_parameter]
+        wrong.update(dict.fromkeys(missing, "its layer's calls were not seen"))
         compared = bool(gradients)
+        # A closure that ran its own backward pass shows autograd's gradients only to hooks that were there before. Where
+        # it shows no graph either (no call of the whole model, or several outputs), every step is compared.
+        reader.compare_next = not compared or self._signature is None
         if wrong:
-            reader.give_up(wrong)
-        elif compared and self._signature is not None:
+            return reader.give_up(plan, wrong)
+        if compared and self._signature is not None:
             reader.verified.add(self._signature)
-        # A closure that ran its own backward pass shows autograd's gradients only to hooks that were there before.
-        reader.compare_next(not compared)
+        return plan
 
     @property
     def _is_low_precision(self) -> bool:

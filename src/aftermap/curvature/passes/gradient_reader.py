@@ -82,7 +82,7 @@ class GradientReading:
 
     reader: GradientReader
     given_size: int | None
-    record: ClosureRecord = field(default_factory=lambda: ClosureRecord([]))
+    record: ClosureRecord = field(default_factory=ClosureRecord)
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     @property

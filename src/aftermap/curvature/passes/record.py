@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +46,6 @@ __all__ = [
     "uses_in_graph",
 ]
 
-_NOTHING = torch.empty(0)
-
 # For each parameter: how many calls of its layers were recorded, how often the graph uses it, and for each call whether an
 # example owns several rows along the batch dimension.
 Signature = tuple[tuple[str, int, int, tuple[bool, ...]], ...]
@@ -74,10 +72,6 @@ class RecordedCall:
     edge: GradientEdge
     out_shape: tuple[int, ...]
     group: int | None = None
-
-    def without_input(self) -> RecordedCall:
-        """The same call without its input, whose memory may go."""
-        return RecordedCall(self.layer, self.module, _NOTHING, self.version, self.edge, self.out_shape, self.group)
 
     def check_unchanged(self) -> None:
         """Raises if the input was overwritten after the call (autograd would refuse to train such a model, too)."""
@@ -125,9 +119,8 @@ def record_calls(
                 RecordedCall(layer, module, detached, detached._version, _edge(output), tuple(output.shape), group)
             )
             if on_gradient is not None:
-                number = len(calls) - 1
                 # Registered before any in-place activation: the hook stays with the layer's own output.
-                output.register_hook(lambda gradient: on_gradient(number, gradient))
+                output.register_hook(partial(on_gradient, len(calls) - 1))
 
     def hook_for(layer: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -189,7 +182,7 @@ class ModelCall:
 class ClosureRecord:
     """What a user's closure did with a model: calls of layers, calls of the whole, gradients that reached parameters."""
 
-    calls: list[RecordedCall]
+    calls: list[RecordedCall] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)
     parameter_gradients: dict[str, Tensor] = field(default_factory=dict)
 
@@ -437,9 +430,9 @@ class ForwardRecord:
     @cached_property
     def signature(self) -> Signature:
         """How this batch used the parameters that are covered by a rule."""
-        names, uses = self.plan.layers_of_parameter, self.uses
+        names, uses, size = self.plan.layers_of_parameter, self.uses, self.batch.size
         folds = {
-            number: tuple(call.call.out_shape[0] != self.size for call in calls if call.call.group is None)
+            number: tuple(call.call.out_shape[0] != size for call in calls if call.call.group is None)
             for number, calls in self.calls.items()
         }
         recorded = {number: len({id(call.call) for call in calls}) for number, calls in self.calls.items()}

@@ -205,7 +205,7 @@ def ggn_diagonal_of_closure(
     """
     reading.closed = True
     reader = reading.reader
-    plan, call = reader.prepare(reading), reading.model_call()
+    plan, call = reader.plan or reader.make_plan(reading), reading.model_call()
     inputs = None if call is None else inputs_of_call(reader.model, call)
     if call is None or call.output is None or inputs is None:
         raise UnsupportedError(
