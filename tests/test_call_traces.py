@@ -17,8 +17,8 @@ BOUNDS = {
     "Laplace.fit": Trace(28, 194, 17),
     "Laplace.predict": Trace(23, 150, 18),
     "Laplace.tune": Trace(9, 46, 11),
-    "VOGN.step": Trace(13, 91, 10),
-    "IVON.step": Trace(9, 48, 9),
+    "VOGN.step": Trace(14, 92, 10),
+    "IVON.step": Trace(10, 49, 9),
 }
 
 
