@@ -25,10 +25,12 @@ from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.rules.base import Layout, budget
 from aftermap.curvature.structures.eigenbasis import DAMPINGS
+from aftermap.curvature.structures.flat import flatten_batch, join_flat, split_flat
+from aftermap.curvature.structures.layer_parts import BlockLayerParts, LayerParts, WholeLayer
 from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.draws import normal_like
 from aftermap.errors import InputError
-from aftermap.params import Params, flatten
+from aftermap.params import Params
 from aftermap.prior import Prior
 
 __all__ = [
@@ -286,6 +288,19 @@ class BlockPosterior(ABC):
         """
         return None
 
+    def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> LayerParts:
+        """What each layer adds to the covariance of the outputs: alone, and together with the others.
+
+        Args:
+            layers: The modules that own the block's parameters -> these parameters.
+            prior: The prior of the whole posterior.
+        """
+        if len(layers) == 1 and (self.source.joins_layers or self.source.name in self.shapes):
+            return WholeLayer(next(iter(layers)), self)
+        if self.source.joins_layers:
+            return BlockLayerParts(layers, self, prior.vector(self.names).detach().cpu())
+        return WholeLayer(self.source.name, self)
+
     def gradient_rows(self, gradients: Params) -> Tensor:
         """Gradients of outputs in the uncertain numbers: by name [v, b, *shape] -> [v, b, p]."""
         return flatten_batch(gradients, self.names)
@@ -372,29 +387,6 @@ def paired_products(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
     if diagonal:
         return (left * right).sum(-1).T
     return torch.einsum("vbp,wbp->bvw", left, right)
-
-
-def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:
-    """[v, b, *shape] by name -> [v, b, p]."""
-    return join_flat(values, names, 2)
-
-
-def split_flat(vector: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
-    """[..., p] -> name -> [..., *shape]."""
-    sizes = [int(torch.Size(s).numel()) for s in shapes.values()]
-    return {
-        n: part.reshape((*vector.shape[:-1], *s))
-        for (n, s), part in zip(shapes.items(), vector.split(sizes, dim=-1), strict=True)
-    }
-
-
-def join_flat(values: Params, names: Sequence[str], lead: int) -> Tensor:
-    """name -> [..., *shape] with ``lead`` leading dimensions -> [..., p]."""
-    if lead == 0:
-        return flatten(values, names)
-    return torch.cat(
-        [values[n].flatten(lead) if values[n].dim() > lead else values[n][..., None] for n in names], dim=-1
-    )
 
 
 @dataclass(frozen=True)
