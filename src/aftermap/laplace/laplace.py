@@ -265,10 +265,20 @@ class Laplace:
         parameters = named_parameters(self.model)
         weights: Params = {n: parameters[n].detach() for n in factors.names}
         hyperparameters = self._initial.resolve(factors, weights) if before is None else before.hyperparameters
+        posterior: Any = GaussianPosterior.from_factors(
+            factors,
+            weights,
+            hyperparameters.prior,
+            scale=hyperparameters.curvature_scale(factors.curvature),
+            damping=self.damping,
+        )
+        make_posterior = find_structure(self.structure).posterior
+        if make_posterior is not None:
+            posterior = make_posterior(posterior, self.model, data, self.base_likelihood, unpack)
         # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
         self._fitted = Fitted(
             factors,
-            self._form_posterior(factors, weights, hyperparameters, data, unpack),
+            posterior,
             hyperparameters,
             WeightsWatch.of(self.model),
             data_if_repeatable(data, before),
@@ -287,7 +297,7 @@ class Laplace:
                 "once, or use structure='kron', whose factors add up"
             )
         previous = None if before is None else before.factors
-        if isinstance(self.params, Subnetwork) or is_subnetwork(previous):
+        if isinstance(self.params, Subnetwork) or (previous is not None and is_subnetwork(previous)):
             prior, scale = self._initial.prior_precision, self._initial.curvature_scale(self.curvature)
             return fit_subnetwork(
                 self.params, previous, self.model, data, self.base_likelihood, prior, scale, **options
@@ -306,22 +316,6 @@ class Laplace:
             strict=self.strict,
             **options,
         )
-
-    def _form_posterior(
-        self,
-        factors: Factors,
-        weights: Params,
-        hyperparameters: Hyperparameters,
-        data: Iterable[Any],
-        unpack: Unpack | None,
-    ) -> Any:
-        """The posterior of these factors; one by products with the data keeps them."""
-        scale = hyperparameters.curvature_scale(factors.curvature)
-        blocks = GaussianPosterior.from_factors(
-            factors, weights, hyperparameters.prior, scale=scale, damping=self.damping
-        )
-        posterior = find_structure(self.structure).posterior
-        return blocks if posterior is None else posterior(blocks, self.model, data, self.base_likelihood, unpack)
 
     def restore(
         self, factors: Factors, posterior: GaussianPosterior, hyperparameters: Hyperparameters, narrowing: float = 1.0

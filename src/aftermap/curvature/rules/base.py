@@ -21,7 +21,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -72,11 +71,6 @@ class Piece:
     start: int
     stop: int
 
-    @cached_property
-    def _in_order(self) -> bool:
-        """Nothing is permuted."""
-        return self.order == tuple(range(len(self.order)))
-
     def to_columns(self, value: Tensor, groups: int, out: int) -> Tensor:
         """[..., *shape] -> [..., groups, out, stop − start]."""
         lead = value.shape[: value.dim() - len(self.shape)]
@@ -87,7 +81,7 @@ class Piece:
     def to_parameter(self, columns: Tensor) -> Tensor:
         """[..., groups, out, stop − start] -> [..., *shape]."""
         lead = columns.shape[:-3]
-        if self._in_order:  # most layers, and once per layer and step of an optimiser
+        if self.order == tuple(range(len(self.order))):  # nothing is permuted in most layers
             return columns.reshape(*lead, *self.shape)
         permuted = [self.view[i] for i in self.order]
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
