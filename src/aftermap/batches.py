@@ -54,11 +54,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch on another device; tensors made in inference mode, which autograd refuses, are copied."""
 
-        def move(tensor: Tensor) -> Tensor:
+        def move(_: Path, tensor: Tensor) -> Tensor:
             return tensor.to(device, copy=tensor.is_inference())
 
-        weight = None if self.weight is None else move(self.weight)
-        return replace(self, inputs=_map(move, self.inputs), targets=_map(move, self.targets), weight=weight)
+        inputs, targets, weight = (_map_paths(move, tree) for tree in (self.inputs, self.targets, self.weight))
+        return replace(self, inputs=inputs, targets=targets, weight=weight)
 
     def pieces(self, size: int) -> Iterator[Batch]:
         """The same examples, ``size`` at a time."""
@@ -174,13 +174,9 @@ def tensors_of(tree: Any) -> Iterable[Tensor]:
     return (tensor for _, tensor in _walk(tree))
 
 
-def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    return _map_paths(lambda _, tensor: function(tensor), tree)
-
-
 def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
     """Inputs or targets whose floating-point tensors have this dtype; all others stay as they are."""
-    return _map(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    return _map_paths(lambda _, t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 def _map_paths(function: Callable[[Path, Tensor], Any], tree: Any, path: Path = ()) -> Any:
@@ -213,7 +209,7 @@ def _size(inputs: Any) -> int:
 
 def take(inputs: Any, index: Tensor, size: int) -> Any:
     """The chosen examples of a batch's inputs or targets; what has no batch dimension stays as it is."""
-    return _map(lambda t: t[index.to(t.device)] if t.dim() > 0 and t.shape[0] == size else t, inputs)
+    return _map_paths(lambda _, t: t[index.to(t.device)] if t.dim() > 0 and t.shape[0] == size else t, inputs)
 
 
 def iterate(

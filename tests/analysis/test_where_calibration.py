@@ -84,12 +84,12 @@ def test_a_linear_regression_is_calibrated_whatever_the_width_of_its_posterior()
 
 
 def test_the_draws_have_the_conditional_covariance() -> None:
-    from aftermap.analysis.parts import cut
+    from aftermap.analysis.parts import split_by_layer
 
     for structure in ("full", "low_rank", "kron"):
         la = fitted(structure, rank=20)
         precision = la.posterior.to_dense()
-        for part in cut(la.posterior, la.model):
+        for part in split_by_layer(la.posterior, la.model):
             for layer in part.layers:
                 rows = by_module(la.model)[layer]
                 drawn = part.draw(layer, 40_000, generator(1))

@@ -233,6 +233,12 @@ def test_mistakes_in_toml(files: Files, tmp_path: Path, text: str, message: str)
     assert "there is no file" in words(invoke(*files.fit(tmp_path / "p", "--config", "none.toml"), code=2).stderr)
 
 
+def test_a_structure_whose_posterior_cannot_be_saved_is_refused_before_the_fit(files: Files, tmp_path: Path) -> None:
+    message = words(invoke(*files.fit(tmp_path / "p", "--structure", "matrix_free"), code=2).stderr)
+    assert "--structure matrix_free has a posterior that cannot be written to a folder" in message
+    assert not (tmp_path / "p").exists()
+
+
 def test_a_structure_of_the_file_that_makes_the_network(files: Files, tmp_path: Path) -> None:
     before = dict(STRUCTURES)
     page = (run_pages.DOCS / "add_a_structure.md").read_text(encoding="utf-8")

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.curvature.fit import fit_curvature
-from aftermap.curvature.structures.base import join_flat, split_flat
+from aftermap.curvature.structures.base import find_structure, join_flat, split_flat
 from aftermap.errors import InputError, NumericalWarning, ShapeError
+from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical
 from aftermap.params import flatten
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, MatrixFreeSettings
@@ -325,3 +326,19 @@ def test_weights_that_changed_are_noticed() -> None:
     with torch.no_grad():
         case.model[0].bias.copy_(posterior.mean["0.bias"])
     assert_close(posterior.precision_mv(values), before, rtol=0, atol=0)
+
+
+def test_the_registry_knows_it() -> None:
+    entry = find_structure("matrix_free")
+    assert not entry.updatable
+    assert not entry.saveable
+    case = CASES["mlp softmax"]()
+    laplace = Laplace(case.model, case.likelihood, structure="matrix_free").fit(case.data, progress=False)
+    assert isinstance(laplace.posterior, MatrixFreePosterior)
+    assert laplace.factors.structure == entry.preconditioner
+    with pytest.raises(InputError, match="structure='matrix_free' has no blocks to fit.*Use Laplace"):
+        fit_curvature(case.model, case.data, case.likelihood, structure="matrix_free", progress=False)
+    with pytest.raises(InputError, match="structure='matrix_free' cannot be updated.*Fit on all data at once"):
+        laplace.fit(case.data, update=True)
+    with pytest.raises(InputError, match="structure='matrixfree' is not known.*Did you mean 'matrix_free'"):
+        find_structure("matrixfree")

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aftermap.analysis.parts import Part
 from aftermap.analysis.weights import LayerWeights
 from aftermap.batches import Batch
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.passes.record import ForwardRecord
+from aftermap.curvature.structures.layer_parts import LayerParts
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params
 from aftermap.predictive.linearised import output_gradients
@@ -76,8 +76,8 @@ class Contributions:
         return own + self.variance["cross"] if "cross" in self.variance else own
 
 
-def layers_of(parts: Sequence[Part], model: nn.Module, order: Sequence[str], structure: str) -> tuple[Layer, ...]:
-    """The layers of a cut posterior, in the order of the model's parameters.
+def layers_of(parts: Sequence[LayerParts], model: nn.Module, order: Sequence[str], structure: str) -> tuple[Layer, ...]:
+    """The layers of a posterior, in the order of the model's parameters.
 
     Args:
         parts: of the posterior.
@@ -89,10 +89,9 @@ def layers_of(parts: Sequence[Part], model: nn.Module, order: Sequence[str], str
     found: dict[str, list[str]] = {}
     kinds: dict[str, list[str]] = {}
     for part in parts:
-        block = getattr(part, "block", None)
         for name, parameters in part.layers.items():
             found.setdefault(name, []).extend(parameters)
-            kinds.setdefault(name, []).append(structure if block is None else block.source.kind.replace("_", " "))
+            kinds.setdefault(name, []).append(part.kind.replace("_", " ") or structure)
     modules = dict(model.named_modules())
     users = _users(model)
     layers = []
@@ -119,7 +118,7 @@ def _users(model: nn.Module) -> dict[str, list[str]]:
 
 def contributions(
     checked: CheckedPlan,
-    parts: Sequence[Part],
+    parts: Sequence[LayerParts],
     layers: Sequence[Layer],
     batch: Batch,
     likelihood: Likelihood,
@@ -179,10 +178,10 @@ def contributions(
     )
 
 
-def _has(parts: Sequence[Part], kind: str) -> bool:
+def _has(parts: Sequence[LayerParts], kind: str) -> bool:
     if kind == "cross":
-        return any(p.crosses for p in parts)
-    return any(p.crosses for p in parts) and all(p.conditions or not p.crosses for p in parts)
+        return any(p.has_cross_terms for p in parts)
+    return any(p.has_cross_terms for p in parts) and all(p.has_conditionals or not p.has_cross_terms for p in parts)
 
 
 def _positions(found: dict[int, list[Tensor]]) -> Tensor:
@@ -191,16 +190,20 @@ def _positions(found: dict[int, list[Tensor]]) -> Tensor:
 
 
 def _by_layer(
-    parts: Sequence[Part], layers: Sequence[Layer], gradients: LayerGradients, diagonal: bool, kinds: Sequence[str]
+    parts: Sequence[LayerParts],
+    layers: Sequence[Layer],
+    gradients: LayerGradients,
+    diagonal: bool,
+    kinds: Sequence[str],
 ) -> dict[str, list[Tensor]]:
     """Kind -> one covariance per layer, summed over its parts."""
     found: dict[str, dict[str, Tensor]] = {k: {} for k in kinds}
     for part in parts:
-        pieces = part.covariances(gradients, diagonal)
+        covariances = part.covariances(gradients, diagonal)
         for kind in kinds:
-            given = getattr(pieces, kind)
-            if kind == "conditional" and not part.crosses:
-                given = pieces.own  # independent layers: nothing changes when the others are held
+            given = getattr(covariances, kind)
+            if kind == "conditional" and not part.has_cross_terms:
+                given = covariances.own  # independent layers: nothing changes when the others are held
             for name, value in given.items():
                 found[kind][name] = found[kind][name] + value if name in found[kind] else value
     zero = torch.zeros_like(next(iter(found["own"].values())))
@@ -292,7 +295,7 @@ def _add(found: Sequence[dict[str, float]]) -> dict[str, float]:
 
 def layer_results(
     layers: Sequence[Layer],
-    parts: Sequence[Part],
+    parts: Sequence[LayerParts],
     weights: Sequence[LayerWeights],
     sums: LayerSums,
     calls: dict[str, int],
@@ -337,7 +340,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def sampled_layer(
-    layer: str, parts: Sequence[Part], count: int, generator: torch.Generator | None
+    layer: str, parts: Sequence[LayerParts], count: int, generator: torch.Generator | None
 ) -> tuple[Params, float]:
     """Deviations of one layer's weights [count, *shape], and ½γ of what they are drawn from (docs/mathematics/where.md)."""
     drawn: Params = {}

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from aftermap.analysis.layers import Layer, contributions, sampled_layer
-from aftermap.analysis.parts import Part
 from aftermap.batches import Batch
+from aftermap.curvature.structures.layer_parts import LayerParts
 from aftermap.errors import DataError
 from aftermap.models import call_model
 from aftermap.params import Params, swapped
@@ -60,7 +60,7 @@ class Perturbation:
 
 def perturbations(
     predictor: PosteriorPredictor,
-    parts: Sequence[Part],
+    parts: Sequence[LayerParts],
     layers: Sequence[Layer],
     batches: Callable[[], Iterable[Batch]],
     draws: int,
@@ -72,7 +72,7 @@ def perturbations(
 
     Args:
         predictor: model, posterior and likelihood.
-        parts: the posterior, cut.
+        parts: the posterior, by layers.
         layers: in order.
         batches: hands out the training data anew.
         draws: pairs of draws per layer. A pair θ* ± δ cancels the slope that the prior leaves in the loss at θ*.
@@ -108,7 +108,7 @@ def _need_targets(batch: Batch) -> None:
 
 def _increases(
     predictor: PosteriorPredictor,
-    parts: Sequence[Part],
+    parts: Sequence[LayerParts],
     layer: Layer,
     batches: Callable[[], Iterable[Batch]],
     draws: int,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from aftermap.analysis.parts import Part
+from aftermap.curvature.structures.layer_parts import LayerParts
 from aftermap.params import Params
 from aftermap.prior import Prior
 
@@ -108,7 +108,7 @@ class LayerWeights:
 
 
 def weight_maps(
-    layer: str, parameters: Sequence[str], parts: Sequence[Part], mean: Params, prior: Prior, model: nn.Module
+    layer: str, parameters: Sequence[str], parts: Sequence[LayerParts], mean: Params, prior: Prior, model: nn.Module
 ) -> Iterator[WeightMap]:
     """The parameters of a layer, one at a time.
 

@@ -12,7 +12,7 @@ import torch
 from aftermap import checks
 from aftermap.analysis.layers import Contributions, LayerSums, contributions, layer_results, layers_of
 from aftermap.analysis.levels import ClassSums, InputKeeper
-from aftermap.analysis.parts import cut
+from aftermap.analysis.parts import split_by_layer
 from aftermap.analysis.perturbation import Perturbation, perturbations
 from aftermap.analysis.result import Where
 from aftermap.analysis.weights import summarise, weight_maps
@@ -80,7 +80,7 @@ def where(
     checks.count("draws", draws)
     inner = _inner(predictor)
     model, posterior, likelihood = inner.model, inner.posterior, inner.likelihood
-    parts = cut(posterior, model)
+    parts = split_by_layer(posterior, model)
     structure = str(getattr(predictor, "structure", getattr(getattr(predictor, "factors", None), "structure", "full")))
     layers = layers_of(parts, model, posterior.names, structure)
     train = _training_data(loader, calibration)

@@ -47,19 +47,24 @@ _FalseAlarms = Annotated[float, o.option("The share of usual inputs that may be 
 class StructureName(o.OneOf):
     """A structure. The file that makes a network may register it, so the word is judged after that was imported."""
 
-    allowed: tuple[str, ...] = ("auto", *STRUCTURES)
+    allowed: tuple[str, ...] = ("auto", *(s.name for s in STRUCTURES.values() if s.saveable))
 
     def check(self, flag: str, value: str) -> None:
         """Refuses nothing yet; see `check_structure_name`."""
 
 
 def check_structure_name(name: str) -> None:
-    """Refuses a structure that nobody has registered.
+    """Refuses a structure that nobody has registered, or whose posterior cannot be written to a folder.
 
     Raises:
-        InputError: It is not known.
+        InputError: It is one of these.
     """
-    o.OneOf(("auto", *STRUCTURES)).check("--structure", name)
+    if name in STRUCTURES and not STRUCTURES[name].saveable:
+        raise InputError(
+            f"--structure {name} has a posterior that cannot be written to a folder, because it needs the data again and "
+            f"again. Choose another one, or use Laplace(model, likelihood, structure={name!r}) in Python"
+        )
+    o.OneOf(("auto", *(s.name for s in STRUCTURES.values() if s.saveable))).check("--structure", name)
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from aftermap import checks
 from aftermap.batches import Unpack
 from aftermap.curvature.passes.plan import ModelPlan, PlanContradicted, plan_model
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts, first_batch
-from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.structures import (  # noqa: F401 (every module registers its structure)
     diagonal,
     ekfac,
@@ -92,13 +92,13 @@ def fit_curvature(
             [2., 5.]], dtype=torch.float64)
     """
     entry = find_structure(structure)
-    _check_options(curvature=(curvature, ("auto", *VECTOR_KINDS)), approach=(approach, APPROACHES))
-    _check_counts(
-        samples=samples, passes=passes, rank=rank, small_block=small_block, chunk=1 if chunk is None else chunk
-    )
-    _check_together(entry, curvature, accumulate, data, passes)
-    names = select(model, params)
-    shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
+    entry.check_options(curvature, damping="exact")
+    checks.choice("approach", approach, APPROACHES)
+    numbers = {"samples": samples, "passes": passes, "rank": rank, "small_block": small_block}
+    _check_options(entry, numbers if chunk is None else {**numbers, "chunk": chunk}, accumulate, data)
+    parsed = parse_likelihood(likelihood)
+    names, parameters = select(model, params), named_parameters(model)
+    shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)
     with together("looking at the first batch"):
         plan = plan_model(model, names, first_batch(model, data, unpack), verify=False)
@@ -112,7 +112,7 @@ def fit_curvature(
         problem = CurvatureProblem(
             model,
             data,
-            parse_likelihood(likelihood),
+            parsed,
             names,
             plan,
             curvature,
@@ -140,30 +140,16 @@ def fit_curvature(
     return factors.all_reduced(counts_only=entry.blocks_are_global)
 
 
-def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
-    for name, (value, allowed) in options.items():
-        if value not in allowed:
-            raise InputError(f"{name}={value!r} is not known; allowed are {', '.join(map(repr, allowed))}")
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
+def _check_options(
+    entry: Structure, numbers: Mapping[str, int], accumulate: torch.dtype | None, data: Iterable[Any]
+) -> None:
+    """Raises where a count is none, sums have no floating-point dtype, or data cannot be gone through often enough."""
+    for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name}={value!r} must be a whole number of at least 1")
-
-
-def _check_together(
-    entry: Structure, curvature: str, accumulate: torch.dtype | None, data: Iterable[Any], passes: int
-) -> None:
-    """Options that are known one by one, but do not fit together."""
-    if curvature not in ("auto", *entry.curvatures):
-        raise InputError(
-            f"structure={entry.name!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no meaning; "
-            "leave it at 'auto', or use 'exact'"
-        )
     if accumulate is not None and not accumulate.is_floating_point:
         raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
-    needed = entry.passes * passes + 1  # one more to look at the first batch
+    needed = entry.passes * numbers["passes"] + 1  # one more to look at the first batch
     if isinstance(data, Iterable) and iter(data) is data:
         raise DataError(
             f"data is a one-shot {type(data).__name__}, but structure={entry.name!r} goes through it {needed} times "

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap import checks
-from aftermap.batches import Batch, Unpack, iterate
-from aftermap.curvature import STRUCTURES, Factors, fit_curvature
+from aftermap.batches import Unpack
+from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.passes.plan import find_last_layer
-from aftermap.curvature.passes.products import GGNOperator
-from aftermap.curvature.passes.vectors import VECTOR_KINDS
-from aftermap.curvature.structures.eigenbasis import DAMPINGS
+from aftermap.curvature.passes.stream import first_batch
+from aftermap.curvature.structures.base import find_structure
 from aftermap.errors import InputError, NotFittedError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult, log_evidence
@@ -31,40 +29,14 @@ from aftermap.laplace.subnetwork import (
 )
 from aftermap.laplace.tune import choose_method, tune_by_dimension, tune_by_evidence, tune_by_validation
 from aftermap.likelihoods import Likelihood, parse_likelihood
-from aftermap.models import check_device, check_not_causal, model_errors_explained
+from aftermap.models import check_not_causal, model_errors_explained
 from aftermap.params import Params, Selection, named_parameters
-from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior
+from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, split_noise, with_noise
 from aftermap.predictive import PosteriorPredictor, Prediction, WeightsWatch, draw_weights
 from aftermap.prior import PriorSpec
 
-__all__ = ["MATRIX_FREE", "Laplace"]
-
-MATRIX_FREE = "matrix_free"
-
-
-def _check_structure(name: str, curvature: str, damping: str) -> None:
-    """Raises where a structure, a curvature or a damping is not known, or where they do not go together."""
-    for option, value, allowed in (
-        ("structure", name, (*sorted(STRUCTURES), MATRIX_FREE)),
-        ("curvature", curvature, ("auto", *VECTOR_KINDS)),
-        ("damping", damping, DAMPINGS),
-    ):
-        checks.choice(option, value, allowed)
-    # A matrix-free posterior multiplies with the Gauss-Newton matrix itself, which has no empirical form.
-    free = name == MATRIX_FREE
-    dampings = ("exact",) if free else STRUCTURES[name].dampings
-    curvatures = tuple(k for k in VECTOR_KINDS if k != "empirical") if free else STRUCTURES[name].curvatures
-    if damping not in dampings:
-        raise InputError(
-            f"damping={damping!r} is for Kronecker factors, and structure={name!r} has none: use damping='exact', "
-            "or structure='kron'"
-        )
-    if curvature not in ("auto", *curvatures):
-        raise InputError(
-            f"structure={name!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no meaning; "
-            "leave it at 'auto', or use 'exact'"
-        )
+__all__ = ["Laplace"]
 
 
 class Laplace:
@@ -121,7 +93,7 @@ class Laplace:
     ):
         if isinstance(params, Subnetwork):
             structure = subnetwork_structure(structure, damping)
-        _check_structure(structure, curvature, damping)
+        find_structure(structure).check_options(curvature, damping)
         check_not_causal(model)
         self.model = model
         self.base_likelihood, noise = split_noise(parse_likelihood(likelihood))
@@ -285,17 +257,28 @@ class Laplace:
         before = self.fitted if update else None
         if before is not None:
             before.weights.check(self.model)
-        with model_errors_explained(self.model, lambda: self._first_batch(data, unpack).inputs):
+        with model_errors_explained(self.model, lambda: first_batch(self.model, data, unpack).inputs):
             factors = self._fit_curvature(
                 data, before, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
             )
         factors = factors if before is None else before.factors + factors
-        weights: Params = {n: named_parameters(self.model)[n].detach() for n in factors.names}
+        parameters = named_parameters(self.model)
+        weights: Params = {n: parameters[n].detach() for n in factors.names}
         hyperparameters = self._initial.resolve(factors, weights) if before is None else before.hyperparameters
+        posterior: Any = GaussianPosterior.from_factors(
+            factors,
+            weights,
+            hyperparameters.prior,
+            scale=hyperparameters.curvature_scale(factors.curvature),
+            damping=self.damping,
+        )
+        make_posterior = find_structure(self.structure).posterior
+        if make_posterior is not None:
+            posterior = make_posterior(posterior, self.model, data, self.base_likelihood, unpack)
         # Nothing is stored before everything has succeeded: a failed fit leaves the old one.
         self._fitted = Fitted(
             factors,
-            self._form_posterior(factors, weights, hyperparameters, data, unpack),
+            posterior,
             hyperparameters,
             WeightsWatch.of(self.model),
             data_if_repeatable(data, before),
@@ -304,61 +287,35 @@ class Laplace:
         )
         return self
 
-    def _first_batch(self, data: Iterable[Any], unpack: Unpack | None) -> Batch:
-        device, dtype = check_device(self.model)
-        return next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
-
     def _fit_curvature(self, data: Iterable[Any], before: Fitted | None, **options: Any) -> Factors:
         """The curvature of these data alone; ``before`` is the fit that it will be added to."""
         options["curvature"] = self.curvature
-        if self.structure == MATRIX_FREE and before is not None:
-            raise InputError(
-                "a matrix-free posterior cannot be updated: it passes over its data again and again. Fit on all data at once"
-            )
-        if self.structure in STRUCTURES and before is not None and not STRUCTURES[self.structure].updatable:
+        structure = find_structure(self.structure)
+        if before is not None and not structure.updatable:
             raise InputError(
                 f"a fit with structure={self.structure!r} cannot be updated: two such fits do not add up. Fit on all data at "
                 "once, or use structure='kron', whose factors add up"
             )
         previous = None if before is None else before.factors
-        if isinstance(self.params, Subnetwork) or is_subnetwork(previous):
+        if isinstance(self.params, Subnetwork) or (previous is not None and is_subnetwork(previous)):
             prior, scale = self._initial.prior_precision, self._initial.curvature_scale(self.curvature)
             return fit_subnetwork(
                 self.params, previous, self.model, data, self.base_likelihood, prior, scale, **options
             )
         params = self.params
         if params == "last_layer":
-            params = find_last_layer(self.model, self._first_batch(data, options["unpack"]))
+            params = find_last_layer(self.model, first_batch(self.model, data, options["unpack"]))
         return fit_curvature(
             self.model,
             data,
             self.base_likelihood,
-            # A matrix-free posterior is preconditioned by Kronecker factors.
-            structure="kron" if self.structure == MATRIX_FREE else self.structure,
+            structure=structure.preconditioner or structure.name,
             params=params,
             approach=self.approach,
             rank=self.rank,
             strict=self.strict,
             **options,
         )
-
-    def _form_posterior(
-        self,
-        factors: Factors,
-        weights: Params,
-        hyperparameters: Hyperparameters,
-        data: Iterable[Any],
-        unpack: Unpack | None,
-    ) -> GaussianPosterior | MatrixFreePosterior:
-        """The posterior of these factors; a matrix-free one keeps the data."""
-        scale = hyperparameters.curvature_scale(factors.curvature)
-        blocks = GaussianPosterior.from_factors(
-            factors, weights, hyperparameters.prior, scale=scale, damping=self.damping
-        )
-        if self.structure != MATRIX_FREE:
-            return blocks
-        operator = GGNOperator(self.model, data, self.base_likelihood, list(factors.names), unpack)
-        return MatrixFreePosterior.from_operator(operator, preconditioner=blocks)
 
     def restore(
         self, factors: Factors, posterior: GaussianPosterior, hyperparameters: Hyperparameters, narrowing: float = 1.0
@@ -509,7 +466,7 @@ class Laplace:
         if previous is None or previous.posterior is not fitted.posterior:
             fitted.weights.check(self.model)
             likelihood = with_noise(self.base_likelihood, fitted.hyperparameters.noise)
-            previous = PosteriorPredictor(self.model, fitted.posterior, likelihood, previous)
+            previous = PosteriorPredictor(self.model, fitted.posterior, likelihood, previous, fitted.weights)
             self._predictor = (fitted.weights, previous)
         return previous
 

@@ -60,9 +60,9 @@ class Subnetwork:
             raise InputError(f"score={self.score!r} is not known; allowed are {', '.join(map(repr, SCORES))}")
 
 
-def is_subnetwork(factors: Factors | None) -> bool:
+def is_subnetwork(factors: Factors) -> bool:
     """Whether factors are over single weights."""
-    return factors is not None and isinstance(factors.blocks[0], SubnetworkBlock)
+    return isinstance(factors.blocks[0], SubnetworkBlock)
 
 
 def subnetwork_structure(structure: str, damping: str) -> str:

@@ -97,19 +97,6 @@ def by_module(names: Iterable[str]) -> dict[str, list[str]]:
     return modules
 
 
-def _checked(mean: Params, shapes: Mapping[str, tuple[int, ...]], what: str) -> Params:
-    """Copies of the tensors that the factors name, in their order."""
-    missing = [n for n in shapes if n not in mean]
-    if missing:
-        raise InputError(f"{what} has no value for {', '.join(missing)}, which the curvature covers")
-    for name, shape in shapes.items():
-        if tuple(mean[name].shape) != shape:
-            raise ShapeError(
-                f"{what} of {name} has shape {tuple(mean[name].shape)}; the curvature is over shape {shape}"
-            )
-    return {n: mean[n].detach().clone() for n in shapes}
-
-
 def check_scale(scale: float | Tensor) -> Tensor:
     """The scale of a curvature, which must be positive, as a 0-d float64 tensor; its gradient stays."""
     factor = torch.as_tensor(scale, dtype=torch.float64)
@@ -160,9 +147,18 @@ class GaussianPosterior(Posterior):
         """
         if damping not in DAMPINGS:
             raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
-        mean = _checked(mean, factors.shapes, "the mean")
+        shapes = factors.shapes
+        missing = [n for n in shapes if n not in mean]
+        if missing:
+            raise InputError(f"the mean has no value for {', '.join(missing)}, which the curvature covers")
+        for name, shape in shapes.items():
+            if tuple(mean[name].shape) != shape:
+                raise ShapeError(
+                    f"the mean of {name} has shape {tuple(mean[name].shape)}; the curvature is over shape {shape}"
+                )
+        mean = {n: mean[n].detach().clone() for n in shapes}
         layers = layers_of(factors)
-        parsed = prior if isinstance(prior, Prior) else Prior.make(prior, prior_mean, layers, factors.shapes)
+        parsed = prior if isinstance(prior, Prior) else Prior.make(prior, prior_mean, layers, shapes)
         factor = check_scale(scale)
         if not any(damping in block.dampings for block in factors.blocks):
             raise InputError(

@@ -13,20 +13,32 @@ for a softmax.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from aftermap.batches import Unpack
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
-from aftermap.curvature.structures.base import covariances_by_example, join_flat, paired_products, split_flat
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
+from aftermap.curvature.passes.vectors import VECTOR_KINDS
+from aftermap.curvature.structures.base import (
+    Block,
+    Structure,
+    covariances_by_example,
+    join_flat,
+    paired_products,
+    register_structure,
+    split_flat,
+)
 from aftermap.distributed import rank, same_everywhere
 from aftermap.draws import normal_like, signs_like
 from aftermap.errors import InputError, ShapeError
 from aftermap.krylov import TraceEstimate
+from aftermap.likelihoods import Likelihood
 from aftermap.linalg import safe_cholesky, symmetrise
 from aftermap.params import Params, flatten
 from aftermap.posteriors.base import GaussianPosterior, Posterior, by_module, check_scale
@@ -49,7 +61,9 @@ __all__ = [
     "check_estimator",
     "common_seed",
     "draw_noise",
+    "fit_no_blocks",
     "mean_estimate",
+    "precondition",
     "prior_shares",
 ]
 
@@ -545,3 +559,35 @@ class MatrixFreePosterior(Posterior):
             right = self._system.solve(left.reshape(-1, self.n_params))[0].reshape(left.shape)
         covariance = paired_products(left, right, diagonal)
         return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)
+
+
+def fit_no_blocks(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
+    """Raises an InputError: products with the data leave no blocks behind."""
+    raise InputError(
+        "structure='matrix_free' has no blocks to fit: it is a posterior by products with the data. Use "
+        "Laplace(model, likelihood, structure='matrix_free'), or structure='kron' for the blocks that precondition it"
+    )
+
+
+def precondition(
+    blocks: GaussianPosterior, model: nn.Module, data: Iterable[Any], likelihood: Likelihood, unpack: Unpack | None
+) -> MatrixFreePosterior:
+    """The posterior with the mean, prior and scale of one in blocks, which preconditions it; it keeps the data."""
+    operator = GGNOperator(model, data, likelihood, list(blocks.names), unpack)
+    return MatrixFreePosterior.from_operator(operator, preconditioner=blocks)
+
+
+register_structure(
+    Structure(
+        "matrix_free",
+        "The whole matrix by products with the data, with the terms between layers; preconditioned by Kronecker factors.",
+        fit_no_blocks,
+        (),
+        # Products are with the Gauss-Newton matrix itself, which has no empirical form.
+        curvatures=tuple(kind for kind in VECTOR_KINDS if kind != "empirical"),
+        updatable=False,
+        saveable=False,
+        posterior=precondition,
+        preconditioner="kron",
+    )
+)

@@ -17,7 +17,6 @@ from aftermap.models import WeightsWatch, call_model, check_device, check_modes,
 from aftermap.params import Params
 from aftermap.predictive.functionals import Functional, functional_covariance, functional_gradients, parse_functionals
 from aftermap.predictive.linearised import (
-    LatentGaussian,
     check_chosen,
     differentiable_latent,
     function_samples,
@@ -41,6 +40,7 @@ class PosteriorPredictor:
         posterior: a `Posterior` over its parameters; for linearised predictions one with `functional_covariance`.
         likelihood: with its noise.
         previous: a predictor of the same model and parameters whose knowledge of the model is reused.
+        weights: the weights that the model must still have; None: those that it has now.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class PosteriorPredictor:
         posterior: Any,
         likelihood: Likelihood,
         previous: PosteriorPredictor | None = None,
+        weights: WeightsWatch | None = None,
     ):
         self.model, self.posterior, self.likelihood = model, posterior, likelihood
         self._plan: CheckedPlan | None = None if previous is None else previous._plan
-        self._watch: WeightsWatch = WeightsWatch.of(model) if previous is None else previous._watch
+        known = weights if previous is None else previous._watch
+        self._watch: WeightsWatch = WeightsWatch.of(model) if known is None else known
 
     def __getstate__(self) -> dict[str, Any]:
         # What was found out goes by the identity of modules, which a copy does not share: it looks anew.
@@ -116,10 +118,22 @@ class PosteriorPredictor:
         with model_errors_explained(self.model, lambda: batch.inputs):
             if kind == "sampling":
                 with torch.set_grad_enabled(differentiable):
-                    values = self._sampled(batch, samples, weights, local, generator)
+                    if local:
+                        values = locally_sampled_outputs(self.plan(batch), self.posterior, batch, samples, generator)
+                    else:
+                        values = sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
                 check_chosen(outputs, values.shape[-1])
                 return samples_prediction(likelihood, values if outputs is None else values[..., list(outputs)])
-            latent = self._linearised(batch, diagonal, outputs, differentiable)
+            if not differentiable:
+                latent = latent_gaussians(self.plan(batch), self.posterior, batch, diagonal=diagonal, outputs=outputs)[
+                    0
+                ]
+            elif isinstance(batch.inputs, Tensor):
+                latent = differentiable_latent(
+                    self.model, self.posterior, batch.inputs, diagonal=diagonal, outputs=outputs
+                )
+            else:
+                raise InputError("differentiable=True needs a single tensor as input")
         mean = latent.mean if outputs is None else latent.mean[..., list(outputs)]
         return gaussian_prediction(
             likelihood,
@@ -130,22 +144,6 @@ class PosteriorPredictor:
             samples=samples,
             generator=generator,
         )
-
-    def _sampled(
-        self, batch: Batch, samples: int, weights: list[Params] | None, local: bool, generator: torch.Generator | None
-    ) -> Tensor:
-        if local:
-            return locally_sampled_outputs(self.plan(batch), self.posterior, batch, samples, generator)
-        return sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
-
-    def _linearised(
-        self, batch: Batch, diagonal: bool, outputs: Sequence[int] | None, differentiable: bool
-    ) -> LatentGaussian:
-        if not differentiable:
-            return latent_gaussians(self.plan(batch), self.posterior, batch, diagonal=diagonal, outputs=outputs)[0]
-        if not isinstance(batch.inputs, Tensor):
-            raise InputError("differentiable=True needs a single tensor as input")
-        return differentiable_latent(self.model, self.posterior, batch.inputs, diagonal=diagonal, outputs=outputs)
 
     @torch.inference_mode(False)
     def map_prediction(self, x: Any) -> Prediction:

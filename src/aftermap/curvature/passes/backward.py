@@ -362,16 +362,14 @@ class _RuleGradient(Accumulator):
     def __init__(self, layer: int):
         self.layers = (layer,)
         self.layer = layer
-        self.sums: dict[str, Tensor] = {}
+        self.total: Tensor | None = None
         self.others: list[Tensor] = []
 
     def add(self, gradients: LayerGradients) -> None:
-        layout = gradients.record.plan.layers[self.layer].layout
         for call, arrived in gradients.by_layer[self.layer]:
             self.others.append(arrived[:, 1::2].abs().sum())
-            total, _ = call.rows.moments(arrived)
-            for name, value in layout.split(total).items():
-                self.sums[name] = value if name not in self.sums else self.sums[name] + value
+            total, _ = call.fresh_rows().moments(arrived)
+            self.total = total if self.total is None else self.total + total
 
 
 def contradictions(record: ForwardRecord) -> dict[str, str]:
@@ -401,7 +399,8 @@ def contradictions(record: ForwardRecord) -> dict[str, str]:
         ) from mismatch
     sums: dict[str, Tensor] = {}
     for check in checks:
-        for name, value in check.sums.items():
+        by_name = {} if check.total is None else plan.layers[check.layer].layout.split(check.total)
+        for name, value in by_name.items():
             sums[name] = value if name not in sums else sums[name] + value
     others = [(check.layer, other) for check in checks for other in check.others]
     mixing = {k for (k, _), size in zip(others, norms([o for _, o in others]), strict=True) if size != 0}

@@ -75,11 +75,6 @@ class Layer:
     layout: Layout
 
     @cached_property
-    def reads_inputs(self) -> bool:
-        """Whether the block depends on a call's input: not where only a bias is selected."""
-        return set(self.named) != {"bias"}
-
-    @cached_property
     def dtype(self) -> torch.dtype:
         """The dtype of its parameters."""
         return next(iter(self.named.values()))[1].dtype

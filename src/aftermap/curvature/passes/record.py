@@ -314,7 +314,7 @@ class LayerCall:
 
     def fresh_rows(self) -> InputRows:
         """The input rows, not kept: for what is done once per batch."""
-        if self.layer.reads_inputs:
+        if set(self.layer.named) != {"bias"}:  # the gradient of a bias does not depend on the input
             self.call.check_unchanged()
         rule, group, inputs = self.layer.rule, self.call.group, self.inputs
         if inputs.is_floating_point():  # under autocast, sums are made in the parameters' dtype

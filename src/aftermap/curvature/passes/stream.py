@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class CurvatureProblem:
         owned = dict(self.model.named_parameters())
         return {n: tuple(owned[n].shape) for n in self.names}
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where the model is."""
         return check_device(self.model)[0]

@@ -92,11 +92,8 @@ class Vectors:
         if size is not None and size < 1:
             raise InputError(f"the number of vectors in a chunk is {size}, but must be 1 or more, or None.")
         # checked here, not at the first use of the iterator
-        return self._iterate(size or max(self._columns, 1))
-
-    def _iterate(self, size: int) -> Iterator[Tensor]:
-        for start in range(0, self.count, size):
-            yield self._chunk(start, min(start + size, self.count))
+        step = size or max(self._columns, 1)
+        return (self._chunk(start, min(start + step, self.count)) for start in range(0, self.count, step))
 
     @property
     def _columns(self) -> int:

@@ -21,7 +21,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,11 +73,6 @@ class Piece:
     start: int
     stop: int
 
-    @cached_property
-    def _in_order(self) -> bool:
-        """Whether nothing is permuted."""
-        return self.order == tuple(range(len(self.order)))
-
     def to_columns(self, value: Tensor, groups: int, out: int) -> Tensor:
         """Takes values [..., *shape] of the parameter to columns [..., groups, out, stop − start] of the block."""
         lead = value.shape[: value.dim() - len(self.shape)]
@@ -89,7 +83,7 @@ class Piece:
     def to_parameter(self, columns: Tensor) -> Tensor:
         """Takes columns [..., groups, out, stop − start] of the block to values [..., *shape] of the parameter."""
         lead = columns.shape[:-3]
-        if self._in_order:  # most layers, and once per layer and step of an optimiser
+        if self.order == tuple(range(len(self.order))):  # nothing is permuted in most layers
             return columns.reshape(*lead, *self.shape)
         permuted = [self.view[i] for i in self.order]
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)

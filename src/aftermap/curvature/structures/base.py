@@ -5,13 +5,6 @@ disjoint data add up, scale with a number, and sum over processes. Nothing outsi
 
 A `BlockPosterior` has the precision s·H + P₀ with the data's scale s and the prior's precision P₀. It is made once; a new prior
 or scale costs no decomposition. The log determinants, which the evidence needs, are differentiable in s and P₀.
-
-J Σ Jᵀ of one layer in the basis where Σ is diagonal needs no Jacobian (docs/mathematics/predictive.md). With G_c the
-gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c and variances R in that basis, V[c, c'] = Σ_oi G̃_c,oi R_oi G̃_c',oi. Where a
-layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. Where the layer is
-the last one, g_c is a unit vector and V = U_B diag(R ã²) U_Bᵀ.
-
-Index legend: b example, v output, g group, t shared position, i feature in, o feature out.
 """
 
 from __future__ import annotations
@@ -31,12 +24,13 @@ from aftermap.curvature.passes.block import Block, same_names
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.rules.base import Layout, examples_per_chunk
-from aftermap.curvature.rules.convolution import ConvRows
-from aftermap.curvature.rules.linear import DenseRows
+from aftermap.curvature.structures.eigenbasis import DAMPINGS
+from aftermap.curvature.structures.flat import flatten_batch, join_flat, split_flat
+from aftermap.curvature.structures.layer_parts import BlockLayerParts, LayerParts, WholeLayer
 from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.draws import normal_like
 from aftermap.errors import InputError
-from aftermap.params import Params, flatten
+from aftermap.params import Params
 from aftermap.prior import Prior
 
 __all__ = [
@@ -49,8 +43,6 @@ __all__ = [
     "find_structure",
     "flatten_batch",
     "join_flat",
-    "layer_covariance",
-    "layer_of",
     "register_structure",
     "same_names",
     "split_flat",
@@ -296,6 +288,19 @@ class BlockPosterior(ABC):
         """
         return None
 
+    def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> LayerParts:
+        """What each layer adds to the covariance of the outputs: alone, and together with the others.
+
+        Args:
+            layers: The modules that own the block's parameters -> these parameters.
+            prior: The prior of the whole posterior.
+        """
+        if len(layers) == 1 and (self.source.joins_layers or self.source.name in self.shapes):
+            return WholeLayer(next(iter(layers)), self)
+        if self.source.joins_layers:
+            return BlockLayerParts(layers, self, prior.vector(self.names).detach().cpu())
+        return WholeLayer(self.source.name, self)
+
     def gradient_rows(self, gradients: Params) -> Tensor:
         """Gradients of outputs in the uncertain numbers: by name [v, b, *shape] -> [v, b, p]."""
         return flatten_batch(gradients, self.names)
@@ -384,132 +389,6 @@ def paired_products(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
     return torch.einsum("vbp,wbp->bvw", left, right)
 
 
-def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:
-    """[v, b, *shape] by name -> [v, b, p]."""
-    return join_flat(values, names, 2)
-
-
-def split_flat(vector: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
-    """[..., p] -> name -> [..., *shape]."""
-    sizes = [int(torch.Size(s).numel()) for s in shapes.values()]
-    return {
-        n: part.reshape((*vector.shape[:-1], *s))
-        for (n, s), part in zip(shapes.items(), vector.split(sizes, dim=-1), strict=True)
-    }
-
-
-def join_flat(values: Params, names: Sequence[str], lead: int) -> Tensor:
-    """name -> [..., *shape] with ``lead`` leading dimensions -> [..., p]."""
-    if lead == 0:
-        return flatten(values, names)
-    return torch.cat(
-        [values[n].flatten(lead) if values[n].dim() > lead else values[n][..., None] for n in names], dim=-1
-    )
-
-
-def layer_of(gradients: LayerGradients, names: Sequence[str]) -> int | None:
-    """The layer whose rule alone accounts for exactly these parameters; None where there is none."""
-    plan = gradients.record.plan.layers_of_parameter
-    numbers = plan.get(names[0], [])
-    if len(numbers) != 1 or any(plan.get(n) != numbers for n in names):
-        return None
-    layout = gradients.record.plan.layers[numbers[0]].layout
-    return numbers[0] if set(layout.names) == set(names) else None
-
-
-def layer_covariance(
-    gradients: LayerGradients,
-    layer: int,
-    tables: Sequence[Tensor],
-    outer: Tensor | None,
-    inner: Tensor | None,
-    diagonal: bool,
-) -> list[Tensor]:
-    """Covariance of the outputs due to one layer.
-
-    Args:
-        gradients: of the outputs' unit vectors at every layer.
-        layer: its number.
-        tables: variances R [g, o, i] in the basis, one per variant.
-        outer: U_B [g, o, o]; None for the identity.
-        inner: U_A [g, i, i]; None for the identity.
-        diagonal: only the variances.
-
-    Returns:
-        For each table [b, v, v], or [b, v].
-    """
-    calls = gradients.by_layer[layer]
-    if not calls:
-        shape = (
-            (gradients.record.size, gradients.n_vectors)
-            if diagonal
-            else (gradients.record.size, gradients.n_vectors, gradients.n_vectors)
-        )
-        return [gradients.vectors.new_zeros(shape) for _ in tables]
-    call, grads = calls[0]
-    if len(calls) > 1 or not isinstance(call.rows, DenseRows) or call.rows.shared > 1:
-        return _with_sharing(gradients, layer, tables, outer, inner, diagonal)
-    dtype = gradients.vectors.dtype
-    inputs = call.rows.dense()[:, :, 0]  # [b, g, i]
-    if inner is not None:
-        inputs = torch.einsum("bgi,gij->bgj", inputs, inner.to(dtype))
-    squares = inputs.square().transpose(0, 1)  # [g, b, i]
-    weights = [(squares @ t.to(dtype).transpose(-1, -2)).transpose(0, 1) for t in tables]  # [b, g, o]
-    if gradients.unit_vectors:
-        basis = torch.eye(grads.shape[-1], dtype=dtype, device=inputs.device) if outer is None else outer[0].to(dtype)
-        if diagonal:
-            return [w[:, 0] @ basis.square().T for w in weights]
-        return [(basis * w) @ basis.T for w in weights]  # [b, 1, o] scales the columns
-    turned = grads[:, :, :, 0].transpose(0, 1)  # [b, v, g, o]
-    if outer is not None:
-        turned = torch.einsum("bvgo,gop->bvgp", turned, outer.to(dtype))
-    return [_contract(turned, w[:, None], diagonal) for w in weights]
-
-
-def _with_sharing(
-    gradients: LayerGradients,
-    layer: int,
-    tables: Sequence[Tensor],
-    outer: Tensor | None,
-    inner: Tensor | None,
-    diagonal: bool,
-) -> list[Tensor]:
-    found: list[list[Tensor]] = [[] for _ in tables]
-    layout = gradients.record.plan.layers[layer].layout
-    stride = examples_per_chunk(2 * gradients.n_vectors * layout.size)
-    for start in range(0, gradients.record.size, stride):
-        length = min(stride, gradients.record.size - start)
-        turned = _turned_inputs(gradients, layer, start, length, inner)  # [v, b, g, o, i]
-        if outer is not None:
-            turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
-        turned = turned.transpose(0, 1)
-        for place, table in enumerate(tables):
-            found[place].append(_contract(turned, table.to(turned.dtype), diagonal))
-    return [torch.cat(parts) for parts in found]
-
-
-def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: int, inner: Tensor | None) -> Tensor:
-    """G U_A for some examples: the rows are turned first where they are fewer than the gradients' rows, v·o."""
-    calls = gradients.by_layer[layer]
-    rows = calls[0][0].rows
-    if inner is None:
-        return gradients.block_gradients(layer, start, length)
-    if len(calls) == 1 and isinstance(rows, DenseRows | ConvRows):
-        grads = calls[0][1]
-        if rows.shared < gradients.n_vectors * grads.shape[-1]:
-            turned = rows.examples(start, length).dense() @ inner.to(grads.dtype)
-            return DenseRows(turned, ones=False).per_example_gradients(grads[:, start : start + length])
-    each = gradients.block_gradients(layer, start, length)
-    return each @ inner.to(each.dtype)
-
-
-def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-    """Σ over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'."""
-    weighted = (values * weights).flatten(2)
-    flat = values.flatten(2)
-    return (weighted * flat).sum(-1) if diagonal else weighted @ flat.transpose(-1, -2)
-
-
 @dataclass(frozen=True)
 class Structure:
     """One approximation of the curvature: how it is fitted, and what must be known before there is a fit.
@@ -529,6 +408,9 @@ class Structure:
         depends_on_batches: Whether the sums depend on how the data are split into batches.
         blocks_are_global: Whether the blocks of a fit are those of the data of all processes already, because the
             structure is made from products with the whole matrix.
+        posterior: What makes the posterior where it is not one of blocks, from the posterior of the ``preconditioner``, the
+            network, the data, the likelihood and what unpacks a batch; None where the blocks make it.
+        preconditioner: The structure whose blocks are fitted instead where ``posterior`` is given.
     """
 
     name: str
@@ -544,6 +426,23 @@ class Structure:
     saveable: bool = True
     depends_on_batches: bool = False
     blocks_are_global: bool = False
+    posterior: Callable[..., Any] | None = None
+    preconditioner: str | None = None
+
+    def check_options(self, curvature: str, damping: str) -> None:
+        """Raises where a curvature or a damping is not known, or where it does not go with the structure."""
+        checks.choice("curvature", curvature, ("auto", *VECTOR_KINDS))
+        checks.choice("damping", damping, DAMPINGS)
+        if damping not in self.dampings:
+            raise InputError(
+                f"damping={damping!r} is for Kronecker factors, and structure={self.name!r} has none: use damping='exact', "
+                "or structure='kron'"
+            )
+        if curvature not in ("auto", *self.curvatures):
+            raise InputError(
+                f"structure={self.name!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no "
+                "meaning; leave it at 'auto', or use 'exact'"
+            )
 
     def check_size(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises where a dense matrix over the parameters would be too large."""

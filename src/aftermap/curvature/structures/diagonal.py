@@ -35,11 +35,10 @@ from aftermap.curvature.structures.base import (
     BlockPosterior,
     OutputNoise,
     Structure,
-    layer_covariance,
-    layer_of,
     register_structure,
 )
 from aftermap.curvature.structures.eigenbasis import Eigen
+from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
 from aftermap.draws import normal_like
 from aftermap.errors import UnsupportedError
 from aftermap.likelihoods import Likelihood

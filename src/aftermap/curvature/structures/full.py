@@ -27,6 +27,7 @@ from aftermap.curvature.structures.base import (
     split_flat,
 )
 from aftermap.curvature.structures.eigenbasis import Eigen
+from aftermap.curvature.structures.layer_parts import DenseLayerParts, LayerParts
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalError, NumericalWarning
 from aftermap.linalg import GramSum, psd_eigh, symmetrise
@@ -236,6 +237,12 @@ class FullBlockPosterior(BlockPosterior):
             what = f"the full curvature of {block.name}"
             values, vectors = psd_eigh(white, what=what, precision=block.matrix.dtype)
         return FullBlockPosterior(block, compared.vector, whitener, values, vectors, compared.ratio, scale, dtype)
+
+    def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> LayerParts:
+        """Layers under the dense covariance; one layer alone is the block itself."""
+        if len(layers) == 1:
+            return super().split_by_layer(layers, prior)
+        return DenseLayerParts.of(self, layers, self.shapes, None)
 
     def with_prior(self, prior: Prior, scale: Tensor) -> FullBlockPosterior:
         scale = scale.to(self.vectors.device)

@@ -48,8 +48,6 @@ from aftermap.curvature.structures.base import (
     BlockPosterior,
     OutputNoise,
     Structure,
-    layer_covariance,
-    layer_of,
     register_structure,
 )
 from aftermap.curvature.structures.diagonal import DiagonalBlock
@@ -61,6 +59,7 @@ from aftermap.curvature.structures.eigenbasis import (
     eigendecompose,
 )
 from aftermap.curvature.structures.full import FullBlock
+from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
 from aftermap.draws import normal_like
 from aftermap.errors import InputError
 from aftermap.linalg import GramSum, kron

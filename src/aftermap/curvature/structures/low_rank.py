@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import examples_per_chunk
@@ -23,12 +24,14 @@ from aftermap.curvature.structures.base import (
     Block,
     BlockPosterior,
     Structure,
+    flatten_batch,
     join_flat,
     register_structure,
     split_flat,
 )
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.curvature.structures.full import PriorRatio, warn_of_rounding
+from aftermap.curvature.structures.layer_parts import CovarianceCollector, LayerCovariances, LayerParts, rows_of
 from aftermap.distributed import is_distributed, same_everywhere
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalWarning
@@ -220,6 +223,10 @@ class LowRankBlockPosterior(BlockPosterior):
         scale = scale.to(vectors.device)
         return LowRankBlockPosterior(block, compared.vector, basis, squares, whitener, compared.ratio, scale, dtype)
 
+    def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> LayerParts:
+        """Layers under the low-rank covariance; one layer alone is the block itself."""
+        return super().split_by_layer(layers, prior) if len(layers) == 1 else LowRankLayerParts(layers, self)
+
     def with_prior(self, prior: Prior, scale: Tensor) -> LowRankBlockPosterior:
         scale = scale.to(self.basis.device)
         compared = PriorRatio.of(prior, self.names, self.whitener, self.basis.device)
@@ -306,6 +313,78 @@ class LowRankBlockPosterior(BlockPosterior):
         if diagonal:
             return variance.to(gradients.dtype)
         return (inside @ inside.transpose(1, 2) + outside @ outside.transpose(1, 2)).to(gradients.dtype)
+
+
+class LowRankLayerParts(LayerParts):
+    """Layers under D½ (I + Q σ² Qᵀ) D½: every version costs k numbers per output."""
+
+    has_cross_terms = True
+    has_conditionals = True
+
+    def __init__(self, layers: Mapping[str, tuple[str, ...]], block: LowRankBlockPosterior):
+        self.layers, self.block, self.kind = layers, block, block.source.kind
+        self.root = block.prior.detach().sqrt()
+        self.gain = block._gain.detach()
+        self.rows = rows_of(layers, block.shapes, None)
+        # P_ℓℓ = D½ (I + L σ² Lᵀ) D½ with Q_ℓ √(gain − 1) = L σ Rᵀ: its inverse is the prior's outside of L, and 1/(1 + σ²) in it.
+        self.conditional: dict[str, tuple[Tensor, Tensor]] = {}
+        for layer, rows in self.rows.items():
+            scaled = block.basis[rows] * (self.gain - 1).clamp_min(0.0).sqrt()
+            left, singular, _ = torch.linalg.svd(scaled, full_matrices=False)
+            self.conditional[layer] = left, 1 + singular.square()
+
+    def covariances(self, gradients: LayerGradients, diagonal: bool) -> LayerCovariances:
+        block = self.block
+        collector = CovarianceCollector(gradients, diagonal, block.size)
+        # Sums over the informed directions and over the rest, never a difference of the two: it would cancel for a weak prior.
+        for start, length in collector.chunks():
+            lines = flatten_batch(gradients.per_example(block.names, start, length), block.names).to(self.root)
+            white = lines / self.root
+            inside, outside = block.informed_parts(white)  # [v, b, k] and [v, b, p]
+            for layer, rows in self.rows.items():
+                alone = torch.zeros_like(white)
+                alone[..., rows] = white[..., rows]
+                inside_alone, outside_alone = block.informed_parts(alone)
+                collector.add("own", layer, inside_alone, inside_alone / self.gain)
+                collector.add("own", layer, outside_alone, outside_alone)
+                collector.add("cross", layer, inside_alone, (inside - inside_alone) / self.gain)
+                collector.add("cross", layer, outside_alone, outside - outside_alone)
+                left, gain = self.conditional[layer]
+                known = white[..., rows] @ left
+                rest = white[..., rows] - known @ left.T
+                collector.add("conditional", layer, known, known / gain)
+                collector.add("conditional", layer, rest, rest)
+        return collector.covariances()
+
+    def _split(self, layer: str, values: Tensor) -> Params:
+        return split_flat(values, {n: self.block.shapes[n] for n in self.layers[layer]})
+
+    def variance(self, layer: str) -> Params:
+        variance = self.block.marginal_variance()
+        return {n: variance[n] for n in self.layers[layer]}
+
+    def effective(self) -> dict[str, float]:
+        shrink = 1 - 1 / self.gain
+        return {k: float((self.block.basis[rows].square() @ shrink).sum()) for k, rows in self.rows.items()}
+
+    def half_effective(self, layer: str) -> float:
+        return 0.5 * float((1 - 1 / self.conditional[layer][1]).sum())
+
+    def information(self) -> tuple[dict[str, float], float]:
+        half = (1 - 1 / self.gain).clamp_min(0.0).sqrt()
+        eye = torch.eye(len(half), dtype=half.dtype, device=half.device)
+        nats = {}
+        for layer, rows in self.rows.items():
+            own = self.block.basis[rows] * half
+            nats[layer] = -0.5 * float(torch.linalg.slogdet(eye - own.T @ own)[1])
+        return nats, 0.5 * float(self.block.log_det_ratio().detach())
+
+    def draw(self, layer: str, count: int, generator: torch.Generator | None) -> Params:
+        rows = self.rows[layer]
+        noise = normal_like(self.root.new_empty(count, len(rows)), generator)
+        left, gain = self.conditional[layer]
+        known = noise @ left
+        return self._split(layer, (noise + known * (gain.rsqrt() - 1) @ left.T) / self.root[rows])
 
 
 def fit_low_rank(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:

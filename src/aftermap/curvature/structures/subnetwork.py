@@ -25,7 +25,9 @@ from aftermap.curvature.passes.plan import PlanContradicted, plan_model
 from aftermap.curvature.passes.stream import CurvatureProblem, first_batch
 from aftermap.curvature.structures.base import Block, BlockPosterior, Factors, Treatment, same_names
 from aftermap.curvature.structures.eigenbasis import Eigen
+from aftermap.curvature.structures.flat import put_entries, take_entries
 from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, coarser_dtype
+from aftermap.curvature.structures.layer_parts import DenseLayerParts
 from aftermap.distributed import together
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
@@ -39,39 +41,9 @@ __all__ = [
     "SubnetworkBlockPosterior",
     "SubnetworkSum",
     "fit_subnetwork",
-    "put_entries",
-    "take_entries",
 ]
 
 _INNER = "entries"
-
-
-def take_entries(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: int) -> Tensor:
-    """The entries of parameters [..., *shape] with ``lead`` leading dimensions: [..., S]."""
-    return torch.cat(
-        [
-            values[n].reshape(*values[n].shape[:lead], -1)[..., place.to(values[n].device)]
-            for n, place in entries.items()
-        ],
-        -1,
-    )
-
-
-def put_entries(
-    vector: Tensor, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
-    """Undoes `take_entries`: [..., S] to parameters, zero at every other entry.
-
-    >>> put_entries(torch.tensor([5.0]), {"a": torch.tensor([1])}, {"a": (3,)})
-    {'a': tensor([0., 5., 0.])}
-    """
-    values, lead = {}, vector.shape[:-1]
-    parts = vector.split([len(p) for p in entries.values()], dim=-1)
-    for (name, place), part in zip(entries.items(), parts, strict=True):
-        flat = vector.new_zeros(*lead, math.prod(shapes[name]))
-        flat[..., place.to(vector.device)] = part
-        values[name] = flat.reshape(*lead, *shapes[name])
-    return values
 
 
 @dataclass(frozen=True)
@@ -302,6 +274,10 @@ class SubnetworkBlockPosterior(BlockPosterior):
         dense = torch.zeros(total, total, dtype=torch.float64, device=self.scale.device)
         dense[places[:, None], places] = self.inner.to_dense().detach()
         return dense
+
+    def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> DenseLayerParts:
+        """The chosen entries by layer, under their dense covariance."""
+        return DenseLayerParts.of(self.inner, layers, self.shapes, self.source_block.entries)
 
     def gradient_rows(self, gradients: Params) -> Tensor:
         """Only the chosen columns of per-example gradients: [v, b, S]."""

@@ -1,0 +1,128 @@
+"""J Σ Jᵀ of one layer in the basis where Σ is diagonal, without a Jacobian (docs/mathematics/predictive.md).
+
+With G_c the gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c and variances R in that basis,
+
+    V[c, c'] = Σ_oi G̃_c,oi R_oi G̃_c',oi.
+
+Where a layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. Where the
+layer is the last one, g_c is a unit vector and V = U_B diag(R ã²) U_Bᵀ.
+
+Index legend: b example, v output, g group, t shared position, i feature in, o feature out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from aftermap.curvature.passes.backward import LayerGradients
+from aftermap.curvature.rules.base import examples_per_chunk
+from aftermap.curvature.rules.convolution import ConvRows
+from aftermap.curvature.rules.linear import DenseRows
+
+__all__ = ["layer_covariance", "layer_of"]
+
+
+def layer_of(gradients: LayerGradients, names: Sequence[str]) -> int | None:
+    """The layer whose rule alone accounts for exactly these parameters; None where there is none."""
+    plan = gradients.record.plan.layers_of_parameter
+    numbers = plan.get(names[0], [])
+    if len(numbers) != 1 or any(plan.get(n) != numbers for n in names):
+        return None
+    layout = gradients.record.plan.layers[numbers[0]].layout
+    return numbers[0] if set(layout.names) == set(names) else None
+
+
+def layer_covariance(
+    gradients: LayerGradients,
+    layer: int,
+    tables: Sequence[Tensor],
+    outer: Tensor | None,
+    inner: Tensor | None,
+    diagonal: bool,
+) -> list[Tensor]:
+    """Covariance of the outputs due to one layer.
+
+    Args:
+        gradients: of the outputs' unit vectors at every layer.
+        layer: its number.
+        tables: variances R [g, o, i] in the basis, one per variant.
+        outer: U_B [g, o, o]; None for the identity.
+        inner: U_A [g, i, i]; None for the identity.
+        diagonal: only the variances.
+
+    Returns:
+        For each table [b, v, v], or [b, v].
+    """
+    calls = gradients.by_layer[layer]
+    if not calls:
+        shape = (
+            (gradients.record.size, gradients.n_vectors)
+            if diagonal
+            else (gradients.record.size, gradients.n_vectors, gradients.n_vectors)
+        )
+        return [gradients.vectors.new_zeros(shape) for _ in tables]
+    call, grads = calls[0]
+    if len(calls) > 1 or not isinstance(call.rows, DenseRows) or call.rows.shared > 1:
+        return _with_sharing(gradients, layer, tables, outer, inner, diagonal)
+    dtype = gradients.vectors.dtype
+    inputs = call.rows.dense()[:, :, 0]  # [b, g, i]
+    if inner is not None:
+        inputs = torch.einsum("bgi,gij->bgj", inputs, inner.to(dtype))
+    squares = inputs.square().transpose(0, 1)  # [g, b, i]
+    weights = [(squares @ t.to(dtype).transpose(-1, -2)).transpose(0, 1) for t in tables]  # [b, g, o]
+    if gradients.unit_vectors:
+        basis = torch.eye(grads.shape[-1], dtype=dtype, device=inputs.device) if outer is None else outer[0].to(dtype)
+        if diagonal:
+            return [w[:, 0] @ basis.square().T for w in weights]
+        return [(basis * w) @ basis.T for w in weights]  # [b, 1, o] scales the columns
+    turned = grads[:, :, :, 0].transpose(0, 1)  # [b, v, g, o]
+    if outer is not None:
+        turned = torch.einsum("bvgo,gop->bvgp", turned, outer.to(dtype))
+    return [_contract(turned, w[:, None], diagonal) for w in weights]
+
+
+def _with_sharing(
+    gradients: LayerGradients,
+    layer: int,
+    tables: Sequence[Tensor],
+    outer: Tensor | None,
+    inner: Tensor | None,
+    diagonal: bool,
+) -> list[Tensor]:
+    found: list[list[Tensor]] = [[] for _ in tables]
+    layout = gradients.record.plan.layers[layer].layout
+    stride = examples_per_chunk(2 * gradients.n_vectors * layout.size)
+    for start in range(0, gradients.record.size, stride):
+        length = min(stride, gradients.record.size - start)
+        turned = _turned_inputs(gradients, layer, start, length, inner)  # [v, b, g, o, i]
+        if outer is not None:
+            turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
+        turned = turned.transpose(0, 1)
+        for place, table in enumerate(tables):
+            found[place].append(_contract(turned, table.to(turned.dtype), diagonal))
+    return [torch.cat(parts) for parts in found]
+
+
+def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: int, inner: Tensor | None) -> Tensor:
+    """G U_A for some examples: the rows are turned first where they are fewer than the gradients' rows, v·o."""
+    calls = gradients.by_layer[layer]
+    rows = calls[0][0].rows
+    if inner is None:
+        return gradients.block_gradients(layer, start, length)
+    if len(calls) == 1 and isinstance(rows, DenseRows | ConvRows):
+        grads = calls[0][1]
+        if rows.shared < gradients.n_vectors * grads.shape[-1]:
+            turned = rows.examples(start, length).dense() @ inner.to(grads.dtype)
+            return DenseRows(turned, ones=False).per_example_gradients(grads[:, start : start + length])
+    each = gradients.block_gradients(layer, start, length)
+    return each @ inner.to(each.dtype)
+
+
+def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
+    """Σ over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'."""
+    weighted = (values * weights).flatten(2)
+    flat = values.flatten(2)
+    return (weighted * flat).sum(-1) if diagonal else weighted @ flat.transpose(-1, -2)

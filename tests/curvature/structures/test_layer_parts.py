@@ -1,0 +1,71 @@
+"""What every block posterior inherits for the covariance by layer, against what full and low-rank ones know better."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from aftermap.batches import Batch
+from aftermap.curvature import fit_curvature
+from aftermap.curvature.passes.plan import CheckedPlan
+from aftermap.curvature.structures.base import BlockPosterior
+from aftermap.curvature.structures.layer_parts import BlockLayerParts, DenseLayerParts, WholeLayer
+from aftermap.curvature.structures.low_rank import LowRankLayerParts
+from aftermap.posteriors import GaussianPosterior
+from aftermap.predictive.linearised import output_gradients
+
+LAYERS = {"0": ("0.weight", "0.bias"), "2": ("2.weight", "2.bias")}
+
+
+def posterior_of(structure: str) -> tuple[nn.Module, GaussianPosterior]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().eval()
+    data = [(torch.randn(15, 3, dtype=torch.float64), torch.randint(2, (15,)))]
+    factors = fit_curvature(model, data, "classification", structure=structure, rank=8, progress=False)
+    return model, GaussianPosterior.from_factors(factors, dict(model.named_parameters()), {"0": 0.5, "2": 2.0})
+
+
+@pytest.mark.parametrize("structure, kind", [("full", DenseLayerParts), ("low_rank", LowRankLayerParts)])
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_the_inherited_split_agrees_with_the_own_one(structure: str, kind: type, diagonal: bool) -> None:
+    model, posterior = posterior_of(structure)
+    block = posterior.blocks[0]
+    own = block.split_by_layer(LAYERS, posterior.prior)
+    inherited = BlockPosterior.split_by_layer(block, LAYERS, posterior.prior)
+    assert isinstance(own, kind)
+    assert isinstance(inherited, BlockLayerParts)
+    assert own.has_cross_terms
+    assert inherited.has_cross_terms
+    assert own.has_conditionals
+    assert not inherited.has_conditionals
+    x = torch.randn(5, 3, dtype=torch.float64)
+    checked = CheckedPlan(model, posterior.names, Batch(x, None, None, 5))
+    total = None
+    for _, _, _, gradients in output_gradients(checked, Batch(x, None, None, 5)):
+        left, right = own.covariances(gradients, diagonal), inherited.covariances(gradients, diagonal)
+        assert_close(right.own, left.own, rtol=1e-9, atol=1e-11)
+        assert_close(right.cross, left.cross, rtol=1e-9, atol=1e-11)
+        total = sum(right.own.values()) + sum(right.cross.values())
+        assert_close(total, block.functional_covariance(gradients, [block], diagonal)[0], rtol=1e-9, atol=1e-11)
+    assert total is not None
+    for layer in LAYERS:
+        assert_close(inherited.variance(layer), own.variance(layer), rtol=1e-9, atol=1e-12)
+        assert inherited.effective()[layer] == pytest.approx(own.effective()[layer], rel=1e-8)
+        assert math.isnan(inherited.half_effective(layer))
+        assert {n: v.shape[0] for n, v in inherited.draw(layer, 3, None).items()} == dict.fromkeys(LAYERS[layer], 3)
+    assert inherited.information()[1] == pytest.approx(own.information()[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diagonal"])
+def test_a_block_of_one_layer_is_that_layer(structure: str) -> None:
+    _, posterior = posterior_of(structure)
+    for block, (layer, names) in zip(posterior.blocks, LAYERS.items(), strict=True):
+        part = block.split_by_layer({layer: names}, posterior.prior)
+        assert isinstance(part, WholeLayer)
+        assert list(part.layers) == [layer]
+        assert not part.has_cross_terms
+        assert part.kind == block.source.kind
