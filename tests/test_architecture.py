@@ -78,7 +78,7 @@ def test_links_to_the_right_are_few_and_known() -> None:
         (path.relative_to(PACKAGE).as_posix(), node.args[0].value)
         for path in LIBRARY
         for node in ast.walk(parse(path))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "late_bound"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "lazy_attribute"
         if isinstance(node.args[0], ast.Constant)
     }
     assert found == {

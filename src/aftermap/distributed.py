@@ -19,13 +19,13 @@ __all__ = [
     "Mesh",
     "all_reduce_",
     "broadcast_",
+    "broadcast_number",
+    "distribute_work",
+    "fail_together",
     "is_distributed",
     "make_mesh",
     "process_group",
     "rank",
-    "same_everywhere",
-    "shared_out",
-    "together",
     "unsynchronised",
     "unwrapped",
     "world_size",
@@ -101,7 +101,7 @@ def _device(like: Tensor) -> torch.device:
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def fail_together(what: str) -> Iterator[None]:
     """Work of each process on its own, after which all go on or none: an error of one is raised by all.
 
     Without it, a process with bad data would stop and the others would wait for it for ever.
@@ -112,7 +112,7 @@ def together(what: str) -> Iterator[None]:
     Raises:
         DataError: on every process that did not fail while another did, with the other's message.
 
-    >>> with together("adding"):  # one process: nothing happens
+    >>> with fail_together("adding"):  # one process: nothing happens
     ...     1 + 1
     2
     """
@@ -136,7 +136,7 @@ def together(what: str) -> Iterator[None]:
         raise error
 
 
-def same_everywhere(number: int) -> int:
+def broadcast_number(number: int) -> int:
     """The number that process 0 has."""
     if not is_distributed():
         return number
@@ -157,7 +157,7 @@ def broadcast_(tensors: Sequence[Tensor]) -> None:
             dist.broadcast(tensor, src=0)
 
 
-def shared_out(
+def distribute_work(
     costs: Sequence[float],
     shapes: Sequence[Sequence[tuple[int, ...]]],
     work: Callable[[int], Sequence[Tensor]],
@@ -182,7 +182,7 @@ def shared_out(
         owner[job] = min(range(len(load)), key=load.__getitem__)
         load[owner[job]] += costs[job]
     results: list[list[Tensor]] = []
-    with together("decomposing factors"):
+    with fail_together("decomposing factors"):
         for job, job_shapes in enumerate(shapes):
             if owner[job] == rank():
                 results.append([t.contiguous() for t in work(job)])

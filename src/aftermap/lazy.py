@@ -1,7 +1,7 @@
 """Names that are looked up when they are used: optional packages, and methods that lead to units further right.
 
 Units import only to their left. Two conveniences need the other direction: `la.where(loader)` starts the
-analysis, and `results.report(path)` writes the report. They go through `late_bound`, which imports at the moment
+analysis, and `results.report(path)` writes the report. They go through `lazy_attribute`, which imports at the moment
 of the call, so that importing a unit never imports what stands to its right. A test lists the places that do so.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from aftermap.errors import UnsupportedError
 
-__all__ = ["late_bound", "optional"]
+__all__ = ["lazy_attribute", "optional"]
 
 
-def late_bound(module: str, name: str) -> Any:
+def lazy_attribute(module: str, name: str) -> Any:
     """The attribute `name` of `module`, imported now.
 
-    >>> late_bound("aftermap.errors", "InputError").__name__
+    >>> lazy_attribute("aftermap.errors", "InputError").__name__
     'InputError'
     """
     return getattr(import_module(module), name)

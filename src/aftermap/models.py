@@ -1,6 +1,6 @@
 """What is done to a user's network: calling it, looking at its modes, outputs and weights, and putting everything back.
 
-A forward pass as a pure function of chosen parameters writes to nothing of the model. `WeightsWatch` notices when the weights
+A forward pass as a pure function of chosen parameters writes to nothing of the model. `WeightsFingerprint` notices when the weights
 are no longer those that a posterior was fitted around. `update_bn` gives BatchNorm layers the running statistics that belong
 to the mean or to a draw of the weights.
 """
@@ -29,7 +29,7 @@ from aftermap.linalg import all_finite
 from aftermap.params import Params
 
 __all__ = [
-    "WeightsWatch",
+    "WeightsFingerprint",
     "autograd_errors_explained",
     "call_model",
     "check_device",
@@ -40,8 +40,8 @@ __all__ = [
     "chosen_parameters",
     "evaluating",
     "evaluation_mode",
+    "explain_model_errors",
     "functional_outputs",
-    "model_errors_explained",
     "only_require_grad",
     "prepare_forward_mode",
     "update_bn",
@@ -175,7 +175,7 @@ def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
 
 
 @contextmanager
-def model_errors_explained(model: nn.Module, inputs: Callable[[], Any]) -> Iterator[None]:
+def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterator[None]:
     """An error of the model itself, on inputs that it does not accept, is said to be one.
 
     Args:
@@ -403,7 +403,7 @@ def check_outputs(outputs: Tensor, size: int) -> None:
 
 
 @dataclass(frozen=True)
-class WeightsWatch:
+class WeightsFingerprint:
     """A few entries and a checksum of every parameter and floating-point buffer: cheap to compare, no copy of the weights.
 
     Attributes:
@@ -415,10 +415,10 @@ class WeightsWatch:
     sums: dict[str, int]
 
     @staticmethod
-    def of(model: nn.Module) -> WeightsWatch:
+    def of(model: nn.Module) -> WeightsFingerprint:
         """Looks at a model."""
         state = _state(model)
-        return WeightsWatch({n: _some(t) for n, t in state.items()}, {n: _sum(t) for n, t in state.items()})
+        return WeightsFingerprint({n: _some(t) for n, t in state.items()}, {n: _sum(t) for n, t in state.items()})
 
     def check(
         self,

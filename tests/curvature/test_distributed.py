@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from aftermap.curvature import reference
-from aftermap.distributed import all_reduce_, is_distributed, rank, same_everywhere, shared_out, together, world_size
+from aftermap.distributed import (
+    all_reduce_,
+    broadcast_number,
+    distribute_work,
+    fail_together,
+    is_distributed,
+    rank,
+    world_size,
+)
 from aftermap.errors import DataError
 from aftermap.likelihoods import Categorical
 from aftermap.metrics.streaming import StreamingAccuracy, StreamingBrier, StreamingECE, StreamingNLL
@@ -82,13 +90,13 @@ def test_processes_agree_on_where_rules_hold() -> None:
 
 
 def test_one_process_is_a_no_op() -> None:
-    assert (is_distributed(), rank(), world_size(), same_everywhere(5)) == (False, 0, 1, 5)
+    assert (is_distributed(), rank(), world_size(), broadcast_number(5)) == (False, 0, 1, 5)
     x = torch.ones(2)
     all_reduce_([x])
     torch.testing.assert_close(x, torch.ones(2))
-    done = shared_out([1.0, 2.0], [[(1,)], [(1,)]], lambda i: [torch.full((1,), float(i))], x)
+    done = distribute_work([1.0, 2.0], [[(1,)], [(1,)]], lambda i: [torch.full((1,), float(i))], x)
     assert [float(t[0]) for t in done] == [0.0, 1.0]
-    with pytest.raises(DataError, match="mine"), together("working"):
+    with pytest.raises(DataError, match="mine"), fail_together("working"):
         raise DataError("mine")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Gaussian
-from aftermap.predictive import PosteriorPredictor, WeightsWatch
+from aftermap.predictive import PosteriorPredictor, WeightsFingerprint
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, generator, mlp, normal, seeded
 
@@ -108,7 +108,7 @@ def test_a_model_in_training_mode() -> None:
 @pytest.mark.parametrize("entry", [0, 57, 14_999])
 def test_one_changed_weight_among_many_is_noticed(entry: int) -> None:
     model = mlp(3, 3000, 5)
-    watch = WeightsWatch.of(model)
+    watch = WeightsFingerprint.of(model)
     watch.check(model)
     with torch.no_grad():
         model[2].weight.view(-1)[entry] *= 1 + 1e-15

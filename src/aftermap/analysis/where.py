@@ -19,7 +19,7 @@ from aftermap.analysis.weights import summarise, weight_maps
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
-from aftermap.models import check_device, evaluating, model_errors_explained
+from aftermap.models import check_device, evaluating, explain_model_errors
 from aftermap.params import named_parameters
 from aftermap.predictive.links import gaussian_prediction
 from aftermap.predictive.predictor import PosteriorPredictor
@@ -89,7 +89,7 @@ def where(
     tested: tuple[Perturbation, ...] = ()
     with evaluating(model):
         for batch in _batches(inner, loader, unpack):
-            with model_errors_explained(model, lambda batch=batch: batch.inputs):  # type: ignore[misc]
+            with explain_model_errors(model, lambda batch=batch: batch.inputs):  # type: ignore[misc]
                 contributed = contributions(inner.plan(batch), parts, layers, batch, likelihood)
             seen.add(batch, contributed, likelihood, samples, torch.Generator().manual_seed(seed))
         inputs = seen.inputs.result(inner, saliency, torch.Generator().manual_seed(seed))

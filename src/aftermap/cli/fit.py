@@ -17,7 +17,7 @@ from aftermap.cli.models import make_model
 from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.curvature import STRUCTURES
-from aftermap.distributed import process_group, together
+from aftermap.distributed import fail_together, process_group
 from aftermap.errors import AftermapError, InputError
 from aftermap.laplace import Laplace, describe_costs, estimate_costs
 from aftermap.laplace import fit as fit_automatically
@@ -299,7 +299,7 @@ def fit(
             + prior_in_words(laplace)
         )
         fitted = Fitted(laplace, network, describe_fit(model_config, training, data_format, task, run.seed), {})
-        with together("saving the posterior"):
+        with fail_together("saving the posterior"):
             code, content = finish(
                 fitted,
                 output,

@@ -18,7 +18,7 @@ from aftermap.cli.sources import Source, open_parts
 from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.cli.training import CHECKPOINT, DAMPINGS, RATES, Recipe, Run, make_optimizer, train_network
 from aftermap.data import Examples
-from aftermap.distributed import process_group, rank, together, world_size
+from aftermap.distributed import fail_together, process_group, rank, world_size
 from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
 
@@ -104,7 +104,7 @@ def train(
         reporter.line(f"trained {recipe.epochs} epochs with {recipe.optimizer}: loss {loss:.4g}")
         weights, code = output / "model.safetensors", GOOD
         content: dict[str, Any] = {"run": str(output), "steps": progress.step, "history": progress.history}
-        with together("saving"):
+        with fail_together("saving"):
             if rank() == 0:
                 save_weights(network, weights)
             if recipe.optimizer == "adam":
@@ -147,11 +147,11 @@ def _start(
         f"{recipe.optimizer}, {n_params:,} parameters, {recipe.n_data:,} examples, {recipe.steps:,} steps"
         + (f" on {world_size()} processes" if world_size() > 1 else "")
     )
-    with together("preparing the run"):
+    with fail_together("preparing the run"):
         if force and rank() == 0:
             (output / CHECKPOINT).unlink(missing_ok=True)
     optimizer = make_optimizer(recipe, network, likelihood)
-    with together("reading the checkpoint"):
+    with fail_together("reading the checkpoint"):
         resumed = run.resume(network, optimizer)
     if resumed:
         state = "is finished" if run.step >= recipe.steps else f"goes on at step {run.step:,} of {recipe.steps:,}"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from aftermap.cli.console import replaced_file
 from aftermap.data import Examples
-from aftermap.distributed import all_reduce_, broadcast_, rank, same_everywhere, together, world_size
+from aftermap.distributed import all_reduce_, broadcast_, broadcast_number, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.likelihoods import Likelihood
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, warmup
@@ -156,7 +156,7 @@ class Run:
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Writes a checkpoint beside the old one, then takes its place; process 0 does it for all."""
         broadcast_(list(model.buffers()))
-        with together("saving a checkpoint"):
+        with fail_together("saving a checkpoint"):
             if rank() == 0:
                 content = {
                     "recipe": json.loads(json.dumps(asdict(self.recipe))),
@@ -231,7 +231,7 @@ def train_network(
                 run.history.append({"epoch": number + 1, "loss": sum(losses) / len(losses)})
             due = time.monotonic() - saved > every
             if world_size() > 1:  # all processes save together: process 0 looks at its clock now and then
-                due = run.step % 20 == 0 and bool(same_everywhere(int(due)))
+                due = run.step % 20 == 0 and bool(broadcast_number(int(due)))
             if stopping or due:
                 run.save(model, optimizer)
                 saved = time.monotonic()

@@ -24,7 +24,7 @@ from aftermap.curvature.structures import (  # noqa: F401 (every module register
 )
 from aftermap.curvature.structures.base import Block, Factors, Structure, Treatment, find_structure
 from aftermap.curvature.structures.kron import APPROACHES
-from aftermap.distributed import together
+from aftermap.distributed import fail_together
 from aftermap.errors import DataError, InputError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.models import check_device
@@ -100,7 +100,7 @@ def fit_curvature(
     names, parameters = select(model, params), named_parameters(model)
     shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)
-    with together("looking at the first batch"):
+    with fail_together("looking at the first batch"):
         plan = plan_model(model, names, first_batch(model, data, unpack), verify=False)
     plan = plan.agree_over_processes(names)
     dtype = check_device(model)[1]

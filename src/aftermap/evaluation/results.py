@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aftermap.errors import DataError, InputError, UnsupportedError
-from aftermap.lazy import late_bound
+from aftermap.lazy import lazy_attribute
 
 __all__ = ["SCHEMA", "Comparison", "Metric", "Results", "Table", "compare", "provenance", "to_plain", "write_json"]
 
@@ -231,7 +231,7 @@ class Results:
         Returns:
             The path.
         """
-        write = late_bound("aftermap.analysis.report", "write_report")
+        write = lazy_attribute("aftermap.analysis.report", "write_report")
         return Path(write(path, bayesian=self, map=map, **options))
 
     def __str__(self) -> str:

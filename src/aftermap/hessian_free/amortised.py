@@ -21,7 +21,7 @@ from torch import Tensor
 
 from aftermap import checks
 from aftermap.batches import Batch, check_inputs, iterate, unpack_inputs
-from aftermap.distributed import shared_out
+from aftermap.distributed import distribute_work
 from aftermap.errors import DataError, NotFittedError, ShapeError
 from aftermap.hessian_free.minimise import FineTuner
 from aftermap.hessian_free.objective import Objective
@@ -30,7 +30,7 @@ from aftermap.hessian_free.settings import Settings
 from aftermap.likelihoods import Categorical, Likelihood
 from aftermap.models import check_modes, evaluating
 from aftermap.params import named_parameters
-from aftermap.predictive import Prediction, WeightsWatch, gaussian_prediction
+from aftermap.predictive import Prediction, WeightsFingerprint, gaussian_prediction
 from aftermap.predictive.functionals import FunctionalSet, Network, OutputSet
 
 __all__ = ["AmortisedScore", "Probes", "amortise", "probe_variances"]
@@ -79,7 +79,7 @@ class AmortisedScore:
     report: PushReport
     reference: int
     scale: float | None = None
-    _watch: WeightsWatch | None = field(default=None, repr=False)
+    _watch: WeightsFingerprint | None = field(default=None, repr=False)
 
     def _moved(self, x: Any) -> tuple[Tensor, Tensor]:
         """Outputs at the centre, and their derivative in λ, both [N, ..., C]."""
@@ -199,7 +199,7 @@ def amortise(
         likelihood,
         pushed.reports[0],
         batch.size,
-        _watch=WeightsWatch.of(objective.model),
+        _watch=WeightsFingerprint.of(objective.model),
     )
 
 
@@ -244,7 +244,7 @@ def probe_variances(
 
     sizes = [min(most, probes - start) for start in starts]
     shapes = [[(n, functionals.count), (n, len(PushReport.__dataclass_fields__))] for n in sizes]
-    done = shared_out([float(n) for n in sizes], shapes, work, torch.empty(0, dtype=torch.float64))
+    done = distribute_work([float(n) for n in sizes], shapes, work, torch.empty(0, dtype=torch.float64))
     estimates = torch.cat([rows for rows, _ in done])
     reports = tuple(r for _, numbers in done for r in unpack_reports(numbers))
     shape = outputs.shape

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aftermap import checks
 from aftermap.batches import Batch, Unpack, check_inputs, iterate, unpack_batch, unpack_inputs
 from aftermap.curvature.passes.plan import find_last_layer
-from aftermap.distributed import all_reduce_, broadcast_, shared_out, world_size
+from aftermap.distributed import all_reduce_, broadcast_, distribute_work, world_size
 from aftermap.errors import (
     DataError,
     InputError,
@@ -30,9 +30,9 @@ from aftermap.hessian_free.pushes import PushReport, pack, perturb, unpack_repor
 from aftermap.hessian_free.settings import Settings
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.linalg import symmetrise
-from aftermap.models import check_device, check_modes, check_outputs, evaluating, model_errors_explained
+from aftermap.models import check_device, check_modes, check_outputs, evaluating, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters, select
-from aftermap.predictive import Prediction, WeightsWatch, gaussian_prediction
+from aftermap.predictive import Prediction, WeightsFingerprint, gaussian_prediction
 from aftermap.predictive.functionals import Functional, FunctionalSet, OutputSet, parse_functionals
 from aftermap.prior import Prior, PriorSpec
 
@@ -201,7 +201,7 @@ class HessianFree:
         self._fine_tuner: FineTuner | None = None
         self._origin: Tensor | None = None
         self._centre: Tensor | None = None
-        self._watch: WeightsWatch | None = None
+        self._watch: WeightsFingerprint | None = None
 
     # Fitting
 
@@ -246,7 +246,7 @@ class HessianFree:
         if not settings.on_all_data:
             checks.repeatable("data", data, f"HessianFree with method={settings.method!r}")
         objective = Objective(self.model, names, self.likelihood, prior, 1 / self.temperature, work)
-        with model_errors_explained(self.model, lambda: unpack_batch(next(iter(data)), unpack).inputs):
+        with explain_model_errors(self.model, lambda: unpack_batch(next(iter(data)), unpack).inputs):
             objective.read(data, unpack, keep=settings.on_all_data)
         fine_tuner: FullDataFineTuner | BatchFineTuner
         if settings.on_all_data:
@@ -279,7 +279,7 @@ class HessianFree:
         if isinstance(fine_tuner, BatchFineTuner):
             fine_tuner.origin = self._origin
         self._settings = settings
-        self._watch = WeightsWatch.of(self.model)
+        self._watch = WeightsFingerprint.of(self.model)
         return self
 
     def _selection(self, data: Iterable[Any], unpack: Unpack | None) -> Selection:
@@ -334,7 +334,7 @@ class HessianFree:
 
         like = torch.empty(0, dtype=torch.float64)
         shapes = [[(stop - start, s.count), (stop - start, _NUMBERS)] for s, start, stop in jobs]
-        done = shared_out([float(stop - start) for _, start, stop in jobs], shapes, work, like)
+        done = distribute_work([float(stop - start) for _, start, stop in jobs], shapes, work, like)
         covariances, reports, place = [], [], 0
         asymmetry, projected = 0.0, 0.0
         for functionals in sets:
@@ -364,7 +364,7 @@ class HessianFree:
         """The network's own answer at the posterior's centre, in the dtype of the work."""
         objective, _, _ = self._fitted()
         assert self._centre is not None
-        with torch.no_grad(), evaluating(self.model), model_errors_explained(self.model, lambda: batch.inputs):
+        with torch.no_grad(), evaluating(self.model), explain_model_errors(self.model, lambda: batch.inputs):
             outputs = objective.network(self._centre)(batch.inputs)
         check_outputs(outputs, batch.size)
         return outputs

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from aftermap.batches import Batch
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import join_flat
-from aftermap.distributed import rank, together, world_size
+from aftermap.distributed import fail_together, rank, world_size
 from aftermap.draws import uniform_like
 from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.krylov import TraceEstimate
@@ -348,7 +348,7 @@ def match_dimension(
     seed = common_seed(generator)
     # Processes have other data, so other numbers for these; the draws of the blocks are the same everywhere.
     own = torch.Generator().manual_seed(seed + 1 + rank())
-    with together("choosing informative examples"):
+    with fail_together("choosing informative examples"):
         chosen = informative_examples(model, batches, likelihood, math.ceil(examples / world_size()), own)
     data = [(b.inputs, b.targets, b.weight) for b in chosen]
     operator = GGNOperator(model, data, likelihood, list(posterior.names))

@@ -16,7 +16,7 @@ from aftermap.errors import InputError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.subnetwork import with_fixed_means
-from aftermap.models import WeightsWatch
+from aftermap.models import WeightsFingerprint
 from aftermap.params import Params
 from aftermap.posteriors.base import Hyperparameters, layers_of
 from aftermap.prior import Prior, PriorSpec
@@ -151,7 +151,7 @@ class Fitted:
     factors: Factors
     posterior: Any
     hyperparameters: Hyperparameters
-    weights: WeightsWatch
+    weights: WeightsFingerprint
     data: Iterable[Any] | None = None
     unpack: Unpack | None = None
     tuning: EvidenceResult | ValidationResult | DimensionResult | None = None

@@ -29,11 +29,11 @@ from aftermap.laplace.subnetwork import (
 )
 from aftermap.laplace.tune import choose_method, tune_by_dimension, tune_by_evidence, tune_by_validation
 from aftermap.likelihoods import Likelihood, parse_likelihood
-from aftermap.models import check_not_causal, model_errors_explained
+from aftermap.models import check_not_causal, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, split_noise, with_noise
-from aftermap.predictive import PosteriorPredictor, Prediction, WeightsWatch, draw_weights
+from aftermap.predictive import PosteriorPredictor, Prediction, WeightsFingerprint, draw_weights
 from aftermap.prior import PriorSpec
 
 __all__ = ["Laplace"]
@@ -101,7 +101,7 @@ class Laplace:
         self.damping, self.approach, self.rank, self.strict = damping, approach, rank, strict
         self._initial = Initial(prior_precision, prior_mean, noise, data_scale, temperature)
         self._fitted: Fitted | None = None
-        self._predictor: tuple[WeightsWatch, PosteriorPredictor] | None = (
+        self._predictor: tuple[WeightsFingerprint, PosteriorPredictor] | None = (
             None  # of a fit, and what it knows of the model
         )
 
@@ -257,7 +257,7 @@ class Laplace:
         before = self.fitted if update else None
         if before is not None:
             before.weights.check(self.model)
-        with model_errors_explained(self.model, lambda: first_batch(self.model, data, unpack).inputs):
+        with explain_model_errors(self.model, lambda: first_batch(self.model, data, unpack).inputs):
             factors = self._fit_curvature(
                 data, before, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
             )
@@ -280,7 +280,7 @@ class Laplace:
             factors,
             posterior,
             hyperparameters,
-            WeightsWatch.of(self.model),
+            WeightsFingerprint.of(self.model),
             data_if_repeatable(data, before),
             unpack,
             narrowing=1.0 if before is None else before.narrowing,
@@ -329,7 +329,9 @@ class Laplace:
             narrowing: See `Fitted`.
         """
         self._initial = replace(self._initial, noise=hyperparameters.noise)
-        self._fitted = Fitted(factors, posterior, hyperparameters, WeightsWatch.of(self.model), narrowing=narrowing)
+        self._fitted = Fitted(
+            factors, posterior, hyperparameters, WeightsFingerprint.of(self.model), narrowing=narrowing
+        )
         return self
 
     def check_weights(self) -> None:

@@ -34,7 +34,7 @@ from aftermap.curvature.structures.base import (
     register_structure,
     split_flat,
 )
-from aftermap.distributed import rank, same_everywhere
+from aftermap.distributed import broadcast_number, rank
 from aftermap.draws import normal_like, signs_like
 from aftermap.errors import InputError, ShapeError
 from aftermap.krylov import TraceEstimate
@@ -141,7 +141,7 @@ def common_seed(generator: torch.Generator | None) -> int:
     True
     """
     device = torch.device("cpu") if generator is None else generator.device
-    return same_everywhere(int(torch.randint(2**62, (), generator=generator, device=device)))
+    return broadcast_number(int(torch.randint(2**62, (), generator=generator, device=device)))
 
 
 def draw_noise(operator: GGNOperator, count: int, seed: int) -> SampleNoise:

@@ -1,6 +1,6 @@
 """Predictions: the linearised and the sampling predictive, links, and the one Prediction type."""
 
-from aftermap.models import WeightsWatch
+from aftermap.models import WeightsFingerprint
 from aftermap.predictive.functionals import Functional
 from aftermap.predictive.linearised import (
     LatentGaussian,
@@ -22,7 +22,7 @@ __all__ = [
     "PosteriorPredictor",
     "Prediction",
     "TrainedPosterior",
-    "WeightsWatch",
+    "WeightsFingerprint",
     "differentiable_latent",
     "draw_weights",
     "function_samples",

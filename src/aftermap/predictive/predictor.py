@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from aftermap.batches import Batch, check_inputs, unpack_inputs
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.errors import DataError, InputError
-from aftermap.lazy import late_bound
+from aftermap.lazy import lazy_attribute
 from aftermap.likelihoods import Gaussian, Likelihood
-from aftermap.models import WeightsWatch, call_model, check_device, check_modes, check_outputs, model_errors_explained
+from aftermap.models import (
+    WeightsFingerprint,
+    call_model,
+    check_device,
+    check_modes,
+    check_outputs,
+    explain_model_errors,
+)
 from aftermap.params import Params
 from aftermap.predictive.functionals import Functional, functional_covariance, functional_gradients, parse_functionals
 from aftermap.predictive.linearised import (
@@ -49,12 +56,12 @@ class PosteriorPredictor:
         posterior: Any,
         likelihood: Likelihood,
         previous: PosteriorPredictor | None = None,
-        weights: WeightsWatch | None = None,
+        weights: WeightsFingerprint | None = None,
     ):
         self.model, self.posterior, self.likelihood = model, posterior, likelihood
         self._plan: CheckedPlan | None = None if previous is None else previous._plan
         known = weights if previous is None else previous._watch
-        self._watch: WeightsWatch = WeightsWatch.of(model) if known is None else known
+        self._watch: WeightsFingerprint = WeightsFingerprint.of(model) if known is None else known
 
     def __getstate__(self) -> dict[str, Any]:
         # What was found out goes by the identity of modules, which a copy does not share: it looks anew.
@@ -115,7 +122,7 @@ class PosteriorPredictor:
             )
         likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
         batch = self.inputs(x)
-        with model_errors_explained(self.model, lambda: batch.inputs):
+        with explain_model_errors(self.model, lambda: batch.inputs):
             if kind == "sampling":
                 with torch.set_grad_enabled(differentiable):
                     if local:
@@ -157,7 +164,7 @@ class PosteriorPredictor:
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
         batch = self.inputs(x)
-        with model_errors_explained(self.model, lambda: batch.inputs):
+        with explain_model_errors(self.model, lambda: batch.inputs):
             return joint_covariance(self.plan(batch), self.posterior, batch)
 
     @torch.inference_mode(False)
@@ -195,20 +202,20 @@ class PosteriorPredictor:
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Samples of the linearised network's outputs with the true correlation between inputs: [count, N, ..., C]."""
         batch = self.inputs(x)
-        with model_errors_explained(self.model, lambda: batch.inputs):
+        with explain_model_errors(self.model, lambda: batch.inputs):
             return function_samples(self.model, self.posterior, batch.inputs, count, generator)
 
     @torch.inference_mode(False)
     def variance_by_layer(self, x: Any) -> Mapping[str, Tensor]:
         """Each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
         batch = self.inputs(x)
-        with model_errors_explained(self.model, lambda: batch.inputs):
+        with explain_model_errors(self.model, lambda: batch.inputs):
             latent = latent_gaussians(self.plan(batch), self.posterior, batch, diagonal=True, by_layer=True)
         return latent[0].by_layer
 
     def where(self: Any, loader: Any, **options: Any) -> Any:
         """Where the uncertainty sits: by weight, filter, layer, class, input and pixel; see `aftermap.analysis.where`."""
-        return late_bound("aftermap.analysis.where", "where")(self, loader, **options)
+        return lazy_attribute("aftermap.analysis.where", "where")(self, loader, **options)
 
 
 def _of_outputs(likelihood: Likelihood, outputs: Sequence[int]) -> Likelihood:

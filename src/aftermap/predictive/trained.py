@@ -13,7 +13,7 @@ from aftermap.curvature.structures.base import Factors
 from aftermap.curvature.structures.diagonal import DiagonalBlock
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import WeightsWatch, evaluation_mode
+from aftermap.models import WeightsFingerprint, evaluation_mode
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.io import save_posterior
@@ -50,7 +50,7 @@ class TrainedPosterior:
         self.model, self.posterior, self.factors, self.method = model, posterior, factors, method
         self.damping = dict(damping)
         self._likelihood = likelihood
-        self._weights = WeightsWatch.of(model)
+        self._weights = WeightsFingerprint.of(model)
         self._predictor: PosteriorPredictor | None = None
 
     @property

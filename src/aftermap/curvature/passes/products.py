@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, in_dtype, iterate
-from aftermap.distributed import all_reduce_, together
+from aftermap.distributed import all_reduce_, fail_together
 from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Likelihood
@@ -97,7 +97,7 @@ class GGNOperator:
         """The number of examples seen in a pass; counted now if there has been none."""
         if self._n_data is None:
             seen = 0
-            with together("counting the data"):
+            with fail_together("counting the data"):
                 seen = sum(batch.size for batch in self._batches())
             self._count(seen)
         return self._n_data or 0
@@ -123,7 +123,7 @@ class GGNOperator:
             raise ShapeError(f"got a vector of shape {tuple(v.shape)}; pass [{self.size}] or [{self.size}, k]")
         columns = v if v.dim() == 2 else v[:, None]
         total, seen = torch.zeros_like(columns), 0
-        with together("multiplying with the GGN"), evaluating(self._model):
+        with fail_together("multiplying with the GGN"), evaluating(self._model):
             for batch in self._batches():
                 total += self._batch_product(batch, columns).to(total)
                 seen += batch.size
@@ -145,7 +145,7 @@ class GGNOperator:
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"the number of draws must be a whole number of at least 1, got {count!r}")
         total, seen = torch.zeros(self.size, count, dtype=torch.float64, device=self.device), 0
-        with together("drawing noise with the covariance of the GGN"), evaluating(self._model):
+        with fail_together("drawing noise with the covariance of the GGN"), evaluating(self._model):
             for batch in self._batches():
                 total += self._batch_noise(batch, count, generator).to(total)
                 seen += batch.size

@@ -17,7 +17,7 @@ from aftermap.curvature.passes.block import Block
 from aftermap.curvature.passes.plan import ModelPlan, PlanCheck, PlanContradicted
 from aftermap.curvature.passes.record import ForwardRecord, record_calls
 from aftermap.curvature.passes.vectors import make_vectors, resolve_kind
-from aftermap.distributed import all_reduce_, together
+from aftermap.distributed import all_reduce_, fail_together
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
 from aftermap.linalg import TERMS_PER_PART
@@ -143,7 +143,7 @@ class CurvatureProblem:
         counts, check = DataCounts(), PlanCheck()
         reasons: dict[str, str] = {}
         batch_number = 1
-        with together(f"summing: {description}"):
+        with fail_together(f"summing: {description}"):
             try:
                 with only_require_grad(self.model, self.names):
                     for batch in self._pieces(description, whole_batches):
@@ -170,7 +170,7 @@ class CurvatureProblem:
     def sum_loss(self) -> DataCounts:
         """Only counts the data and sums their loss."""
         counts = DataCounts(kind="exact", used=frozenset(self.names))
-        with together("summing the loss"), torch.no_grad():
+        with fail_together("summing the loss"), torch.no_grad():
             for batch in self._batches("loss"):
                 self._count(call_model(self.model, batch.inputs), batch, counts)
         counts.n_data, counts.loss = counts.n_data / self.passes, counts.loss / self.passes

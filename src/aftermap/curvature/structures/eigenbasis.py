@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aftermap.distributed import shared_out
+from aftermap.distributed import distribute_work
 from aftermap.errors import InputError
 from aftermap.linalg import psd_eigh
 
@@ -97,7 +97,7 @@ def eigendecompose(
         name, matrix = waiting.pop(number)
         return [t.to(dtype) for t in psd_eigh(matrix, what=name)]
 
-    return [(values, vectors) for values, vectors in shared_out(costs, shapes, work, like)]
+    return [(values, vectors) for values, vectors in distribute_work(costs, shapes, work, like)]
 
 
 def damped_eigenvalues(

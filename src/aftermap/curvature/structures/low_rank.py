@@ -32,7 +32,7 @@ from aftermap.curvature.structures.base import (
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.curvature.structures.full import PriorRatio, warn_of_rounding
 from aftermap.curvature.structures.layer_parts import CovarianceCollector, LayerCovariances, LayerParts, rows_of
-from aftermap.distributed import is_distributed, same_everywhere
+from aftermap.distributed import broadcast_number, is_distributed
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalWarning
 from aftermap.krylov import lanczos_eigh
@@ -393,7 +393,7 @@ def fit_low_rank(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCoun
     operator = GGNOperator(problem.model, problem.data, problem.likelihood, list(problem.names), problem.unpack)
     generator = problem.generator
     if is_distributed():  # every process must walk through the same vectors
-        seed = same_everywhere(int(torch.randint(2**62, (), generator=generator)))
+        seed = broadcast_number(int(torch.randint(2**62, (), generator=generator)))
         generator = torch.Generator().manual_seed(seed)
     vectors, values = low_rank_ggn(operator, min(problem.rank, operator.size), generator=generator)
     return (LowRankBlock("all", problem.shapes, vectors, values),), counts

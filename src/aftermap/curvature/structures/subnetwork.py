@@ -28,7 +28,7 @@ from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.curvature.structures.flat import put_entries, take_entries
 from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, coarser_dtype
 from aftermap.curvature.structures.layer_parts import DenseLayerParts
-from aftermap.distributed import together
+from aftermap.distributed import fail_together
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood
 from aftermap.linalg import GramSum, symmetrise
@@ -180,7 +180,7 @@ def fit_subnetwork(
     """
     names = [n for n in named_parameters(model) if n in entries]
     shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
-    with together("looking at the first batch"):
+    with fail_together("looking at the first batch"):
         plan = plan_model(model, names, first_batch(model, data, unpack), verify=False)
     plan = plan.agree_over_processes(names)
     device, dtype = check_device(model)
