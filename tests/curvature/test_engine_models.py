@@ -179,7 +179,7 @@ def test_module_called_twice_is_one_block_with_all_rows() -> None:
     "name, error, message",
     [
         ("checkpointed_attention", UnsupportedError, "Switch checkpointing off"),
-        ("checkpointed_reentrant", RuntimeError, "use_reentrant=False"),
+        ("checkpointed_reentrant", UnsupportedError, "use_reentrant=False"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
