@@ -285,7 +285,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ShapeError, match=r"0\.weight have shape \(3, 5\).*\(5, 3\)"):
         posterior.covariance_mv({**values, "0.weight": values["0.weight"].T})
     for count in (0, 2.5, True):
-        with pytest.raises(InputError, match="number of samples.*at least 1"):
+        with pytest.raises(InputError, match="count=.* at least 1"):
             posterior.sample(count)  # type: ignore[arg-type]
     for wrong in (0.0, -1.0, math.inf):
         with pytest.raises(InputError, match="scale of the curvature must be one positive"):
@@ -305,8 +305,8 @@ def test_bad_input_is_named() -> None:
     [
         ({"kind": "exact"}, "'exact'.*'cg', 'samples'"),
         ({"tolerance": 0.0}, "between 0 and 1"),
-        ({"samples": 0}, "samples must be a whole number"),
-        ({"max_iterations": 1.5}, "max_iterations must be a whole number"),
+        ({"samples": 0}, "samples=0 must be a whole number"),
+        ({"max_iterations": 1.5}, "max_iterations=1.5 must be a whole number"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:

@@ -153,7 +153,7 @@ COV = torch.eye(3, dtype=F64).expand(4, 3, 3)
         ({"latent_var": MEAN - 1.0}, r"latent_var: variance\[0, 0\] is -1.0, but must be 0 or more"),
         ({"latent_cov": -COV}, r"latent_cov: variance\[0, 0\] is -1.0, but must be 0 or more"),
         ({"latent_var": MEAN * torch.nan}, r"latent_var: values\[0, 0\] is nan, but must be finite"),
-        ({"latent_cov": COV, "samples": 0}, "samples must be a whole number of at least 1, got 0"),
+        ({"latent_cov": COV, "samples": 0}, "samples=0 must be a whole number of at least 1"),
         ({"latent_mean": MEAN + torch.nan, "latent_cov": COV}, r"latent_mean: outputs\[0, 0\] is nan"),
         ({"latent_mean": MEAN - torch.inf, "latent_cov": COV}, "write a mask as -1e4, not -inf"),
         ({"latent_mean": MEAN.long(), "latent_cov": COV}, "must be floating point, got torch.int64"),

@@ -92,7 +92,7 @@ def test_the_weights_come_back_after_an_exception() -> None:
 @pytest.mark.parametrize("count", [0, -3, 2.5, True])
 def test_bad_counts(count: object) -> None:
     laplace = fitted()
-    with pytest.raises(InputError, match="number of weight samples must be a whole number of at least 1"):
+    with pytest.raises(InputError, match="must be a whole number of at least 1"):
         laplace.predict(classes()[0][0], kind="sampling", samples=count)  # type: ignore[arg-type]
 
 

@@ -94,8 +94,10 @@ def fit_curvature(
     entry = find_structure(structure)
     entry.check_options(curvature, damping="exact")
     checks.choice("approach", approach, APPROACHES)
-    numbers = {"samples": samples, "passes": passes, "rank": rank, "small_block": small_block}
-    _check_options(entry, numbers if chunk is None else {**numbers, "chunk": chunk}, accumulate, data)
+    samples, passes = checks.count("samples", samples), checks.count("passes", passes)
+    rank, small_block = checks.count("rank", rank), checks.count("small_block", small_block)
+    chunk = None if chunk is None else checks.count("chunk", chunk)
+    _check_options(entry, passes, accumulate, data)
     parsed = parse_likelihood(likelihood)
     names, parameters = select(model, params), named_parameters(model)
     shapes = {n: tuple(parameters[n].shape) for n in names}
@@ -140,16 +142,11 @@ def fit_curvature(
     return factors.all_reduced(counts_only=entry.blocks_are_global)
 
 
-def _check_options(
-    entry: Structure, numbers: Mapping[str, int], accumulate: torch.dtype | None, data: Iterable[Any]
-) -> None:
-    """Raises where a count is none, sums have no floating-point dtype, or data cannot be gone through often enough."""
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name}={value!r} must be a whole number of at least 1")
+def _check_options(entry: Structure, passes: int, accumulate: torch.dtype | None, data: Iterable[Any]) -> None:
+    """Raises where sums have no floating-point dtype, or data cannot be gone through often enough."""
     if accumulate is not None and not accumulate.is_floating_point:
         raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
-    needed = entry.passes * numbers["passes"] + 1  # one more to look at the first batch
+    needed = entry.passes * passes + 1  # one more to look at the first batch
     if isinstance(data, Iterable) and iter(data) is data:
         raise DataError(
             f"data is a one-shot {type(data).__name__}, but structure={entry.name!r} goes through it {needed} times "

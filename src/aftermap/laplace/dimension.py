@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import join_flat
@@ -236,9 +237,7 @@ def effective_dimension(
     References:
         Golub and Meurant 2010, Matrices, moments and quadrature, chapter 6; Antorán et al. 2023, eq. (8).
     """
-    for name, value in (("draws", draws), ("steps", steps)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+    draws, steps = checks.count("draws", draws), checks.count("steps", steps)
     root = prior.detach().to(device=operator.device, dtype=torch.float64).sqrt()[:, None]
     u = math.sqrt(scale) * operator.noise(draws, generator) / root
     size = u.norm(dim=0)
@@ -343,8 +342,7 @@ def match_dimension(
         raise InputError(
             f"the dimension is matched for posteriors with blocks, got a {type(posterior).__name__}, which has every term already"
         )
-    if isinstance(examples, bool) or not isinstance(examples, int) or examples < 1:
-        raise InputError(f"examples must be a whole number of at least 1, got {examples!r}")
+    examples = checks.count("examples", examples)
     seed = common_seed(generator)
     # Processes have other data, so other numbers for these; the draws of the blocks are the same everywhere.
     own = torch.Generator().manual_seed(seed + 1 + rank())

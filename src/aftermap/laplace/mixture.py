@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError, NumericalError, ShapeError, UnsupportedError
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.saving import load_laplace, save_laplace
@@ -186,8 +187,7 @@ class Mixture:
 
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Joint samples [count, N, ..., C] of the linearised networks' outputs; each is of a component drawn by its weight."""
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise InputError(f"the number of function samples must be a whole number of at least 1, got {count!r}")
+        count = checks.count("count", count)
         device = torch.device("cpu") if generator is None else generator.device
         drawn = torch.multinomial(self.weights.to(device), count, replacement=True, generator=generator).cpu()
         drawn_samples: list[Tensor | None] = [None] * count

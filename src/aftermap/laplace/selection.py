@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Unpack, iterate
 from aftermap.errors import DataError, InputError, StatisticalWarning
 from aftermap.laplace.marglik import EvidenceTraining, train_by_evidence
@@ -204,8 +205,7 @@ def _check(factories: Mapping[str, Callable[[], nn.Module]], data: Iterable[Any]
                 f"the candidate {name!r} is a {type(factory).__name__}; pass a function that makes a fresh network, "
                 f"such as {{{name!r}: lambda: nn.Sequential(...)}}"
             )
-    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 1:
-        raise InputError(f"restarts={restarts!r} must be a whole number of at least 1")
+    restarts = checks.count("restarts", restarts)
     if isinstance(data, Iterator):
         raise DataError(
             "the data are a one-shot iterator, but every candidate goes through them; pass a DataLoader or a list"

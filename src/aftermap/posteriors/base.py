@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
 from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
@@ -195,8 +196,7 @@ class GaussianPosterior(Posterior):
         return replace(self, blocks=blocks, prior=prior, scale=factor)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        if not isinstance(count, int) or count < 1:
-            raise InputError(f"the number of samples must be a whole number of at least 1, got {count!r}")
+        count = checks.count("count", count)
         deviations: Params = {}
         for block in self.blocks:
             deviations.update(block.sample(count, generator))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Unpack, iterate
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.structures.base import covariances_by_example, join_flat, paired_products, split_flat
@@ -222,8 +223,7 @@ class DualPosterior(Posterior):
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
         """Σ(√s Aᵀε + P₀^{½}z) has covariance Σ: no root of a matrix over the parameters."""
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InputError(f"the number of samples must be a whole number of at least 1, got {count!r}")
+        count = checks.count("count", count)
         draws = normal_like(self.rows.new_empty(count, self.rows.shape[1] + len(self.rows)), generator)
         prior, data = draws.split([self.rows.shape[1], len(self.rows)], dim=1)
         rhs = math.sqrt(self.scale) * data @ self.rows + prior * self._prior().sqrt()

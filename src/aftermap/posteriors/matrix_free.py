@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Unpack
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
@@ -105,8 +106,7 @@ class MatrixFreeSettings:
             raise InputError(f"the tolerance must be between 0 and 1, or None, got {self.tolerance!r}")
         for name in ("max_iterations", "samples", "probes", "steps"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a whole number of at least 1, got {value!r}")
+            object.__setattr__(self, name, checks.count(name, value))
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,7 @@ def draw_noise(operator: GGNOperator, count: int, seed: int) -> SampleNoise:
     Raises:
         InputError: fewer than one sample.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(f"the number of samples must be a whole number of at least 1, got {count!r}")
+    count = checks.count("count", count)
     like = torch.empty(count, operator.size, dtype=torch.float64, device=operator.device)
     prior = normal_like(like, torch.Generator().manual_seed(seed))
     # Offset by one: the noise of the data must not repeat that of the prior.

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from aftermap.likelihoods.base import check_outputs, check_values
@@ -295,8 +296,7 @@ def gaussian_prediction(
     tensor([[0.5000, 0.5000]])
     """
     _check_link(likelihood, link)
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise InputError(f"samples must be a whole number of at least 1, got {samples!r}.")
+    samples = checks.count("samples", samples)
     latent = _logits(likelihood, check_latent(latent_mean, latent_cov, latent_var))
     if isinstance(likelihood, Categorical):
         prediction = _classification(latent, link, samples, generator)

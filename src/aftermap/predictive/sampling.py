@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch
 from aftermap.curvature.passes.plan import CheckedPlan, Layer
 from aftermap.curvature.passes.record import outputs_replaced
@@ -47,8 +48,7 @@ def draw_weights(posterior: Posterior, count: int, generator: torch.Generator | 
 
 def weight_samples(posterior: Posterior, count: int, generator: torch.Generator | None = None) -> Iterator[Params]:
     """Weight samples one by one; they are drawn some at a time, so that memory does not grow with ``count``."""
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise InputError(f"the number of weight samples must be a whole number of at least 1, got {count!r}")
+    count = checks.count("count", count)
     step = max(1, _NUMBERS // max(1, posterior.n_params))
     for start in range(0, count, step):
         yield from draw_weights(posterior, min(step, count - start), generator)
@@ -110,8 +110,7 @@ def locally_sampled_outputs(
     Raises:
         UnsupportedError: no layer can draw its outputs.
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise InputError(f"the number of samples must be a whole number of at least 1, got {count!r}")
+    count = checks.count("count", count)
     if not isinstance(posterior, GaussianPosterior):
         raise UnsupportedError(
             f"local=True needs a Gaussian posterior in blocks, got a {type(posterior).__name__}; use local=False"
