@@ -50,7 +50,7 @@ class WeightMap:
 
     @property
     def deviation(self) -> Tensor:
-        """√v."""
+        """The standard deviation √v."""
         return self.variance.sqrt()
 
     def by_unit(self, values: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class TemperatureScaling(Baseline):
 
     @property
     def temperature(self) -> float:
-        """T."""
+        """The temperature T of the softmax."""
         if self._temperature is None:
             raise NotFittedError("the temperature is not known yet: call fit(val_loader), or pass temperature=")
         return self._temperature

@@ -47,7 +47,7 @@ class Threshold:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Threshold:
-        """Undoes :meth:`to_dict`."""
+        """Makes a threshold from what `to_dict` returned."""
         return Threshold(**{**values, "value": math.inf if values["value"] is None else float(values["value"])})
 
 

@@ -46,11 +46,11 @@ class Point(Protocol):
 
     @property
     def value(self) -> Tensor:
-        """φ [m]."""
+        """The objectives φ of the rows [m]."""
 
     @property
     def gradient(self) -> Tensor:
-        """[m, P]."""
+        """The gradients of the rows [m, P]."""
 
 
 Evaluate = Callable[[Tensor, Tensor], Point]  # (weights [k, P], which members [k]) -> their values

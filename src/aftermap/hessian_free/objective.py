@@ -65,7 +65,7 @@ class Evaluation:
 
     @property
     def value(self) -> Tensor:
-        """φ [m]."""
+        """The objectives φ of the rows [m]."""
         return self.loss - self.shift
 
 
@@ -106,7 +106,7 @@ class Objective:
 
     @property
     def size(self) -> int:
-        """P."""
+        """The number P of parameters."""
         return len(self.centre)
 
     def network(self, theta: Tensor) -> Network:

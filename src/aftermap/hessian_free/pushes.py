@@ -121,7 +121,7 @@ def pack(reports: tuple[PushReport, ...]) -> Tensor:
 
 
 def unpack_reports(numbers: Tensor) -> tuple[PushReport, ...]:
-    """Undoes `pack`."""
+    """Makes reports from what `pack` returned."""
     return tuple(PushReport(*row) for row in numbers.tolist())
 
 

@@ -87,7 +87,7 @@ class Mixture:
 
     @property
     def models(self) -> list[nn.Module]:
-        """The networks."""
+        """The networks of the components."""
         return [part.model for part in self.components]
 
     @property

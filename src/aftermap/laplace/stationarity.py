@@ -59,7 +59,7 @@ class Stationarity:
 
     @property
     def message(self) -> str:
-        """One sentence."""
+        """What was found, in one sentence."""
         return (
             f"the gradient of the log joint has norm {self.gradient_norm:.3g} ({self.relative:.2g} of its parts); the linear model would gain "
             f"{self.gain:.3g} nats by moving to its mode (limit {self.limit:.3g})"

@@ -94,7 +94,7 @@ class Categorical(Likelihood):
 
     @property
     def kind(self) -> str:
-        """Always "classification"."""
+        """The kind of targets, which is "classification"."""
         return "classification"
 
     def columns(self, n_outputs: int) -> int:
@@ -258,7 +258,7 @@ class Bernoulli(Likelihood):
 
     @property
     def kind(self) -> str:
-        """Always "binary"."""
+        """The kind of targets, which is "binary"."""
         return "binary"
 
     def config(self) -> dict[str, Any]:
@@ -331,7 +331,7 @@ class Poisson(Likelihood):
 
     @property
     def kind(self) -> str:
-        """Always "counts"."""
+        """The kind of targets, which is "counts"."""
         return "counts"
 
     def config(self) -> dict[str, Any]:

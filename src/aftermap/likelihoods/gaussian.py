@@ -86,7 +86,7 @@ class Gaussian(Likelihood):
 
     @property
     def kind(self) -> str:
-        """Always "regression"."""
+        """The kind of targets, which is "regression"."""
         return "regression"
 
     def config(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     @property
     def kind(self) -> str:
-        """Always "regression"."""
+        """The kind of targets, which is "regression"."""
         return "regression"
 
     def config(self) -> dict[str, Any]:

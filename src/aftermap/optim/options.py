@@ -164,7 +164,7 @@ class Settings:
 
     @property
     def n_effective(self) -> float:
-        """ρN."""
+        """The effective number of data ρN."""
         return self.n_data * self.augmentation
 
 

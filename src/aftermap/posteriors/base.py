@@ -74,12 +74,12 @@ class Posterior(ABC):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Their shapes."""
+        """The shapes of the parameters by name."""
         return {n: tuple(v.shape) for n, v in self.mean.items()}
 
     @property
     def n_params(self) -> int:
-        """P."""
+        """The number P of parameters."""
         return sum(v.numel() for v in self.mean.values())
 
 

@@ -194,7 +194,7 @@ class DualPosterior(Posterior):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """One block."""
+        """The names of the blocks: there is one."""
         return ("all",)
 
     def _prior(self) -> Tensor:

@@ -308,7 +308,7 @@ class MatrixFreePosterior(Posterior):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """One block."""
+        """The names of the blocks: there is one."""
         return ("all",)
 
     def with_prior(

@@ -117,7 +117,7 @@ class Preconditioner:
         return join_flat(self.posterior.marginal_variance(), list(self.shapes), 0).to(torch.float64)
 
     def log_det(self) -> float:
-        """log |M|."""
+        """The log-determinant log |M| of the preconditioner."""
         return float(self.prior.log().sum() if self.posterior is None else self.posterior.log_det_precision())
 
     def draw(self, count: int, generator: torch.Generator | None) -> Tensor:

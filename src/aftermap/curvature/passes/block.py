@@ -90,7 +90,7 @@ class Block(ABC):
 
     @property
     def size(self) -> int:
-        """P."""
+        """The number P of parameters in the block."""
         return sum(math.prod(s) for s in self.shapes.values())
 
     def trace(self) -> float:

@@ -85,7 +85,7 @@ class GGNOperator:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(P, P)."""
+        """The shape (P, P) of the matrix."""
         return self.size, self.size
 
     @property

@@ -212,7 +212,7 @@ class BlockPosterior(ABC):
 
     @abstractmethod
     def log_det_prior(self) -> Tensor:
-        """log |P₀|."""
+        """The log-determinant log |P₀| of the prior."""
 
     @abstractmethod
     def effective_parameters(self) -> Tensor:
@@ -236,17 +236,17 @@ class BlockPosterior(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its parameters."""
+        """The names of its parameters."""
         return tuple(self.source.shapes)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Their shapes."""
+        """The shapes of its parameters by name."""
         return self.source.shapes
 
     @property
     def size(self) -> int:
-        """p."""
+        """The number p of its parameters."""
         return self.source.size
 
     def log_det_precision(self) -> Tensor:
