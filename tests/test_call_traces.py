@@ -17,7 +17,7 @@ BOUNDS = {
     "Laplace.fit": Trace(28, 195, 17),
     "Laplace.predict": Trace(24, 150, 17),
     "Laplace.tune": Trace(9, 45, 11),
-    "VOGN.step": Trace(14, 92, 10),
+    "VOGN.step": Trace(14, 93, 10),
     "IVON.step": Trace(10, 49, 9),
 }
 

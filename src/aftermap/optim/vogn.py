@@ -114,12 +114,7 @@ class DiagonalOptimizer(VariationalOptimizer):
         curvature: list[Tensor],
         scales: tuple[float, float],
     ) -> None:
-        initial = self.settings.initial_curvature
-        for parameter, estimate in zip(params, curvature, strict=True):
-            # Before its first update a weight has the initial curvature, or what its first batch says.
-            if "curvature" not in self.state[parameter]:
-                first = estimate * scales[1] if initial is None else torch.full_like(parameter.data, initial)
-                self.state[parameter]["curvature"] = first.contiguous()
+        self._first_curvature(params, curvature, scales[1])
         momentum, mean = self._momenta(params), [p.data for p in params]
         prior, prior_mean = self._prior(group, params)
         normalised = self.settings.momentum_form == "normalised"
@@ -134,6 +129,14 @@ class DiagonalOptimizer(VariationalOptimizer):
         normalised = self.settings.momentum_form == "normalised"
         bias = 1 - group["momentum"] ** (self.updates + 1) if normalised else 1.0
         return float(group["lr"] / bias)
+
+    def _first_curvature(self, params: list[Tensor], curvature: list[Tensor], scale: float) -> None:
+        """Gives weights before their first update the initial curvature, or what their first batch says."""
+        initial = self.settings.initial_curvature
+        for parameter, estimate in zip(params, curvature, strict=True):
+            if "curvature" not in self.state[parameter]:
+                first = estimate * scale if initial is None else torch.full_like(parameter.data, initial)
+                self.state[parameter]["curvature"] = first.contiguous()
 
 
 class VOGN(DiagonalOptimizer):
