@@ -49,9 +49,9 @@ __all__ = [
 WHOLE_MODEL = "(model)"  # the name of a layer that is the whole model
 # Outputs of one example in batches of different size may differ by so much, relative to the largest.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
-# The rules are verified on so many examples of a batch that uses the network in a new way, and of batches 2, 4, 8, ….
-_EXAMPLES_OF_NEW = 16
-_EXAMPLES_OF_KNOWN = 4
+# So many examples of a batch are run again where it uses the network in a new way, and on batches 2, 4, 8, …. Their graph stands
+# beside that of the batch: more of them would show in a fit's memory (python -m benchmarks.memory resnet20 "aftermap kron").
+_EXAMPLES_TO_VERIFY = 4
 # What a model may raise where an argument has another length than it expects.
 _FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedError)
 USED_OUTSIDE = "it is also used outside its layer's call"
@@ -223,7 +223,7 @@ def _contradictions_of_some(record: ForwardRecord, is_new: bool) -> dict[str, st
     """
     if record.size == 1:
         return contradictions(record) if is_new else {}
-    count = min(record.size, _EXAMPLES_OF_NEW if is_new else _EXAMPLES_OF_KNOWN)
+    count = min(record.size, _EXAMPLES_TO_VERIFY)
     index = (torch.arange(count) * record.size // count).flip(0)
     some = record.batch.take(index)
     with record_calls(record.plan) as calls:
