@@ -15,8 +15,8 @@ from torch.testing import assert_close
 import aftermap as am
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace import Laplace
-from aftermap.laplace.marglik import TEMPERATURES, at_temperature, temperature_of, train_by_evidence
-from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
+from aftermap.laplace.marglik import TEMPERATURES, train_by_evidence
+from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, at_temperature, temperature_of
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import Data, classes, generator, mlp, normal, regression, seeded, trained
 
@@ -244,6 +244,6 @@ def test_no_maximum_is_warned_of() -> None:
 def test_a_likelihood_without_temperature_is_refused(likelihood: str | Likelihood) -> None:
     net = mlp(1, 6, 1)
     before = ModelSnapshot.of(net)
-    with pytest.raises(InputError, match="Gaussian has no temperature; leave it at False"):
+    with pytest.raises(InputError, match="Gaussian has no temperature. A regression has a noise"):
         train_by_evidence(net, regression(), likelihood, temperature=True, progress=False)
     check_unchanged(net, before)

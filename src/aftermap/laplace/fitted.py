@@ -78,6 +78,7 @@ class Initial:
         noise: The noise σ that was split from the likelihood.
         data_scale: How many data each datum stands for.
         temperature: What the log-likelihood is divided by.
+        output_temperature: What the outputs are divided by in the predictive: the temperature of the likelihood.
     """
 
     prior_precision: PriorSpec
@@ -85,6 +86,7 @@ class Initial:
     noise: Tensor
     data_scale: float
     temperature: float
+    output_temperature: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("data_scale", "temperature"):
@@ -113,7 +115,7 @@ class Initial:
         """
         mean = with_fixed_means(factors, weights, self.prior_mean)
         prior = Prior.make(self.prior_precision, mean, layers_of(factors), factors.shapes)
-        return Hyperparameters(prior, self.noise, self.data_scale, self.temperature)
+        return Hyperparameters(prior, self.noise, self.data_scale, self.temperature, self.output_temperature)
 
 
 def check_numbers(what: str, value: object, *, positive: bool = False) -> None:

@@ -28,11 +28,11 @@ from aftermap.laplace.subnetwork import (
     subnetwork_structure,
 )
 from aftermap.laplace.tune import choose_method, tune_by_dimension, tune_by_evidence, tune_by_validation
-from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
 from aftermap.models import check_not_causal, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.base import Hyperparameters, has_noise, split_noise, with_noise
+from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise, with_noise
 from aftermap.predictive import PosteriorPredictor, Prediction, WeightsFingerprint, draw_weights
 from aftermap.prior import PriorSpec
 
@@ -99,7 +99,9 @@ class Laplace:
         self.base_likelihood, noise = split_noise(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
         self.damping, self.approach, self.rank, self.strict = damping, approach, rank, strict
-        self._initial = Initial(prior_precision, prior_mean, noise, data_scale, temperature)
+        self._initial = Initial(
+            prior_precision, prior_mean, noise, data_scale, temperature, temperature_of(self.base_likelihood) or 1.0
+        )
         self._fitted: Fitted | None = None
         self._predictor: tuple[WeightsFingerprint, PosteriorPredictor] | None = (
             None  # of a fit, and what it knows of the model
@@ -139,7 +141,12 @@ class Laplace:
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood with its present noise."""
+        """The likelihood of the predictive: with its present noise, or with the present temperature of its outputs."""
+        return likelihood_with(self.base_likelihood, self._present.noise, self._present.output_temperature)
+
+    @property
+    def _network_likelihood(self) -> Likelihood:
+        """The likelihood of the network's own answers: logits at the temperature that they were trained with."""
         return with_noise(self.base_likelihood, self._present.noise)
 
     @property
@@ -156,6 +163,11 @@ class Laplace:
     def temperature(self) -> float:
         """What the log-likelihood is divided by; given to the constructor."""
         return float(self._present.temperature)
+
+    @property
+    def output_temperature(self) -> float:
+        """What the outputs are divided by in the predictive, softmax(f/T); that of the likelihood, or found by `tune`."""
+        return float(self._present.output_temperature)
 
     @property
     def prior_mean(self) -> float | Params:
@@ -467,8 +479,10 @@ class Laplace:
         previous = self._predictor[1] if self._predictor is not None and same else None
         if previous is None or previous.posterior is not fitted.posterior:
             fitted.weights.check(self.model)
-            likelihood = with_noise(self.base_likelihood, fitted.hyperparameters.noise)
-            previous = PosteriorPredictor(self.model, fitted.posterior, likelihood, previous, fitted.weights)
+            likelihood = fitted.hyperparameters.likelihood(self.base_likelihood)
+            previous = PosteriorPredictor(
+                self.model, fitted.posterior, likelihood, previous, fitted.weights, self._network_likelihood
+            )
             self._predictor = (fitted.weights, previous)
         return previous
 

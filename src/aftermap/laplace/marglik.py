@@ -17,7 +17,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.stationarity import Stationarity, check_stationarity, warn_unless_stationary
 from aftermap.laplace.tune import tune_by_evidence
-from aftermap.likelihoods import Bernoulli, Categorical, Likelihood, parse_likelihood
+from aftermap.likelihoods import Likelihood, at_temperature, parse_likelihood, temperature_of
 from aftermap.models import call_model, check_device
 from aftermap.params import Selection, named_parameters, select
 from aftermap.posteriors.base import split_noise, with_noise
@@ -42,8 +42,6 @@ __all__ = [
     "EvidenceTraining",
     "OptimizerFactory",
     "TemperatureSearch",
-    "at_temperature",
-    "temperature_of",
     "train_by_evidence",
     "warn_at_the_end",
 ]
@@ -54,32 +52,6 @@ PRIORS = ("layerwise", "scalar")
 _SMALL = 300  # parameters, or data × outputs, up to which the exact Gauss-Newton matrix is quick
 _IMPROVED = 1e-3  # nats: a smaller rise of the evidence is not worth waiting for
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
-
-
-def temperature_of(likelihood: Likelihood) -> float | None:
-    """T, or None for a likelihood without a temperature.
-
-    >>> temperature_of(Categorical(temperature=2.0)), temperature_of(Bernoulli())
-    (2.0, 1.0)
-    """
-    return likelihood.temperature if isinstance(likelihood, Categorical | Bernoulli) else None
-
-
-def at_temperature(likelihood: Likelihood, temperature: float) -> Likelihood:
-    """The same likelihood at another temperature.
-
-    Raises:
-        InputError: it has none.
-
-    >>> at_temperature(Bernoulli(), 3.0)
-    Bernoulli(temperature=3.0)
-    """
-    if not isinstance(likelihood, Categorical | Bernoulli):
-        raise InputError(
-            f"temperature=True learns T of softmax(f/T) or sigmoid(f/T), and {type(likelihood).__name__} has no temperature; "
-            "leave it at False (the noise of a regression is learned with noise=True)"
-        )
-    return replace(likelihood, temperature=temperature)
 
 
 @dataclass

@@ -56,6 +56,7 @@ def save_laplace(
         "curvature": laplace.curvature,
         "data_scale": laplace.data_scale,
         "temperature": laplace.temperature,
+        "output_temperature": laplace.output_temperature,
         "narrowing": laplace.fitted.narrowing,
         "damping": laplace.damping,
         "approach": laplace.approach,
@@ -131,7 +132,14 @@ def load(
         rank=config["rank"],
         strict=config["strict"],
     )
-    hyperparameters = Hyperparameters(loaded.posterior.prior, noise, config["data_scale"], config["temperature"])
+    hyperparameters = Hyperparameters(
+        loaded.posterior.prior,
+        noise,
+        config["data_scale"],
+        config["temperature"],
+        # Folders of the first version do not have it: outputs were divided by the temperature of the likelihood alone.
+        float(config.get("output_temperature", laplace.output_temperature)),
+    )
     posterior = _with_right_scale(loaded.posterior, hyperparameters, loaded.factors.curvature, folder)
     # Folders of the first version do not say whether the covariance was divided to match the effective dimension.
     return laplace.restore(loaded.factors, posterior, hyperparameters, float(config.get("narrowing", 1.0)))

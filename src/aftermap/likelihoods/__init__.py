@@ -12,7 +12,7 @@ Your own is a subclass of Likelihood.
 """
 
 from aftermap.likelihoods.base import Likelihood
-from aftermap.likelihoods.discrete import Bernoulli, Categorical, Poisson
+from aftermap.likelihoods.discrete import Bernoulli, Categorical, Poisson, at_temperature, temperature_of
 from aftermap.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
 from aftermap.likelihoods.registry import likelihood_from_config, parse_likelihood
 
@@ -23,6 +23,8 @@ __all__ = [
     "HeteroscedasticGaussian",
     "Likelihood",
     "Poisson",
+    "at_temperature",
     "likelihood_from_config",
     "parse_likelihood",
+    "temperature_of",
 ]

@@ -6,7 +6,7 @@ Index legend: N examples, ... positions, C outputs, K columns of the root, V vec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
@@ -25,7 +25,7 @@ from aftermap.likelihoods.base import (
     unit_vectors,
 )
 
-__all__ = ["Bernoulli", "Categorical", "Poisson"]
+__all__ = ["Bernoulli", "Categorical", "Poisson", "at_temperature", "temperature_of"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -377,3 +377,29 @@ class Poisson(Likelihood):
     def variance(self, outputs: Tensor) -> Tensor:
         """The rate exp(f): [N, ..., C]."""
         return outputs.exp()
+
+
+def temperature_of(likelihood: Likelihood) -> float | None:
+    """The temperature T of softmax(f/T) or sigmoid(f/T), or None for a likelihood without one.
+
+    >>> temperature_of(Categorical(temperature=2.0)), temperature_of(Bernoulli()), temperature_of(Poisson())
+    (2.0, 1.0, None)
+    """
+    return likelihood.temperature if isinstance(likelihood, Categorical | Bernoulli) else None
+
+
+def at_temperature(likelihood: Likelihood, temperature: float) -> Likelihood:
+    """The same likelihood at another temperature.
+
+    Raises:
+        InputError: The likelihood has no logits that a temperature could divide.
+
+    >>> at_temperature(Bernoulli(), 3.0)
+    Bernoulli(temperature=3.0)
+    """
+    if not isinstance(likelihood, Categorical | Bernoulli):
+        raise InputError(
+            f"a temperature divides the logits of softmax(f/T) or sigmoid(f/T), and {type(likelihood).__name__} has no temperature. A "
+            "regression has a noise in its place"
+        )
+    return replace(likelihood, temperature=temperature)

@@ -16,7 +16,7 @@ from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
 from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
 from aftermap.errors import InputError, ShapeError
-from aftermap.likelihoods import Gaussian, Likelihood
+from aftermap.likelihoods import Gaussian, Likelihood, at_temperature, temperature_of
 from aftermap.params import Params
 from aftermap.prior import Prior, PriorSpec
 
@@ -28,6 +28,7 @@ __all__ = [
     "check_scale",
     "has_noise",
     "layers_of",
+    "likelihood_with",
     "noise_exponent",
     "split_noise",
     "with_noise",
@@ -294,6 +295,9 @@ class Hyperparameters:
             float64 tensor, whose gradient is kept, and 1 for likelihoods without noise.
         data_scale: How many data each datum stands for.
         temperature: What the log-likelihood is divided by.
+        output_temperature: T, what the outputs are divided by in the predictive: p(y | f) = softmax(f/T) or sigmoid(f/T). The curvature
+            is that at the temperature of the likelihood of the fit, where T starts. The network itself is the limit of a large
+            data scale with T at its start, temperature scaling the same with another T.
 
     >>> prior = Prior.make(2.0, 0.0, {"fc": ["fc.weight"]}, {"fc.weight": (2, 3)})
     >>> Hyperparameters(prior, torch.tensor(0.5), data_scale=3.0).curvature_scale()
@@ -304,6 +308,7 @@ class Hyperparameters:
     noise: Tensor
     data_scale: float = 1.0
     temperature: float = 1.0
+    output_temperature: float = 1.0
 
     @property
     def likelihood_weight(self) -> float:
@@ -322,6 +327,14 @@ class Hyperparameters:
     def applied_to(self, posterior: Any, curvature: str) -> Any:
         """The posterior with the same curvature under these hyperparameters; no data pass and no decomposition."""
         return posterior.with_prior(prior=self.prior, scale=self.curvature_scale(curvature))
+
+    def likelihood(self, base: Likelihood) -> Likelihood:
+        """The likelihood of the predictive: with this noise, and with this temperature of its outputs.
+
+        Args:
+            base: The likelihood that the curvature is of (`split_noise`).
+        """
+        return likelihood_with(base, self.noise, self.output_temperature)
 
     def narrowed(self, factor: float) -> Hyperparameters:
         """The hyperparameters whose posterior has the covariance divided by ``factor``: precision and data scale grow by it."""
@@ -366,3 +379,14 @@ def with_noise(likelihood: Likelihood, noise: Tensor) -> Likelihood:
         return likelihood
     scaled = torch.as_tensor(likelihood.noise, dtype=torch.float64) * noise.detach()
     return Gaussian(float(scaled) if scaled.dim() == 0 else scaled)
+
+
+def likelihood_with(base: Likelihood, noise: Tensor, output_temperature: float) -> Likelihood:
+    """The likelihood of a predictive: a Gaussian with its noise multiplied by σ, logits at the temperature T; others as they are.
+
+    >>> likelihood_with(Categorical(), torch.tensor(1.0), 2.0).temperature
+    2.0
+    """
+    if temperature_of(base) in (None, output_temperature):
+        return with_noise(base, noise)
+    return at_temperature(base, output_temperature)

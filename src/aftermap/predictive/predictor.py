@@ -47,7 +47,9 @@ class PosteriorPredictor:
         posterior: a `Posterior` over its parameters; for linearised predictions one with `functional_covariance`.
         likelihood: with its noise.
         previous: a predictor of the same model and parameters whose knowledge of the model is reused.
-        weights: the weights that the model must still have; None: those that it has now.
+        weights: The weights that the model must still have; None takes those that it has now.
+        network_likelihood: The likelihood of the network's own answers; None takes ``likelihood``. They differ where the
+            outputs of the predictive are divided by a temperature that was found after training.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class PosteriorPredictor:
         likelihood: Likelihood,
         previous: PosteriorPredictor | None = None,
         weights: WeightsFingerprint | None = None,
+        network_likelihood: Likelihood | None = None,
     ):
         self.model, self.posterior, self.likelihood = model, posterior, likelihood
+        self.network_likelihood = likelihood if network_likelihood is None else network_likelihood
         self._plan: CheckedPlan | None = None if previous is None else previous._plan
         known = weights if previous is None else previous._watch
         self._watch: WeightsFingerprint = WeightsFingerprint.of(model) if known is None else known
@@ -158,7 +162,7 @@ class PosteriorPredictor:
         with torch.no_grad():
             outputs = call_model(self.model, self.inputs(x).inputs)
         check_outputs(outputs, len(outputs))
-        return gaussian_prediction(self.likelihood, outputs, latent_var=torch.zeros_like(outputs))
+        return gaussian_prediction(self.network_likelihood, outputs, latent_var=torch.zeros_like(outputs))
 
     @torch.inference_mode(False)
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
