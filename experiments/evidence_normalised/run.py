@@ -29,7 +29,8 @@ import aftermap as am  # noqa: E402
 from aftermap import metrics  # noqa: E402
 from aftermap.batches import iterate  # noqa: E402
 from aftermap.curvature.passes.products import GGNOperator  # noqa: E402
-from aftermap.laplace.dimension import informative_examples, match_dimension  # noqa: E402
+from aftermap.laplace.dimension import match_dimension  # noqa: E402
+from aftermap.laplace.examples import informative_examples  # noqa: E402
 from aftermap.likelihoods import Categorical  # noqa: E402
 from aftermap.params import unflatten  # noqa: E402
 from aftermap.predictive import gaussian_prediction, latent_gaussians  # noqa: E402

@@ -6,29 +6,34 @@ from aftermap.laplace.auto import FitReport, fit
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.dimension import DimensionResult, effective_dimension, match_dimension
 from aftermap.laplace.evidence import EvidenceResult
-from aftermap.laplace.fitted import ValidationResult
+from aftermap.laplace.grid import GridResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.marglik import EvidenceRecord, EvidenceTraining, train_by_evidence
 from aftermap.laplace.mixture import Mixture, load_mixture
 from aftermap.laplace.saving import load, load_laplace, read_extras
 from aftermap.laplace.selection import Candidate, Ranking, select
 from aftermap.laplace.self_check import SelfCheck, check_predictive
+from aftermap.laplace.self_consistent import CavityCheck, SelfConsistentResult
 from aftermap.laplace.stationarity import RefinedEvidence, Stationarity, check_stationarity, refined_evidence
 from aftermap.laplace.subnetwork import Subnetwork
+from aftermap.laplace.validation import ValidationResult
 
 __all__ = [
     "Candidate",
+    "CavityCheck",
     "Cost",
     "DimensionResult",
     "EvidenceRecord",
     "EvidenceResult",
     "EvidenceTraining",
     "FitReport",
+    "GridResult",
     "Laplace",
     "Mixture",
     "Ranking",
     "RefinedEvidence",
     "SelfCheck",
+    "SelfConsistentResult",
     "Stationarity",
     "Subnetwork",
     "ValidationResult",
@@ -48,7 +53,7 @@ __all__ = [
     "train_by_evidence",
 ]
 
-_RENAMED = {"CheckReport": SelfCheck, "GridResult": ValidationResult}
+_RENAMED = {"CheckReport": SelfCheck}
 
 
 def __getattr__(name: str) -> type:

@@ -1,4 +1,4 @@
-"""One call: estimate the cost, choose a structure, fit, tune, check; never hand back a predictive that collapsed."""
+"""One call: estimate the cost, choose a structure, fit, tune, check, and say what came out."""
 
 from __future__ import annotations
 
@@ -10,39 +10,54 @@ from typing import Any
 from torch import nn
 
 from aftermap.batches import Unpack, iterate
-from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
+from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
-from aftermap.laplace.dimension import DimensionResult
+from aftermap.laplace.fitted import TuningResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.self_check import SelfCheck, check_predictive
+from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.models import check_device
 from aftermap.params import Selection
-from aftermap.posteriors import GaussianPosterior
 from aftermap.progress import announce
 
 __all__ = ["FitReport", "fit"]
 
 _SMALL = 1500  # up to this many parameters the full matrix is cheap and keeps cross-layer covariance
-_STRONGER = 10.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class FitReport:
     """How `fit` came to its result.
 
     Attributes:
         costs: The structures that were considered, with their costs.
         chosen: The one that was taken.
-        checks: Every self-check, in order, with the name of what was checked.
-        notes: The decisions in words.
+        tuning: How the hyperparameters were found.
+        check: The comparison with the network: on validation data, or at training data that were taken out; None where there is none.
+        notes: What else there is to say.
     """
 
     costs: list[Cost]
     chosen: Cost
-    checks: list[tuple[str, SelfCheck]] = field(default_factory=list)
+    tuning: TuningResult | None = None
+    check: SelfCheck | CavityCheck | None = None
     notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"structure: {self.chosen}"]
+        if self.tuning is not None:
+            lines.append(f"tuning: {self.tuning}")
+        if self.check is not None:
+            lines.append(f"check {'passed' if self.check.passed else 'FAILED'}: {self.check.message}")
+        return "\n".join([*lines, *self.notes])
+
+    @property
+    def checks(self) -> list[tuple[str, SelfCheck | CavityCheck]]:
+        """The old form of `check`, a list of names and checks."""
+        warnings.warn("FitReport.checks is now one check: FitReport.check", DeprecationWarning, stacklevel=2)
+        return [] if self.check is None else [(str(self.chosen), self.check)]
 
 
 def fit(
@@ -62,9 +77,8 @@ def fit(
 ) -> Laplace:
     """Makes a trained network Bayesian.
 
-    With validation data the prior and the data scale are tuned on the very predictive that `predict` uses; without, by the
-    evidence. The result is compared with the network itself: where the predictive collapsed (evidence on networks with
-    normalisation does that), it falls back to the last layer, then to a stronger prior, and says so.
+    The structure is chosen by its cost, the hyperparameters by `Laplace.tune`: with validation data by their labels, without by the
+    training data. The result is then compared with the network itself, once; where it is worse, a warning says so.
 
     Args:
         model: The trained network, in eval mode.
@@ -82,7 +96,10 @@ def fit(
         options: Further arguments of `Laplace`.
 
     Returns:
-        A fitted and tuned `Laplace`; ``.report`` tells how it was chosen and checked.
+        A fitted and tuned `Laplace`; ``print(la.report)`` tells how it was chosen, tuned and checked.
+
+    Warns:
+        StatisticalWarning: The predictive is worse than the network, or the data cannot decide what they should.
     """
     if isinstance(params, Subnetwork):
         raise InputError(
@@ -95,68 +112,27 @@ def fit(
         announce(describe_costs(chosen, costs), enabled=verbose)
     else:
         on_cost(describe_costs(chosen, costs))
-    report = FitReport(costs, chosen)
     which: Selection = params if chosen.params == "all" else "last_layer"
-
-    def attempt(structure: str, which: Selection) -> Laplace:
-        laplace = Laplace(model, parsed, structure=structure, params=which, **options).fit(
-            train_loader, unpack=unpack, progress=verbose
+    laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
+    laplace.fit(train_loader, unpack=unpack, progress=verbose).tune(val_loader)
+    check = _check(laplace, val_loader, unpack)
+    laplace.report = FitReport(costs, chosen, laplace.tuning, check)
+    # What tuning without labels found out about itself it has said already.
+    if isinstance(check, SelfCheck) and not check.passed:
+        warnings.warn(
+            f"the Bayesian predictive is worse than the network on the validation data ({check.message}). The network's own answers are "
+            "la.predictor.map_prediction(x); another structure= or params='last_layer' may do better, and more validation data tell more",
+            StatisticalWarning,
+            stacklevel=2,
         )
-        return laplace.tune(val_loader)
-
-    laplace = attempt(chosen.structure, which)
-    laplace.report = report
-    if not _collapsed(laplace, train_loader, val_loader, report, f"{chosen.structure}, {chosen.params}", unpack):
-        return laplace
-    if val_loader is None and _match_dimension_if_collapsed(laplace, report, train_loader, unpack):
-        _warn_of_fallback(report)
-        return laplace
-    if val_loader is None and which == "all":
-        report.notes.append("the predictive of all layers collapsed; fell back to the last layer")
-        laplace = attempt("kron", "last_layer")
-        laplace.report = report
-        if not _collapsed(laplace, train_loader, val_loader, report, "kron, last_layer", unpack):
-            _warn_of_fallback(report)
-            return laplace
-    for _ in range(4):
-        laplace.narrow(_STRONGER)
-        report.notes.append(f"made the posterior {_STRONGER:g} times narrower")
-        if not _collapsed(laplace, train_loader, val_loader, report, f"data scale {laplace.data_scale:g}", unpack):
-            break
-    _warn_of_fallback(report)
     return laplace
 
 
-def _match_dimension_if_collapsed(
-    laplace: Laplace, report: FitReport, train_loader: Iterable[Any], unpack: Unpack | None
-) -> bool:
-    """Whether the effective dimension of the full curvature, where it was not matched yet, makes a good predictive of a collapsed one."""
-    posterior = laplace.posterior
-    blocks = len(posterior.blocks) if isinstance(posterior, GaussianPosterior) else 0
-    if blocks < 2 or laplace.data is None or isinstance(laplace.tuning, DimensionResult):
-        return False
-    try:
-        result = laplace.tune(method="dimension").tuning
-    except (DataError, NumericalError) as error:
-        report.notes.append(f"the effective dimension could not be matched: {error}")
-        return False
-    if not isinstance(result, DimensionResult):
-        return False
-    report.notes.append(
-        f"made the posterior {result.factor:.3g} times narrower, to the effective dimension of all layers"
-    )
-    return not _collapsed(laplace, train_loader, None, report, "effective dimension", unpack)
-
-
-def _warn_of_fallback(report: FitReport) -> None:
-    last = report.checks[-1][1]
-    state = "still collapses" if last.collapsed else "passes"
-    warnings.warn(
-        f"the tuned posterior failed its self-check ({report.checks[0][1].message}): {'; '.join(report.notes)}. It now {state} "
-        f"({last.message}). With validation data the prior is tuned on the predictive itself: fit(model, train, val)",
-        StatisticalWarning,
-        stacklevel=3,
-    )
+def _check(laplace: Laplace, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> SelfCheck | CavityCheck | None:
+    if val_loader is None:
+        return getattr(laplace.tuning, "check", None)
+    device, dtype = check_device(laplace.model)
+    return check_predictive(laplace, iterate(val_loader, device=device, dtype=dtype, unpack=unpack))
 
 
 def _choose(costs: list[Cost], structure: str | None, memory_limit: float, time_limit: float | None) -> Cost:
@@ -186,18 +162,3 @@ def _choose(costs: list[Cost], structure: str | None, memory_limit: float, time_
         + (f" and {time_limit:g} s" if time_limit else "")
         + f"; the smallest is {least}. Raise memory_limit= or time_limit=, or choose fewer parameters with params="
     )
-
-
-def _collapsed(
-    laplace: Laplace,
-    train_loader: Iterable[Any],
-    val_loader: Iterable[Any] | None,
-    report: FitReport,
-    what: str,
-    unpack: Unpack | None,
-) -> bool:
-    device, dtype = check_device(laplace.model)
-    data = train_loader if val_loader is None else val_loader
-    checked = check_predictive(laplace, iterate(data, device=device, dtype=dtype, unpack=unpack))
-    report.checks.append((what, checked))
-    return checked.collapsed

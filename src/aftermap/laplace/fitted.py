@@ -15,7 +15,10 @@ from aftermap.curvature import Factors
 from aftermap.errors import InputError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult
+from aftermap.laplace.grid import GridResult
+from aftermap.laplace.self_consistent import SelfConsistentResult
 from aftermap.laplace.subnetwork import with_fixed_means
+from aftermap.laplace.validation import ValidationResult
 from aftermap.models import WeightsFingerprint
 from aftermap.params import Params
 from aftermap.posteriors.base import Hyperparameters, layers_of
@@ -26,29 +29,13 @@ __all__ = [
     "Fitted",
     "Initial",
     "Tuned",
-    "ValidationResult",
+    "TuningResult",
     "check_numbers",
     "data_if_repeatable",
 ]
 
 
-@dataclass(frozen=True)
-class ValidationResult:
-    """What the grid over data scale and precision gave on validation data.
-
-    Attributes:
-        data_scale: The best data scale c.
-        precision: The best prior precision τ.
-        nll: The mean negative log predictive probability at the best point.
-        table: A row (c, τ, nll) for every grid point of the last stage.
-        n_data: How many validation examples were used.
-    """
-
-    data_scale: float
-    precision: float
-    nll: float
-    table: list[tuple[float, float, float]]
-    n_data: int
+TuningResult = EvidenceResult | DimensionResult | SelfConsistentResult | ValidationResult | GridResult
 
 
 @dataclass(frozen=True)
@@ -64,7 +51,7 @@ class Tuned:
 
     posterior: Any
     hyperparameters: Hyperparameters
-    result: EvidenceResult | ValidationResult | DimensionResult
+    result: TuningResult
     narrowing: float = 1.0
 
 
@@ -156,7 +143,7 @@ class Fitted:
     weights: WeightsFingerprint
     data: Iterable[Any] | None = None
     unpack: Unpack | None = None
-    tuning: EvidenceResult | ValidationResult | DimensionResult | None = None
+    tuning: TuningResult | None = None
     narrowing: float = 1.0
     report: Any = None
 

@@ -18,16 +18,22 @@ from aftermap.curvature.passes.plan import find_last_layer
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.structures.base import find_structure
 from aftermap.errors import InputError, NotFittedError
-from aftermap.laplace.dimension import DimensionResult
-from aftermap.laplace.evidence import EvidenceResult, log_evidence
-from aftermap.laplace.fitted import Fitted, Initial, Tuned, ValidationResult, check_numbers, data_if_repeatable
+from aftermap.laplace.evidence import log_evidence
+from aftermap.laplace.fitted import Fitted, Initial, Tuned, TuningResult, check_numbers, data_if_repeatable
 from aftermap.laplace.subnetwork import (
     Subnetwork,
     fit_subnetwork,
     is_subnetwork,
     subnetwork_structure,
 )
-from aftermap.laplace.tune import choose_method, tune_by_dimension, tune_by_evidence, tune_by_validation
+from aftermap.laplace.tune import (
+    choose_method,
+    tune_by_dimension,
+    tune_by_evidence,
+    tune_by_grid,
+    tune_by_validation,
+    tune_self_consistently,
+)
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
 from aftermap.models import check_not_causal, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
@@ -186,7 +192,7 @@ class Laplace:
         return by_layer
 
     @property
-    def tuning(self) -> EvidenceResult | ValidationResult | DimensionResult | None:
+    def tuning(self) -> TuningResult | None:
         """What the last `tune` gave; None before it and after a new `fit`."""
         return None if self._fitted is None else self._fitted.tuning
 
@@ -377,40 +383,54 @@ class Laplace:
         scales: Sequence[float] | None = None,
         generator: torch.Generator | None = None,
     ) -> Laplace:
-        """Finds the prior precision (and noise, and data scale) that fit best.
+        """Finds the prior precision, the data scale, the temperature of the outputs and the noise.
+
+        Every tuning starts from the data scale and the temperature of the constructor, whatever was found before. With
+        validation data, classes are tuned by `search_family`: the labels set the temperature, and the posterior is as wide as a small
+        budget of likelihood allows. Without, the precisions come from the evidence, and the width is that at which the
+        posterior agrees with the curvature that it averages over; training data cannot tell more.
 
         Args:
-            val_loader: Held-out data for method="validation"; for method="dimension" the training data, if not those of the fit.
-            method: "evidence" (its maximum on the training data by MacKay's fixed point), "lbfgs" (the same by gradients; for factored damping),
-                "dimension" (the evidence, then the width of the whole posterior by the effective dimension of the full
-                Gauss-Newton matrix; no labels, some passes over some data), or "validation" (a grid over data scale and precision on
-                the predictive log-likelihood). None: validation with ``val_loader``; without, dimension for networks with
-                normalisation layers and posteriors with several blocks, where the evidence misleads, else evidence. The dimension is that
-                of the data of the fit: fit on all that the network was trained on, or on a part with ``data_scale``.
-            kind: The predictive whose log-likelihood is maximised with method="validation": "linearised" or "sampling".
+            val_loader: Held-out data for method="validation" or "grid"; for method="self_consistent" and "dimension" the training data, if
+                not those of the fit. A network that was trained on augmented data can also be tuned on its own training data
+                under stronger augmentation, handed over here.
+            method: "validation" (the rule for labels of classes), "self_consistent" (the rule without labels, for classes and counts; fit on
+                all data that the network was trained on, or on a part with ``data_scale``), "evidence" (its maximum on the training
+                data by MacKay's fixed point), "lbfgs" (the same by gradients; for factored damping), "dimension" (the evidence, then the width
+                by the effective dimension of the full Gauss-Newton matrix), or "grid" (the least validation loss over data scale and
+                precision). None takes validation with ``val_loader`` (grid for other likelihoods than those of classes, for sampling,
+                and where grid points are given), else self_consistent where it applies, else evidence.
+            kind: The predictive whose log-likelihood the grid maximises: "linearised" or "sampling".
             link: How the linearised predictive turns the Gaussian over logits into probabilities; see `predict`.
-            samples: The number of draws that the predictive averages over. More draws give a smoother objective.
+            samples: The number of draws that the predictive of the grid averages over. More draws give a smoother objective.
             per_layer: Whether the evidence finds one prior precision for each layer (True) or one for all weights (False).
             noise: Whether the noise of a regression is tuned, too.
-            precisions: The ratios precision / data scale that method="validation" tries.
-            scales: The data scales that method="validation" tries.
-            generator: The source of the random draws of method="dimension"; None takes the same draws every time.
+            precisions: The ratios precision / data scale that method="grid" tries.
+            scales: The data scales that method="grid" tries.
+            generator: The source of random draws and samples of the data; None takes the same ones every time.
 
         Returns:
-            self; details are in ``tuning``.
+            self; details are in ``tuning``, and ``print(la.tuning)`` says what the data could decide.
 
         Warns:
-            StatisticalWarning: The evidence has no stationary point that could be reached, or the best point lies at the edge
-                of the grid, or the matched predictive is much less sure than the network.
+            StatisticalWarning: What was found is not to be relied on; the message says why.
         """
         fitted = self.fitted
-        chosen = choose_method(fitted, self.model, val_loader, method)
+        on_grid = precisions is not None or scales is not None
+        chosen = choose_method(fitted, self.base_likelihood, val_loader, method, kind=kind, on_grid=on_grid)
+        start = replace(fitted.hyperparameters, output_temperature=self._initial.output_temperature)
+        fitted = replace(fitted, hyperparameters=start)
         by_gradients = chosen == "lbfgs" or self.damping != "exact"
-        if chosen in ("validation", "dimension"):
+        if chosen not in ("evidence", "lbfgs"):
             fitted.weights.check(self.model)
         if chosen == "validation":
             assert val_loader is not None  # choose_method
             tuned = tune_by_validation(
+                fitted, self.base_likelihood, self.predictor, val_loader, link=link, generator=generator
+            )
+        elif chosen == "grid":
+            assert val_loader is not None  # choose_method
+            tuned = tune_by_grid(
                 fitted,
                 self.base_likelihood,
                 self.predictor,
@@ -422,6 +442,16 @@ class Laplace:
                 by_gradients=by_gradients,
                 precisions=precisions,
                 scales=scales,
+            )
+        elif chosen == "self_consistent":
+            tuned = tune_self_consistently(
+                fitted,
+                self.base_likelihood,
+                self.predictor,
+                val_loader,
+                per_layer=per_layer,
+                by_gradients=by_gradients,
+                generator=generator,
             )
         else:
             tuned = tune_by_evidence(

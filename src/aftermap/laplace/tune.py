@@ -1,10 +1,6 @@
-"""Which prior, noise and data scale: by the evidence, by the effective dimension, or on validation data.
+"""Which prior, noise, data scale and temperature: functions from a fit to a tuned one, each by one method.
 
-Tuning on validation data: the prior's precision τ and the data's scale c, on the predictive that will be used.
-
-(c, τ) and (1, τ/c) differ only by a factor 1/c of the whole covariance. So one pass through the network gives the
-covariances for a row of ratios τ/c, and every c costs only the link. The random numbers of the link are the same at every
-grid point.
+Nothing here changes state: every function takes a `Fitted` and returns a `Tuned` that `Laplace.adopt` takes over in one move.
 """
 
 from __future__ import annotations
@@ -16,230 +12,98 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from aftermap.batches import Batch, iterate
+from aftermap.batches import Batch, iterate, tensors_of
 from aftermap.curvature import Factors
-from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
-from aftermap.laplace.dimension import is_normalised, match_dimension
+from aftermap.distributed import rank, world_size
+from aftermap.errors import InputError, StatisticalWarning
+from aftermap.laplace.dimension import match_dimension
 from aftermap.laplace.evidence import EvidenceResult, maximise_evidence
-from aftermap.laplace.fitted import Fitted, Tuned, ValidationResult
+from aftermap.laplace.examples import random_examples
+from aftermap.laplace.fitted import Fitted, Tuned
+from aftermap.laplace.grid import search_grid
+from aftermap.laplace.latents import output_gaussians
 from aftermap.laplace.self_check import SelfCheck, check_predictive
-from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device
-from aftermap.params import swapped
+from aftermap.laplace.self_consistent import (
+    Cavities,
+    SelfConsistentResult,
+    averages_curvature,
+    self_consistent_scale,
+)
+from aftermap.laplace.validation import RATIOS, ValidationResult, search_family
+from aftermap.likelihoods import Likelihood, temperature_of
+from aftermap.models import check_device
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.base import has_noise, with_noise
-from aftermap.predictive import PosteriorPredictor, gaussian_prediction, latent_gaussians, samples_prediction
-from aftermap.predictive.predictor import KINDS
-from aftermap.predictive.sampling import weight_samples
+from aftermap.predictive import PosteriorPredictor
 from aftermap.prior import Prior
 
 __all__ = [
     "METHODS",
     "choose_method",
-    "dimension_applies",
-    "search_grid",
     "tune_by_dimension",
     "tune_by_evidence",
+    "tune_by_grid",
     "tune_by_validation",
+    "tune_self_consistently",
 ]
 
+METHODS = ("validation", "self_consistent", "evidence", "lbfgs", "dimension", "grid")
 _CHECKED = 200  # training data on which the matched predictive is compared with the network
-METHODS = ("evidence", "lbfgs", "dimension", "validation")
+_VALIDATION_INPUTS = 1000
+_TRAINING_INPUTS = 500
+_WIDER = 0.3  # what the precisions of the evidence are multiplied by: unusual inputs are found better, at little cost in likelihood
+_LOOKED_AT = 5000  # training data that validation inputs are looked for among
+_FEW_LABELS = 20
 
 
-def search_grid(
-    predictor: PosteriorPredictor,
-    batches: Iterable[Batch],
-    base_scale: float,
+def choose_method(
+    fitted: Fitted,
+    likelihood: Likelihood,
+    val_loader: Iterable[Any] | None,
+    method: str | None,
     *,
     kind: str = "linearised",
-    link: str = "auto",
-    samples: int = 100,
-    precisions: Sequence[float] | None = None,
-    scales: Sequence[float] | None = None,
-    first_stage: int = 500,
-) -> ValidationResult:
-    """Grid search over (c, τ) on the mean negative log predictive probability.
-
-    Args:
-        predictor: The model, its posterior (whose prior is replaced by one precision for all) and the likelihood with its noise.
-        batches: The validation data.
-        base_scale: What multiplies the curvature at c = 1 (1/temperature, 1/σ²).
-        kind: The predictive to score: "linearised" or "sampling".
-        link: How the linearised predictive turns the Gaussian over logits into probabilities.
-        samples: The number of draws that the predictive averages over.
-        precisions: The ratios τ/c to try; None searches in two stages, coarse on ``first_stage`` examples, then fine on all.
-        scales: The values of c to try.
-        first_stage: The number of examples of the coarse stage.
-    """
-    validation = [b for b in batches if b.targets is not None]
-    if not validation:
-        raise DataError("the validation data are empty or have no targets")
-    if kind not in KINDS:
-        raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
-    _check_grid(precisions=precisions, scales=scales)
-    cs = list(scales) if scales is not None else [10 ** (k / 2) for k in range(-4, 9)]
-    if precisions is not None:
-        ratios = list(precisions)
-        result = _stage(predictor, validation, base_scale, ratios, cs, kind, link, samples)
-        _warn_at_edge(result, cs, (min(ratios), max(ratios)) if len(ratios) > 2 else (0.0, math.inf))
-        return result
-    coarse = [10.0**k for k in range(-6, 6)]
-    some = _limited(validation, first_stage)
-    first = _stage(predictor, some, base_scale, coarse, cs, kind, link, samples)
-    centre = math.log10(first.precision / first.data_scale)
-    fine = [10 ** (centre + d) for d in (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)]
-    near = cs if scales is not None else [first.data_scale * 10 ** (k / 4) for k in range(-4, 5)]
-    result = _stage(predictor, validation, base_scale, fine, near, kind, link, samples)
-    # The fine stage may look a little beyond the coarse one.
-    _warn_at_edge(result, cs, (coarse[0] * 10**0.25, coarse[-1] / 10**0.25))
-    return result
-
-
-def _check_grid(**grids: Sequence[float] | None) -> None:
-    for name, values in grids.items():
-        if values is not None and (not len(values) or not all(math.isfinite(v) and v > 0 for v in values)):
-            raise InputError(f"{name}={list(values)!r} must be some positive and finite numbers")
-
-
-def _warn_at_edge(result: ValidationResult, cs: Sequence[float], ratios: tuple[float, float]) -> None:
-    at_edge = []
-    if len(cs) > 2 and (result.data_scale <= min(cs) or result.data_scale >= max(cs)):
-        at_edge.append(f"data scale {result.data_scale:g}")
-    ratio = result.precision / result.data_scale
-    if ratio <= ratios[0] * (1 + 1e-9) or ratio >= ratios[1] * (1 - 1e-9):
-        at_edge.append(f"precision ratio {ratio:g}")
-    if at_edge:
-        warnings.warn(
-            f"the best point lies at the edge of the grid ({', '.join(at_edge)}): the posterior wants to be narrower or wider than "
-            "the grid allows. Pass scales= and precisions= to widen it, or look whether this posterior helps at all",
-            StatisticalWarning,
-            stacklevel=4,
-        )
-
-
-def _limited(validation: Sequence[Batch], limit: int) -> list[Batch]:
-    some, count = [], 0
-    for batch in validation:
-        some.append(batch)
-        count += batch.size
-        if count >= limit:
-            break
-    return some
-
-
-def _stage(
-    predictor: PosteriorPredictor,
-    validation: Sequence[Batch],
-    base_scale: float,
-    ratios: Sequence[float],
-    cs: Sequence[float],
-    kind: str,
-    link: str,
-    samples: int,
-) -> ValidationResult:
-    posterior = predictor.posterior
-    if not isinstance(posterior, GaussianPosterior):
-        raise InputError(f"a grid over priors needs a Gaussian posterior in blocks, got a {type(posterior).__name__}")
-    variants = [posterior.with_prior(r, scale=base_scale) for r in ratios]
-    sums = torch.zeros(len(ratios), len(cs), dtype=torch.float64)
-    count = 0
-    for batch in validation:
-        count += batch.size
-        if kind == "linearised":
-            sums += _linearised(predictor, posterior, variants, batch, cs, link, samples)
-        else:
-            sums += _sampled(predictor, variants, batch, cs, samples)
-    means = sums / count
-    table = [(c, ratio * c, float(means[i, j])) for i, ratio in enumerate(ratios) for j, c in enumerate(cs)]
-    # A predictive that is not finite somewhere can never be the best.
-    best = min(table, key=lambda row: row[2] if math.isfinite(row[2]) else math.inf)
-    if not math.isfinite(best[2]):
-        raise NumericalError(
-            f"the predictive log-likelihood of the validation data is not finite at any of {len(table)} grid points; "
-            "look at the outputs of the network on these data, and widen the grid with precisions= and scales="
-        )
-    return ValidationResult(best[0], best[1], best[2], table, count)
-
-
-def _linearised(
-    predictor: PosteriorPredictor,
-    posterior: GaussianPosterior,
-    variants: Sequence[GaussianPosterior],
-    batch: Batch,
-    cs: Sequence[float],
-    link: str,
-    samples: int,
-) -> Tensor:
-    latents = latent_gaussians(predictor.plan(batch), posterior, batch, variants=variants)
-    values = torch.empty(len(variants), len(cs), dtype=torch.float64)
-    for i, latent in enumerate(latents):
-        for j, c in enumerate(cs):
-            prediction = gaussian_prediction(
-                predictor.likelihood,
-                latent.mean,
-                None if latent.cov is None else latent.cov / c,
-                latent_var=latent.var / c if latent.cov is None else None,
-                link=link,
-                samples=samples,
-                generator=torch.Generator().manual_seed(0),
-            )
-            values[i, j] = -prediction.log_prob(batch.targets).sum().to(torch.float64)
-    return values
-
-
-def _sampled(
-    predictor: PosteriorPredictor,
-    variants: Sequence[GaussianPosterior],
-    batch: Batch,
-    cs: Sequence[float],
-    samples: int,
-) -> Tensor:
-    values = torch.empty(len(variants), len(cs), dtype=torch.float64)
-    for i, variant in enumerate(variants):
-        drawn: list[list[Tensor]] = [[] for _ in cs]
-        for weights in weight_samples(variant, samples, torch.Generator().manual_seed(0)):
-            for j, c in enumerate(cs):
-                # A covariance divided by c is the same draw with a deviation divided by √c.
-                near = {n: variant.mean[n] + (w - variant.mean[n]) / math.sqrt(c) for n, w in weights.items()}
-                with torch.no_grad(), swapped(predictor.model, near):
-                    drawn[j].append(call_model(predictor.model, batch.inputs))
-        for j, outputs in enumerate(drawn):
-            prediction = samples_prediction(predictor.likelihood, torch.stack(outputs))
-            values[i, j] = -prediction.log_prob(batch.targets).sum().to(torch.float64)
-    return values
-
-
-def choose_method(fitted: Fitted, model: nn.Module, val_loader: Iterable[Any] | None, method: str | None) -> str:
+    on_grid: bool = False,
+) -> str:
     """The method to tune with: the one asked for, or the default.
 
+    Args:
+        fitted: The fit.
+        likelihood: The likelihood that its curvature is of.
+        val_loader: The data that were handed over.
+        method: The method that was asked for; None asks for the default.
+        kind: The predictive that will be used.
+        on_grid: Whether the points of a grid were given.
+
     Raises:
-        InputError: The method is not known, or is validation without data.
+        InputError: The method is not known, needs data that are not there, or is not for this likelihood or posterior.
     """
-    if method is None:
+    in_blocks = isinstance(fitted.posterior, GaussianPosterior)
+    if method is None or (method == "validation" and val_loader is not None):
         if val_loader is not None:
-            return "validation"
-        return "dimension" if dimension_applies(fitted, model) else "evidence"
+            rule = temperature_of(likelihood) is not None and kind == "linearised" and not on_grid
+            return "validation" if rule else "grid"
+        if averages_curvature(likelihood) and in_blocks and fitted.data is not None:
+            return "self_consistent"
+        return "evidence"
     method = "evidence" if method == "mackay" else method
     if method not in METHODS:
         listed = ", ".join(map(repr, METHODS[:-1]))
         raise InputError(f"method={method!r} is not known; allowed are {listed} and {METHODS[-1]!r}")
-    if method == "validation" and val_loader is None:
-        raise InputError("method='validation' needs validation data: tune(val_loader, method='validation')")
+    if method in ("validation", "grid") and val_loader is None:
+        raise InputError(f"method={method!r} needs validation data: tune(val_loader, method={method!r})")
+    if method == "self_consistent" and not averages_curvature(likelihood):
+        raise InputError(
+            f"method='self_consistent' averages a curvature that depends on the outputs, and that of {type(likelihood).__name__} does "
+            "not. Use tune() without a method, or method='evidence'"
+        )
+    if method == "self_consistent" and not in_blocks:
+        raise InputError(
+            f"method='self_consistent' needs a posterior in blocks, got a {type(fitted.posterior).__name__}: use method='evidence'"
+        )
     return method
-
-
-def dimension_applies(fitted: Fitted, model: nn.Module) -> bool:
-    """Whether the evidence would mislead and the effective dimension can be matched instead.
-
-    That is: normalisation layers, several blocks that know nothing of each other, and the data of the fit at hand.
-    """
-    posterior = fitted.posterior
-    blocks = len(posterior.blocks) if isinstance(posterior, GaussianPosterior) else 0
-    return blocks > 1 and fitted.data is not None and is_normalised(model)
 
 
 def tune_by_evidence(
@@ -378,6 +242,206 @@ def tune_by_validation(
     predictor: PosteriorPredictor,
     val_loader: Iterable[Any],
     *,
+    link: str,
+    generator: torch.Generator | None,
+) -> Tuned:
+    """The temperature of the outputs that validation labels ask for, with width and shape of the posterior by rule (`search_family`).
+
+    Args:
+        fitted: The fit.
+        likelihood: The likelihood that its curvature is of, of classes.
+        predictor: A predictor of the same network.
+        val_loader: The validation data; at most 1,000 of them are used.
+        link: The link that predictions will use.
+        generator: The source of the choice of these; None takes the same every time.
+
+    Warns:
+        StatisticalWarning: The labels are few or all the same, or the validation data are training data.
+    """
+    posterior = _in_blocks(fitted.posterior)
+    device, dtype = check_device(predictor.model)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    chosen = random_examples(
+        iterate(val_loader, device=device, dtype=dtype, unpack=fitted.unpack), _VALIDATION_INPUTS, generator
+    )
+    _warn_if_trained_on(chosen, fitted)
+    hyperparameters = fitted.hyperparameters
+    scale = replace(hyperparameters, data_scale=1.0).curvature_scale(fitted.factors.curvature)
+    variants = [posterior.with_prior(r, scale=scale) for r in RATIOS]
+    gaussians = output_gaussians(predictor, chosen, likelihood, variants, limit=_VALIDATION_INPUTS, generator=generator)
+    result = search_family(gaussians, likelihood, link=link)
+    _warn_of_labels(result)
+    prior = Prior.make(result.precision, dict(posterior.prior.mean), posterior.layers, posterior.shapes)
+    found = replace(
+        hyperparameters,
+        prior=prior,
+        data_scale=result.data_scale,
+        output_temperature=result.output_temperature,
+    )
+    # The evidence is that of the data as they are.
+    narrowing = result.data_scale / fitted.without_narrowing().hyperparameters.data_scale
+    return Tuned(found.applied_to(posterior, fitted.factors.curvature), found, result, narrowing)
+
+
+def _in_blocks(posterior: Any) -> GaussianPosterior:
+    if not isinstance(posterior, GaussianPosterior):
+        raise InputError(
+            f"tuning on validation data compares priors, which needs a Gaussian posterior in blocks, got a {type(posterior).__name__}"
+        )
+    return posterior
+
+
+def _warn_of_labels(result: ValidationResult) -> None:
+    problems = []
+    if result.n_data < _FEW_LABELS:
+        problems.append(
+            f"there are only {result.n_data} validation labels, so that the temperature {result.output_temperature:.3g} is mostly a guess "
+            "from other networks"
+        )
+    if result.n_classes < 2:
+        problems.append("all validation labels are of one class, so that they say little about the others")
+    if result.deterministic and not result.tried:
+        problems.append(
+            "the posterior has no variance on the validation inputs; the network's outputs do not depend on its parameters there"
+        )
+    if problems:
+        warnings.warn(
+            f"{'; '.join(problems)}. Hold out more data that are like those to come", StatisticalWarning, stacklevel=4
+        )
+
+
+def _warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
+    """Looks for the validation inputs among the first training data: as training data their labels would promise too much."""
+    if fitted.data is None or not validation:
+        return
+    wanted = [key for batch in validation for key in _keys(batch)]
+    among: set[int] = set()
+    seen = 0
+    for batch in iterate(fitted.data, device=torch.device("cpu"), unpack=fitted.unpack):
+        among.update(_keys(batch))
+        seen += batch.size
+        if seen >= _LOOKED_AT:
+            break
+    found = sum(key in among for key in wanted)
+    expected = min(1.0, seen / max(fitted.factors.n_data, 1.0)) * len(wanted)
+    if found >= 3 and found > 0.5 * expected:
+        warnings.warn(
+            f"{found} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
+            "What they say of the predictive is too good, and the posterior will be too sure. Hold out data that the network has not seen",
+            StatisticalWarning,
+            stacklevel=4,
+        )
+
+
+def _keys(batch: Batch) -> list[int]:
+    """A number for each example that equal inputs share."""
+    columns = [
+        [hash(row.numpy().tobytes()) for row in t.detach().cpu().contiguous().reshape(batch.size, -1).view(torch.uint8)]
+        for t in tensors_of(batch.inputs)
+        if t.dim() and len(t) == batch.size and t.numel()
+    ]
+    return [hash(parts) for parts in zip(*columns, strict=True)]
+
+
+def tune_self_consistently(
+    fitted: Fitted,
+    likelihood: Likelihood,
+    predictor: PosteriorPredictor,
+    data: Iterable[Any] | None,
+    *,
+    per_layer: bool,
+    by_gradients: bool,
+    generator: torch.Generator | None,
+) -> Tuned:
+    """Precisions by the evidence, then the width at which the posterior agrees with the curvature that it averages over.
+
+    Args:
+        fitted: The fit.
+        likelihood: The likelihood that its curvature is of.
+        predictor: A predictor of the same network.
+        data: The training data; None takes those of the fit.
+        per_layer: Whether every layer has a precision of its own.
+        by_gradients: Whether the evidence is maximised by gradients.
+        generator: The source of the random draws; None takes the same draws every time.
+
+    Warns:
+        StatisticalWarning: The predictive is worse than the network at training data that were taken out of the posterior.
+    """
+    data = fitted.data if data is None else data
+    if data is None:
+        raise InputError(
+            "method='self_consistent' passes over the training data again, and they are not at hand (a loaded posterior, or a fit on a "
+            "generator): tune(train_loader, method='self_consistent')"
+        )
+    model = predictor.model
+    device, dtype = check_device(model)
+    tuned = tune_by_evidence(fitted, likelihood, per_layer=per_layer, by_gradients=by_gradients, warn=False)
+    assert isinstance(tuned.result, EvidenceResult)
+    hyperparameters = tuned.hyperparameters
+    wider = {n: _WIDER * value for n, value in hyperparameters.prior.precision.items()}
+    hyperparameters = replace(hyperparameters, prior=hyperparameters.prior.with_precision(wider))
+    posterior = hyperparameters.applied_to(tuned.posterior, fitted.factors.curvature)
+    matched = None
+    if len(posterior.blocks) > 1 or not posterior.blocks[0].source.joins_layers:
+        matched = match_dimension(
+            model,
+            iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
+            likelihood,
+            posterior,
+            hyperparameters.data_scale,
+            generator=torch.Generator().manual_seed(0) if generator is None else generator,
+        )
+    dimension = 1.0 if matched is None else max(1.0, matched.factor)
+    own = torch.Generator().manual_seed(rank()) if generator is None else generator
+    gaussians = output_gaussians(
+        predictor,
+        iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
+        likelihood,
+        [posterior],
+        limit=math.ceil(_TRAINING_INPUTS / world_size()),
+        generator=own,
+        what="training",
+    )
+    curvature, converged = self_consistent_scale(gaussians, likelihood, dimension)
+    cavities = Cavities.of(gaussians, likelihood, dimension * curvature)
+    check = cavities.check(likelihood, curvature)
+    temperature = hyperparameters.output_temperature
+    if check.difference > 2 * check.standard_error and curvature < 1.25:
+        temperature *= cavities.sharper_temperature(likelihood)
+    hyperparameters = replace(hyperparameters.narrowed(dimension * curvature), output_temperature=temperature)
+    if not check.passed:
+        _warn_of_cavities(check.message)
+    precision = {k: float(hyperparameters.prior.precision[names[0]].mean()) for k, names in posterior.layers.items()}
+    result = SelfConsistentResult(
+        precision,
+        hyperparameters.data_scale,
+        temperature,
+        curvature,
+        dimension,
+        matched,
+        tuned.result,
+        check,
+        converged,
+        gaussians.n_examples,
+    )
+    applied = hyperparameters.applied_to(posterior, fitted.factors.curvature)
+    return Tuned(applied, hyperparameters, result, narrowing=dimension * curvature)
+
+
+def _warn_of_cavities(message: str) -> None:
+    warnings.warn(
+        f"the posterior that was found without held-out labels is to be mistrusted: {message}. Tune on validation data: tune(val_loader)",
+        StatisticalWarning,
+        stacklevel=5,
+    )
+
+
+def tune_by_grid(
+    fitted: Fitted,
+    likelihood: Likelihood,
+    predictor: PosteriorPredictor,
+    val_loader: Iterable[Any],
+    *,
     kind: str,
     link: str,
     samples: int,
@@ -388,7 +452,7 @@ def tune_by_validation(
 ) -> Tuned:
     """Data scale and one prior precision that maximise the predictive log-likelihood of validation data.
 
-    The noise of a regression follows from the training residuals by the evidence; the grid then decides on the rest. The other
+    This is the plain minimum, which follows the noise of the labels where these are few. The noise of a regression follows from the training residuals by the evidence; the grid then decides on the rest. The other
     arguments are those of `Laplace.tune`.
     """
     hyperparameters, posterior = fitted.hyperparameters, fitted.posterior
@@ -412,4 +476,5 @@ def tune_by_validation(
     )
     prior = Prior.make(result.precision, dict(posterior.prior.mean), posterior.layers, posterior.shapes)
     hyperparameters = replace(hyperparameters, prior=prior, data_scale=result.data_scale)
-    return Tuned(hyperparameters.applied_to(posterior, fitted.factors.curvature), hyperparameters, result)
+    narrowing = result.data_scale / fitted.without_narrowing().hyperparameters.data_scale
+    return Tuned(hyperparameters.applied_to(posterior, fitted.factors.curvature), hyperparameters, result, narrowing)

@@ -1,0 +1,157 @@
+"""The Gaussians over the outputs of some examples, flat over positions: what the rules of tuning are computed from."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aftermap.batches import Batch
+from aftermap.errors import DataError, StatisticalWarning
+from aftermap.laplace.examples import random_examples
+from aftermap.likelihoods import Categorical, Likelihood
+from aftermap.models import call_model
+from aftermap.predictive import PosteriorPredictor, latent_gaussians
+
+__all__ = ["OutputGaussians", "output_gaussians"]
+
+_NUMBERS = 10**8  # of covariances that are held at once
+_LEAST_EXAMPLES = 50
+_TOLERATED = 0.05  # share of examples whose outputs may be not finite
+
+
+@dataclass(frozen=True)
+class OutputGaussians:
+    """The Gaussians N(f_i, V_i) over the outputs at M labelled positions, under one or several posteriors; float64 on the CPU.
+
+    Attributes:
+        mean: f [M, C].
+        covariances: V [M, C, C], one for each posterior.
+        targets: The targets [M], or [M, C] where every output has its own.
+        weight: How many data each position stands for [M].
+        n_examples: The number of examples that the positions are of.
+    """
+
+    mean: Tensor
+    covariances: tuple[Tensor, ...]
+    targets: Tensor
+    weight: Tensor
+    n_examples: int
+
+    @property
+    def size(self) -> int:
+        """The number M of labelled positions."""
+        return len(self.mean)
+
+    def average(self, values: Tensor) -> float:
+        """The weighted mean of one number for each position [M]."""
+        return float((self.weight * values).sum() / self.weight.sum())
+
+
+def output_gaussians(
+    predictor: PosteriorPredictor,
+    batches: Iterable[Batch],
+    likelihood: Likelihood,
+    posteriors: Sequence[Any],
+    *,
+    limit: int,
+    generator: torch.Generator | None = None,
+    what: str = "validation",
+) -> OutputGaussians:
+    """The Gaussians over the outputs of a random sample of labelled examples, in one pass through the network.
+
+    Args:
+        predictor: The network with a posterior.
+        batches: The labelled data.
+        likelihood: The likelihood, which judges targets and knows which positions are left out.
+        posteriors: Variants of the predictor's posterior (`GaussianPosterior.with_prior`).
+        limit: The largest number of positions; there are fewer where the covariances of many outputs would not fit.
+        generator: The source of the random sample.
+        what: What the data are called in messages.
+
+    Raises:
+        DataError: There are no labelled data, or the network's outputs are not finite for many of them.
+
+    Warns:
+        StatisticalWarning: The network's outputs are not finite for a few examples, which are left out.
+    """
+    chosen: list[Batch] = []
+    means: list[Tensor] = []
+    covariances: list[list[Tensor]] = [[] for _ in posteriors]
+    targets, weights, examples, left_out = [], [], 0, 0
+    labelled = (batch for batch in batches if isinstance(batch.targets, Tensor))
+    first = next(labelled, None)
+    if first is None:
+        raise DataError(f"the {what} data are empty or have no targets")
+    with torch.no_grad():
+        outputs = call_model(predictor.model, first.take(torch.arange(1)).inputs)
+    positions, wide = math.prod(outputs.shape[1:-1]), outputs.shape[-1]
+    most = min(limit, max(_LEAST_EXAMPLES, _NUMBERS // (len(posteriors) * wide**2)))
+    chosen = random_examples(_with_first(first, labelled), max(1, math.ceil(most / positions)), generator)
+    for whole in chosen:
+        batch = _finite(predictor, whole)
+        left_out += whole.size - (0 if batch is None else batch.size)
+        if batch is None:
+            continue
+        latents = latent_gaussians(predictor.plan(batch), predictor.posterior, batch, variants=posteriors)
+        likelihood.check(latents[0].mean, batch.targets)
+        counted = _counted(likelihood, batch.targets, latents[0].mean)
+        weight = torch.ones(batch.size) if batch.weight is None else batch.weight.cpu()
+        weight = weight.reshape(-1, *[1] * (counted.dim() - 1)).expand(counted.shape)
+        means.append(latents[0].mean[counted].cpu())
+        targets.append(_flat_targets(batch.targets, latents[0].mean, counted).cpu())
+        weights.append(weight[counted.cpu()])
+        for place, latent in enumerate(latents):
+            assert latent.cov is not None  # diagonal=False
+            covariances[place].append(latent.cov[counted].cpu())
+        examples += batch.size
+    if left_out > _TOLERATED * (left_out + examples):
+        raise DataError(
+            f"the network's outputs are not finite for {left_out} of {left_out + examples} {what} examples. Look at these inputs and at "
+            "the weights of the network"
+        )
+    if left_out:
+        warnings.warn(
+            f"the network's outputs are not finite for {left_out} of {left_out + examples} {what} examples, which are left out. Look at them",
+            StatisticalWarning,
+            stacklevel=2,
+        )
+    mean, weight = torch.cat(means).double(), torch.cat(weights).double()
+    if not len(mean) or not float(weight.sum()) > 0:
+        raise DataError(f"the {what} data have no labelled position with a positive weight")
+    return OutputGaussians(
+        mean, tuple(torch.cat(c).double() for c in covariances), torch.cat(targets), weight, examples
+    )
+
+
+def _with_first(first: Batch, rest: Iterable[Batch]) -> Iterable[Batch]:
+    yield first
+    yield from rest
+
+
+def _finite(predictor: PosteriorPredictor, batch: Batch) -> Batch | None:
+    """The examples of a batch whose outputs are finite, or None if there are none."""
+    with torch.no_grad():
+        outputs = call_model(predictor.model, batch.inputs)
+    finite = torch.isfinite(outputs).flatten(1).all(1)
+    if bool(finite.all()):
+        return batch
+    return batch.take(torch.nonzero(finite)[:, 0].cpu()) if bool(finite.any()) else None
+
+
+def _counted(likelihood: Likelihood, targets: Tensor, mean: Tensor) -> Tensor:
+    """Which positions [N, ...] have a label."""
+    if isinstance(likelihood, Categorical):
+        return targets.to(mean.device) != likelihood.ignore_index
+    return torch.ones(mean.shape[:-1], dtype=torch.bool, device=mean.device)
+
+
+def _flat_targets(targets: Tensor, mean: Tensor, counted: Tensor) -> Tensor:
+    if targets.shape == counted.shape:
+        return targets.to(mean.device)[counted]
+    return targets.to(mean.device).reshape(mean.shape)[counted]

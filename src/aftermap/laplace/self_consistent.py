@@ -1,0 +1,271 @@
+r"""Tuning without labels that were held out: the width at which the posterior agrees with the curvature that it averages over.
+
+At a datum that a network has learned by heart the curvature Λ(f) of the loss is nearly zero, so the Laplace approximation counts it as no
+datum at all and comes out too wide. The Gaussian q that is best in Kullback-Leibler divergence has the precision
+
+.. math::
+    P_0 + \sum_n J_n^\top \, \mathrm E_q[\Lambda(z_n)] \, J_n
+
+(Opper and Archambeau 2009): the curvature averaged over the posterior itself. One number is enough: the posterior is divided by the c that solves
+
+.. math::
+    c = \frac{\sum_n \mathrm E\,\mathrm{tr}(V_n \Lambda(z_n))}{\sum_n \mathrm{tr}(V_n \Lambda(f_n))}, \qquad z_n \sim N(f_n, V_n/(\kappa c)),
+
+where κ ≥ 1 brings a posterior in blocks to the effective dimension of the full one. Whether the result is any good is judged at cavities: the
+predictive of a training datum with that datum taken out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aftermap.distributed import all_reduce_
+from aftermap.laplace.dimension import DimensionResult
+from aftermap.laplace.evidence import EvidenceResult
+from aftermap.laplace.latents import OutputGaussians
+from aftermap.likelihoods import Bernoulli, Categorical, Likelihood, Poisson, at_temperature, temperature_of
+from aftermap.linalg import psd_eigh
+from aftermap.predictive.links import Latent, draw, gaussian_prediction
+from aftermap.predictive.quadrature import normal_points
+
+__all__ = ["Cavities", "CavityCheck", "SelfConsistentResult", "averages_curvature", "self_consistent_scale"]
+
+_DRAWS = 32  # and as many mirrored ones
+_SETTLED = 1e-3  # change of log c
+_ITERATIONS = 200
+_CLIPPED = 0.99  # the largest share of its own posterior precision that a datum may have
+_ALARM = 0.05  # nats by which the predictive may be worse than the network at the cavities
+_INVALID = 0.05  # share of cavities that may be clipped
+_CORRECTED = 1.25  # above this c the posterior was corrected for data learned by heart, and cavities say little
+_SHARPER = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)  # temperatures for networks that are less sure than they should be
+_NUMBERS = 1 << 24
+
+
+def averages_curvature(likelihood: Likelihood) -> bool:
+    """Whether the curvature of a likelihood depends on its outputs in a way that can be averaged: for classes and counts it does."""
+    return isinstance(likelihood, Categorical | Bernoulli | Poisson)
+
+
+@dataclass(frozen=True)
+class CavityCheck:
+    """The Bayesian predictive against the network, both at training data that were taken out of the posterior.
+
+    Attributes:
+        difference: The mean negative log-likelihood of the predictive less that of the network, in nats.
+        standard_error: The standard error of this difference.
+        invalid: The share of data that determine more of the posterior than a datum can, whose cavity is not to be relied on.
+        n_data: The number of data.
+        passed: Whether the predictive may be trusted as far as training data can tell.
+        message: The comparison in one sentence.
+    """
+
+    difference: float
+    standard_error: float
+    invalid: float
+    n_data: int
+    passed: bool
+    message: str
+
+
+@dataclass(frozen=True)
+class SelfConsistentResult:
+    """What was found without held-out labels.
+
+    Attributes:
+        precision: The prior precision of each layer.
+        data_scale: The data scale.
+        output_temperature: The temperature T that the outputs are divided by.
+        curvature: c, the mean curvature under the posterior relative to that at the network's outputs.
+        dimension: κ, what the covariance was divided by to match the effective dimension of the full posterior; 1 for a full one.
+        matched: How κ was found; None for a posterior that has every term already.
+        evidence: The maximum of the evidence that the prior precisions come from.
+        check: The comparison with the network at the cavities.
+        converged: Whether c is a fixed point.
+        n_data: The number of training data that were used for c.
+    """
+
+    precision: Mapping[str, float]
+    data_scale: float
+    output_temperature: float
+    curvature: float
+    dimension: float
+    matched: DimensionResult | None
+    evidence: EvidenceResult
+    check: CavityCheck
+    converged: bool
+    n_data: int
+
+    def __str__(self) -> str:
+        return (
+            f"without held-out labels: the posterior is {self.dimension * self.curvature:.3g} times narrower than the evidence makes it "
+            f"({self.dimension:.3g} for the effective dimension, {self.curvature:.3g} for data that the network is sure of); {self.check.message}"
+        )
+
+
+def self_consistent_scale(
+    gaussians: OutputGaussians, likelihood: Likelihood, dimension: float = 1.0
+) -> tuple[float, bool]:
+    r"""The fixed point c at which the curvature averaged over N(f, V/(κc)) is c times that at f.
+
+    Args:
+        gaussians: N(f, V) at some training data.
+        likelihood: The likelihood whose curvature is averaged.
+        dimension: κ.
+
+    Returns:
+        c, and whether the iteration settled.
+    """
+    mean, cov = gaussians.mean, gaussians.covariances[0]
+    deviations = _deviations(mean, cov)
+    at_mean = (gaussians.weight * _curvature_trace(likelihood, cov, mean[None], gaussians.targets)[0]).sum()
+    log_c = 0.0
+    for _ in range(_ITERATIONS):
+        z = mean + deviations / math.sqrt(dimension * math.exp(log_c))
+        averaged = (gaussians.weight * _curvature_trace(likelihood, cov, z, gaussians.targets).mean(0)).sum()
+        sums = torch.stack([averaged, at_mean])
+        all_reduce_([sums])
+        if not float(sums.min()) > 0 or not math.isfinite(float(sums[0])):
+            return 1.0, False
+        change = 0.5 * (math.log(float(sums[0] / sums[1])) - log_c)
+        log_c += change
+        if abs(change) < _SETTLED:
+            return math.exp(log_c), True
+    return math.exp(log_c), False
+
+
+def _deviations(mean: Tensor, cov: Tensor) -> Tensor:
+    """Draws from N(0, V) [S, M, C]: fixed points and their mirror images, so that their mean is zero."""
+    points = normal_points(_DRAWS, mean.shape[-1], fixed=True)
+    return draw(Latent(torch.zeros_like(mean), cov, cov.diagonal(dim1=-2, dim2=-1)), torch.cat([points, -points]))
+
+
+def _curvature_trace(likelihood: Likelihood, cov: Tensor, z: Tensor, targets: Tensor) -> Tensor:
+    """tr(VΛ(z)) for outputs z [S, M, C] and covariances V [M, C, C]: [S, M]."""
+    if isinstance(likelihood, Categorical):
+        p = torch.softmax(z / likelihood.temperature, -1)
+        spread = torch.einsum("smk,mk->sm", p, cov.diagonal(dim1=-2, dim2=-1)) - torch.einsum(
+            "smk,mkl,sml->sm", p, cov, p
+        )
+        weight = 1.0 if likelihood.weight is None else torch.as_tensor(likelihood.weight).to(z)[targets.long()]
+        return weight * spread / likelihood.temperature**2
+    # The outputs of other likelihoods do not know of each other: Λ is diagonal.
+    size, width = z.shape[1], z.shape[2]
+    roots = likelihood.hessian_root(z.reshape(-1, width), targets.repeat(len(z), *[1] * (targets.dim() - 1)))
+    diagonal = roots.square().sum(-1).reshape(len(z), size, width)
+    return (diagonal * cov.diagonal(dim1=-2, dim2=-1)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Cavities:
+    r"""The Gaussians over the outputs of training data after each datum was taken out of the posterior.
+
+    With ḡ and Λ̄ the gradient and the curvature averaged over N(f, V), the cavity of a datum has the covariance
+    V₋ = (V⁻¹ − Λ̄)⁻¹ and the mean m₋ = f + V₋ḡ: away from its label.
+
+    Attributes:
+        mean: m₋ [M, C].
+        covariance: V₋ [M, C, C].
+        invalid: Which data determine so much that V⁻¹ − Λ̄ is not safely positive [M].
+        targets: The labels [M], or [M, C].
+        weight: How many data each stands for [M].
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    invalid: Tensor
+    targets: Tensor
+    weight: Tensor
+
+    @staticmethod
+    def of(gaussians: OutputGaussians, likelihood: Likelihood, narrowing: float) -> Cavities:
+        """The cavities under the covariances divided by ``narrowing``."""
+        mean, cov = gaussians.mean, gaussians.covariances[0] / narrowing
+        z = mean + _deviations(mean, cov)
+        gradient, curvature = _averages(likelihood, z, gaussians.targets)
+        values, vectors = psd_eigh(curvature, what="the averaged curvature", precision=torch.float32)
+        root = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)  # Λ̄^½
+        shares, directions = torch.linalg.eigh(root.mT @ cov @ root)
+        left = (1 - shares.clamp(0.0, _CLIPPED)).reciprocal()
+        moved = cov @ root @ directions
+        cavity = cov + (moved * left.unsqueeze(-2)) @ moved.mT
+        away = (cavity @ gradient.unsqueeze(-1)).squeeze(-1)
+        return Cavities(mean + away, cavity, shares.amax(-1) > _CLIPPED, gaussians.targets, gaussians.weight)
+
+    def losses(self, likelihood: Likelihood, cov: Tensor | None) -> Tensor:
+        """Negative log-likelihood [M] of the labels at the cavity means, with a covariance or without."""
+        prediction = gaussian_prediction(
+            likelihood,
+            self.mean,
+            latent_cov=cov,
+            latent_var=None if cov is not None else torch.zeros_like(self.mean),
+            samples=2 * _DRAWS,
+            generator=torch.Generator().manual_seed(0),
+        )
+        return -prediction.log_prob(self.targets).double().reshape(len(self.mean), -1).sum(-1)
+
+    def check(self, likelihood: Likelihood, curvature: float = 1.0) -> CavityCheck:
+        """Compares the predictive with the network.
+
+        Args:
+            likelihood: The likelihood of both.
+            curvature: c. Where it is far above 1 the posterior was narrowed for data that the network knows by heart, and a difference
+                near zero says nothing.
+        """
+        losses = self.losses(likelihood, self.covariance) - self.losses(likelihood, None)
+        difference, error, count = _paired(losses, self.weight)
+        invalid = _paired(self.invalid.double(), self.weight)[0]
+        worse = difference > _ALARM and difference > 2 * error
+        numbers = (
+            f"{difference:+.3f} ± {error:.3f} nats against the network at {count:,} training data that were taken out"
+        )
+        if invalid > _INVALID:
+            reading = f"{invalid:.0%} of the data determine more of the posterior than a datum can: its curvature is not to be trusted"
+        elif worse:
+            reading = "the predictive is worse than the network"
+        elif difference < -2 * error and difference < -0.03:
+            reading = "the predictive is better than the network"
+        elif curvature > _CORRECTED:
+            reading = "the network knows its data by heart, so that they cannot judge"
+        else:
+            reading = "no difference that matters"
+        passed = not worse and invalid <= _INVALID
+        return CavityCheck(difference, error, invalid, count, passed, f"{numbers}: {reading}")
+
+    def sharper_temperature(self, likelihood: Likelihood) -> float:
+        """The factor of at most 1 for the temperature that the cavities ask for, by more than one standard error; else 1."""
+        now = temperature_of(likelihood)
+        if now is None:
+            return 1.0
+        losses = [self.losses(at_temperature(likelihood, now * t), self.covariance) for t in _SHARPER]
+        means = [_paired(loss, self.weight)[0] for loss in losses]
+        best = min(range(len(_SHARPER)), key=means.__getitem__)
+        gain, error, _ = _paired(losses[0] - losses[best], self.weight)
+        return _SHARPER[best] if gain > error else 1.0
+
+
+def _averages(likelihood: Likelihood, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient [M, C] and the curvature [M, C, C] of the loss, averaged over outputs z [S, M, C]."""
+    size, width = z.shape[1:]
+    gradient, curvature = torch.zeros(size, width, dtype=z.dtype), torch.zeros(size, width, width, dtype=z.dtype)
+    step = max(1, _NUMBERS // (size * width**2))
+    for part in z.split(step):
+        labels = targets.repeat(len(part), *[1] * (targets.dim() - 1))
+        flat = part.reshape(-1, width)
+        gradient += likelihood.gradient(flat, labels).reshape(len(part), size, width).sum(0)
+        curvature += likelihood.hessian(flat, labels).reshape(len(part), size, width, width).sum(0)
+    return gradient / len(z), curvature / len(z)
+
+
+def _paired(values: Tensor, weight: Tensor) -> tuple[float, float, int]:
+    """The weighted mean over the data of all processes, its standard error, and the number of data."""
+    sums = torch.stack([weight.sum(), (weight * values).sum(), torch.tensor(float(len(values)), dtype=torch.float64)])
+    all_reduce_([sums])
+    mean = sums[1] / sums[0]
+    spread = (weight.square() * (values - mean).square()).sum().reshape(1)
+    all_reduce_([spread])
+    return float(mean), float(spread.sqrt() / sums[0]), int(sums[2])

@@ -1,0 +1,303 @@
+r"""Tuning on validation labels: the labels set the temperature, a convention sets the width, and a small budget guards it.
+
+The predictive of a classifier is a point of one family: z ~ N(f, V_r/c) and p = E softmax(z/T), with the prior precision r·c at
+data scale c. The network itself (c → ∞, T = 1) and temperature scaling (c → ∞) belong to it. In the coordinates
+
+    z/T = f/T + √w V̄_r^½ ε,    V̄_r with mean contrast variance 1 on the validation inputs,   c = v_r / (w T²),
+
+the validation likelihood is nearly flat along w and r: some hundred labels decide one number, the temperature. Letting them decide all three
+follows their noise. So the width w is as large as a budget of a thousandth of a nat or two allows, the ratio r as small, and
+T is what the labels say. With few labels these are smoothed towards temperature scaling averaged over its posterior, which
+one number of labels decides well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from aftermap.laplace.latents import OutputGaussians
+from aftermap.likelihoods import Bernoulli, Categorical, Likelihood
+from aftermap.predictive.links import Latent, draw, gaussian_prediction
+from aftermap.predictive.quadrature import normal_points
+
+__all__ = ["RATIOS", "WIDTHS", "ValidationResult", "search_family"]
+
+RATIOS = (1e-3, 1e-2, 1e-1, 1.0)  # prior precision / data scale
+WIDTHS = (2.0, 1.0, 0.5, 0.25, 0.1)  # mean variance of a contrast of the logits z/T
+_RATIO_EXPONENT = 1 / 8  # a ratio ten times as small counts as much as a width 10^(1/8) times as large
+_TEMPERATURES = tuple(1.1**k for k in range(-10, 17))
+_LOG_TEMPERATURE, _LOG_DEVIATION = 0.2, 0.5  # of the prior of log T: trained networks are rather too sure than not
+_PSEUDO_LABELS = 300.0  # how many labels the smoothing is worth
+_BUDGET, _SHARE_OF_ENTROPY = 0.002, 0.02  # nats, and a share of the mean entropy
+_DRAWS = 32
+_NO_WIDTH = 1e-10  # the width of a posterior that gives nothing
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """What validation labels said, and what a rule decided where they said nothing.
+
+    Attributes:
+        ratio: The ratio r of prior precision to data scale.
+        width: The width w: the mean variance of a contrast of the logits over T on the validation inputs.
+        data_scale: The data scale c.
+        precision: The prior precision r·c.
+        output_temperature: The temperature T that the outputs are divided by.
+        deterministic: Whether no width was within the budget, so that the predictive is the network's with a temperature.
+        n_data: The number of labelled positions that were used.
+        n_classes: The number of classes among their labels.
+        network_nll: The mean negative log-likelihood of the validation labels under the network itself.
+        temperature_nll: The same under temperature scaling.
+        nll: The same under the predictive that was chosen.
+        difference: ``nll`` less ``temperature_nll``.
+        standard_error: The standard error of the difference, example by example.
+        budget: By how much the smoothed loss was allowed to exceed that of temperature scaling, in nats.
+        temperature: The temperature of temperature scaling.
+        tried: A row (w, r, T, smoothed loss less that of temperature scaling) for every point that was tried.
+    """
+
+    ratio: float
+    width: float
+    data_scale: float
+    precision: float
+    output_temperature: float
+    deterministic: bool
+    n_data: int
+    n_classes: int
+    network_nll: float
+    temperature_nll: float
+    nll: float
+    difference: float
+    standard_error: float
+    budget: float
+    temperature: float
+    tried: tuple[tuple[float, float, float, float], ...] = ()
+
+    def __str__(self) -> str:
+        numbers = (
+            f"validation NLL on {self.n_data:,} labels: network {self.network_nll:.4f}, temperature {self.temperature_nll:.4f}, "
+            f"posterior {self.nll:.4f}; difference {1000 * self.difference:+.1f} ± {1000 * self.standard_error:.1f} thousandths of a nat"
+        )
+        if self.deterministic:
+            return f"{numbers}. No posterior was as good as the temperature alone, so its variance is zero: it adds nothing here"
+        if abs(self.difference) <= 2 * self.standard_error:
+            decided = "the labels neither ask for nor forbid this width; it is set by rule"
+        elif self.difference < 0:
+            decided = "the posterior predicts the labels better than the temperature alone, by more than chance"
+        else:
+            decided = "the posterior predicts the labels a little worse than the temperature alone; the rule accepts that as the price of its width"
+        return f"{numbers}: {decided}"
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """Logits over K classes with their posterior draws; a single logit is written as two classes.
+
+    Attributes:
+        mean: [M, K].
+        labels: The probabilities that the labels give [M, K].
+        weight: [M], with sum 1.
+        covariances: [M, K, K] for each ratio, at c = 1.
+        deviations: Draws from these covariances around zero [S, M, K].
+        variances: v_r, the mean variance of a contrast at c = 1, for each ratio.
+        binary: Whether the two classes are those of a single logit.
+    """
+
+    mean: Tensor
+    labels: Tensor
+    weight: Tensor
+    covariances: tuple[Tensor, ...]
+    deviations: tuple[Tensor, ...]
+    variances: tuple[float, ...]
+    binary: bool
+
+    def loss(self, log_p: Tensor, labels: Tensor | None = None) -> Tensor:
+        """−Σ_k y_k log p_k of each position [M], under the labels themselves or smoothed ones."""
+        return -((self.labels if labels is None else labels) * log_p.clamp_min(-700.0)).sum(-1)
+
+    def average(self, values: Tensor) -> float:
+        return float((self.weight * values).sum())
+
+
+def _as_logits(gaussians: OutputGaussians, likelihood: Likelihood) -> _Logits:
+    base = likelihood.temperature if isinstance(likelihood, Categorical | Bernoulli) else 1.0
+    mean = gaussians.mean / base
+    if isinstance(likelihood, Categorical):
+        covariances = [c / base**2 for c in gaussians.covariances]
+        labels = F.one_hot(gaussians.targets.long(), mean.shape[-1]).to(mean)
+        weight = gaussians.weight
+    else:
+        one = (gaussians.targets.to(mean).reshape(-1), mean.reshape(-1))
+        labels, mean = (torch.stack([low, high], -1) for low, high in ((1 - one[0], one[0]), (-one[1] / 2, one[1] / 2)))
+        sign = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=mean.dtype) / 4
+        variances = [c.diagonal(dim1=-2, dim2=-1).reshape(-1) / base**2 for c in gaussians.covariances]
+        covariances = [v[:, None, None].clamp_min(0.0) * sign for v in variances]
+        weight = gaussians.weight.repeat_interleave(len(mean) // gaussians.size)
+    k = mean.shape[-1]
+    points = normal_points(_DRAWS, k, fixed=True)
+    deviations, contrasts = [], []
+    for cov in covariances:
+        drawn = draw(Latent(torch.zeros_like(mean), cov, cov.diagonal(dim1=-2, dim2=-1)), points)
+        deviations.append(drawn.float())
+        trace = cov.diagonal(dim1=-2, dim2=-1).sum(-1) - cov.sum((-2, -1)) / k
+        contrasts.append(float((weight * trace).sum() / weight.sum()) / (k - 1))
+    binary = not isinstance(likelihood, Categorical)
+    return _Logits(mean, labels, weight / weight.sum(), tuple(covariances), tuple(deviations), tuple(contrasts), binary)
+
+
+def _averaged_temperature(logits: _Logits) -> Tensor:
+    """Temperature scaling averaged over the posterior of its temperature: probabilities [M, K]."""
+    temperatures = torch.tensor(_TEMPERATURES, dtype=torch.float64)
+    count = len(logits.mean)
+    fits = torch.stack(
+        [-count * (logits.weight * logits.loss(F.log_softmax(logits.mean / t, -1))).sum() for t in temperatures]
+    )
+    prior = -0.5 * ((temperatures.log() - _LOG_TEMPERATURE) / _LOG_DEVIATION).square()
+    probabilities = torch.softmax(fits + prior, 0)
+    mixed = torch.zeros_like(logits.mean)
+    for share, t in zip(probabilities, temperatures, strict=True):
+        mixed += share * F.softmax(logits.mean / t, -1)
+    return mixed
+
+
+def _best_temperature(logits: _Logits, smoothed: Tensor) -> float:
+    """The T that minimises the smoothed loss of softmax(f/T); it is convex in 1/T. 1 where T has no influence."""
+
+    def loss(log_t: float) -> float:
+        return logits.average(logits.loss(F.log_softmax(logits.mean / math.exp(log_t), -1), smoothed))
+
+    low, high = math.log(0.05), math.log(50.0)
+    if abs(loss(low) - loss(high)) < 1e-12 and abs(loss(0.0) - loss(high)) < 1e-12:
+        return 1.0
+    golden = (math.sqrt(5) - 1) / 2
+    a, b = high - golden * (high - low), low + golden * (high - low)
+    at_a, at_b = loss(a), loss(b)
+    while high - low > 1e-4:
+        if at_a <= at_b:
+            high, b, at_b = b, a, at_a
+            a = high - golden * (high - low)
+            at_a = loss(a)
+        else:
+            low, a, at_a = a, b, at_b
+            b = low + golden * (high - low)
+            at_b = loss(b)
+    return math.exp((low + high) / 2)
+
+
+def search_family(
+    gaussians: OutputGaussians,
+    likelihood: Likelihood,
+    *,
+    ratios: Sequence[float] = RATIOS,
+    link: str = "auto",
+) -> ValidationResult:
+    r"""The widest predictive of the family (r, c, T) whose smoothed validation loss is within a small budget of temperature scaling.
+
+    With Q temperature scaling averaged over the posterior of its temperature and q = (n·y + m·Q)/(n + m) the smoothed labels, the
+    loss L(p) = mean −Σ q log p is compared with its minimum over temperatures. Points (w, r) are tried in decreasing order of log w − (log r)/8,
+    each with its best temperature; the first whose loss exceeds that minimum by no more than δ is taken.
+
+    Args:
+        gaussians: The Gaussians over the outputs of the validation inputs under each of ``ratios`` at data scale 1.
+        likelihood: The likelihood that the curvature is of: a `Categorical` or a `Bernoulli`.
+        ratios: The ratios of prior precision to data scale.
+        link: The link that predictions will use; see `gaussian_prediction`.
+    """
+    logits = _as_logits(gaussians, likelihood)
+    count = len(logits.mean)
+    averaged = _averaged_temperature(logits)
+    smoothed = (count * logits.labels + _PSEUDO_LABELS * averaged) / (count + _PSEUDO_LABELS)
+    t0 = _best_temperature(logits, smoothed)
+    least = logits.average(logits.loss(F.log_softmax(logits.mean / t0, -1), smoothed))
+    entropy = logits.average(-(averaged * averaged.clamp_min(1e-300).log()).sum(-1))
+    budget = min(_BUDGET, _SHARE_OF_ENTROPY * entropy)
+    predictive = _Predictive(logits, link)
+    order = sorted(
+        ((w, i) for w in WIDTHS for i in range(len(ratios)) if logits.variances[i] > 0),
+        key=lambda point: math.log(point[0]) - _RATIO_EXPONENT * math.log(ratios[point[1]]),
+        reverse=True,
+    )
+    tried: list[tuple[float, float, float, float]] = []
+    chosen: tuple[float, int, float] | None = None
+    for width, i in order:
+        cost, t = _cheapest_temperature(
+            lambda t, w=width, i=i: logits.average(logits.loss(predictive.log_p(t, w, i), smoothed)) - least,  # type: ignore[misc]
+            t0 / (1.2 * math.sqrt(1 + math.pi * width / 8)),
+            1.05 * t0,
+        )
+        tried.append((width, ratios[i], t, cost))
+        if cost <= budget:
+            chosen = (width, i, t)
+            break
+    deterministic = chosen is None
+    width, i, t = (_NO_WIDTH, len(ratios) - 1, t0) if chosen is None else chosen
+    losses = {
+        "network": logits.loss(F.log_softmax(logits.mean, -1)),
+        "temperature": logits.loss(F.log_softmax(logits.mean / t0, -1)),
+    }
+    losses["posterior"] = losses["temperature"] if deterministic else logits.loss(predictive.log_p(t, width, i))
+    nlls = {name: logits.average(value) for name, value in losses.items()}
+    differences = losses["posterior"] - losses["temperature"]
+    spread = logits.weight.square() * (differences - logits.average(differences)).square()
+    base = likelihood.temperature if isinstance(likelihood, Categorical | Bernoulli) else 1.0
+    # Under a posterior without any variance on these inputs every scale is as good; it keeps its own.
+    scale = max(logits.variances[i], 1e-300) / (width * t**2)
+    return ValidationResult(
+        ratio=ratios[i],
+        width=0.0 if deterministic else width,
+        data_scale=scale,
+        precision=ratios[i] * scale,
+        output_temperature=t * base,
+        deterministic=deterministic,
+        n_data=count,
+        n_classes=int((logits.labels.sum(0) > 0).sum()),
+        network_nll=nlls["network"],
+        temperature_nll=nlls["temperature"],
+        nll=nlls["posterior"],
+        difference=nlls["posterior"] - nlls["temperature"],
+        standard_error=float(spread.sum().sqrt()),
+        budget=budget,
+        temperature=t0 * base,
+        tried=tuple(tried),
+    )
+
+
+@dataclass(frozen=True)
+class _Predictive:
+    """The predictive probabilities of a point (T, w, r) of the family."""
+
+    logits: _Logits
+    link: str
+
+    def log_p(self, t: float, width: float, i: int) -> Tensor:
+        """Log-probabilities [M, K] by the link of the predictions; draws are the same at every point."""
+        logits, scale = self.logits, width / self.logits.variances[i]
+        if self.link in ("auto", "mc"):
+            drawn = (logits.mean / t).float() + math.sqrt(scale) * logits.deviations[i]
+            return (torch.logsumexp(F.log_softmax(drawn, -1), 0) - math.log(len(drawn))).double()
+        # The probit of one logit is that of the difference of its two classes.
+        link = "pairwise" if self.link == "probit" and logits.binary else self.link
+        return gaussian_prediction(Categorical(), logits.mean / t, scale * logits.covariances[i], link=link).mean.log()
+
+
+def _cheapest_temperature(cost: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """The least cost and its temperature: on five temperatures, then at the vertex of a parabola through the best three."""
+    logs = [math.log(low) + k / 4 * math.log(high / low) for k in range(5)]
+    costs = [cost(math.exp(x)) for x in logs]
+    best = min(range(5), key=costs.__getitem__)
+    middle = min(max(best, 1), 3)
+    left, centre, right = costs[middle - 1 : middle + 2]
+    bend = left - 2 * centre + right
+    if bend > 0:
+        step = logs[1] - logs[0]
+        vertex = math.exp(logs[middle] + step * min(max(0.5 * (left - right) / bend, -1.0), 1.0))
+        at_vertex = cost(vertex)
+        if at_vertex < costs[best]:
+            return at_vertex, vertex
+    return costs[best], math.exp(logs[best])
