@@ -53,7 +53,6 @@ METHODS = ("validation", "self_consistent", "evidence", "lbfgs", "dimension", "g
 _CHECKED = 200  # training data on which the matched predictive is compared with the network
 _VALIDATION_INPUTS = 1000
 _TRAINING_INPUTS = 500
-_WIDER = 0.3  # what the precisions of the evidence are multiplied by: unusual inputs are found better, at little cost in likelihood
 _LOOKED_AT = 5000  # training data that validation inputs are looked for among
 _FEW_LABELS = 20
 
@@ -377,10 +376,7 @@ def tune_self_consistently(
     device, dtype = check_device(model)
     tuned = tune_by_evidence(fitted, likelihood, per_layer=per_layer, by_gradients=by_gradients, warn=False)
     assert isinstance(tuned.result, EvidenceResult)
-    hyperparameters = tuned.hyperparameters
-    wider = {n: _WIDER * value for n, value in hyperparameters.prior.precision.items()}
-    hyperparameters = replace(hyperparameters, prior=hyperparameters.prior.with_precision(wider))
-    posterior = hyperparameters.applied_to(tuned.posterior, fitted.factors.curvature)
+    hyperparameters, posterior = tuned.hyperparameters, tuned.posterior
     matched = None
     if len(posterior.blocks) > 1 or not posterior.blocks[0].source.joins_layers:
         matched = match_dimension(

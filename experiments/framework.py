@@ -1,0 +1,359 @@
+"""What every experiment shares: jobs that are done once, verdicts on claims, results that come from files and never from hands.
+
+An experiment is a module ``experiments/NAME/run.py`` with
+
+- ``TITLE``: what is tried, in a few words;
+- ``BUDGETS``: settings by name, at least "small" (everything at a tiny size, for the tests) and "stated" (what is committed);
+- ``jobs(settings, data_dir)``: yields a `Job` for each part, method and seed; a job returns plain numbers;
+- ``verdicts(results)``: a `Verdict` for every claim of `claims.toml` that names this experiment;
+- ``figures(results, folder)``: draws into a folder;
+- optionally ``tables(results)``: Markdown that goes below the table of claims.
+
+The result of every job is a file of its own in a work folder, so that a run which was interrupted goes on where it was. A run of the
+stated budget writes results.json, the figures and the table of claims in README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import tomllib
+import torch
+
+__all__ = [
+    "Claim",
+    "Experiment",
+    "Job",
+    "Paired",
+    "Results",
+    "Verdict",
+    "claim_table",
+    "mean_and_error",
+    "paired",
+    "read_claims",
+    "run",
+]
+
+ROOT = Path(__file__).resolve().parents[1]
+HOLDS, IN_PART, FAILS, NOT_TESTABLE = "holds", "holds in part", "does not hold", "not testable here"
+_BEGIN, _END = "<!-- claims: written by run.py -->", "<!-- end of claims -->"
+Numbers = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One piece of work.
+
+    Attributes:
+        key: Its name: part, method and seed with slashes between, such as "toy/kron/seed0".
+        run: What does it, and returns plain numbers, lists and words.
+    """
+
+    key: str
+    run: Callable[[], Numbers]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A row of the register.
+
+    Attributes:
+        id: Its number, such as R1.
+        document: Who claims it.
+        place: Where in the document.
+        claim: The claim, in our words.
+        criterion: What must be measured for it to hold; fixed before anything was run.
+        experiment: The folder that judges it.
+        published: The number of the document, where it gives one.
+    """
+
+    id: str
+    document: str
+    place: str
+    claim: str
+    criterion: str
+    experiment: str
+    published: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out for a claim.
+
+    Attributes:
+        id: The claim.
+        verdict: "holds", "holds in part", "does not hold" or "not testable here".
+        ours: Our numbers in a few words, made from the results.
+        reason: Why, where it does not simply hold.
+        seeds: The number of seeds behind it.
+    """
+
+    id: str
+    verdict: str
+    ours: str
+    reason: str = ""
+    seeds: int = 0
+
+    def __post_init__(self) -> None:
+        if self.verdict not in (HOLDS, IN_PART, FAILS, NOT_TESTABLE):
+            raise ValueError(f"{self.id}: a verdict is one of four, not {self.verdict!r}")
+        if self.verdict != HOLDS and not self.reason:
+            raise ValueError(f"{self.id}: {self.verdict!r} needs a reason")
+
+    @staticmethod
+    def of(id: str, holds: bool | Sequence[bool], ours: str, reason: str = "", seeds: int = 0) -> Verdict:
+        """The verdict of one or several conditions: all, some or none of them hold."""
+        conditions = [holds] if isinstance(holds, bool) else list(holds)
+        verdict = HOLDS if all(conditions) else IN_PART if any(conditions) else FAILS
+        return Verdict(id, verdict, ours, "" if verdict == HOLDS else reason or "see the numbers", seeds)
+
+
+@dataclass(frozen=True)
+class Results:
+    """The numbers of all jobs that were done.
+
+    Attributes:
+        values: The numbers by the key of their job.
+        settings: The settings of the budget.
+    """
+
+    values: Mapping[str, Numbers]
+    settings: Any = None
+
+    def among(self, pattern: str) -> dict[str, Numbers]:
+        """The jobs whose whole key matches a pattern with * for anything between slashes."""
+        wanted = re.compile(re.escape(pattern).replace(r"\*", "[^/]*"))
+        return {key: value for key, value in self.values.items() if wanted.fullmatch(key)}
+
+    def numbers(self, pattern: str, name: str) -> list[float]:
+        """One number of each job that matches, in the order of their keys."""
+        return [float(value[name]) for _, value in sorted(self.among(pattern).items()) if name in value]
+
+    def text(self, pattern: str, name: str, digits: int = 3) -> str:
+        """Mean ± standard error of a number over the jobs that match."""
+        return mean_and_error(self.numbers(pattern, name), digits)
+
+
+class Experiment(Protocol):
+    """What a module run.py has."""
+
+    TITLE: str
+    BUDGETS: Mapping[str, Any]
+
+    def jobs(self, settings: Any, data_dir: Path) -> Iterator[Job]: ...
+
+    def verdicts(self, results: Results) -> list[Verdict]: ...
+
+    def figures(self, results: Results, folder: Path) -> None: ...
+
+
+def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
+    """Mean ± standard error in words; a single value stands alone."""
+    if not values:
+        return "–"
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return f"{mean:.{digits}f}"
+    return f"{mean:.{digits}f} ± {_error(values):.{digits}f}"
+
+
+def _error(values: Sequence[float]) -> float:
+    mean = sum(values) / len(values)
+    return (
+        math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1) / len(values))
+        if len(values) > 1
+        else math.inf
+    )
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The difference of two methods over the same seeds.
+
+    Attributes:
+        mean: The mean difference, first less second.
+        error: Its standard error.
+    """
+
+    mean: float
+    error: float
+
+    @property
+    def higher(self) -> bool:
+        """Whether the first is higher by more than two standard errors."""
+        return self.mean > 2 * self.error
+
+    @property
+    def lower(self) -> bool:
+        """Whether the first is lower by more than two standard errors."""
+        return self.mean < -2 * self.error
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.3g} ± {self.error:.2g}"
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
+    """The paired difference of the numbers of two methods, seed by seed."""
+    if len(first) != len(second) or not first:
+        raise ValueError(f"paired numbers must be as many of one as of the other, got {len(first)} and {len(second)}")
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    return Paired(sum(differences) / len(differences), _error(differences))
+
+
+def read_claims(path: Path = ROOT / "experiments" / "claims.toml") -> list[Claim]:
+    """The register."""
+    return [Claim(**row) for row in tomllib.loads(path.read_text(encoding="utf-8"))["claim"]]
+
+
+def claim_table(claims: Sequence[Claim], verdicts: Sequence[Verdict]) -> str:
+    """The claims of an experiment as a Markdown table: claim, paper, ours, verdict."""
+    found = {v.id: v for v in verdicts}
+    lines = ["| | claim | criterion | paper | ours | verdict |", "|---|---|---|---|---|---|"]
+    for claim in claims:
+        verdict = found.get(claim.id)
+        ours = "–" if verdict is None else verdict.ours
+        said = (
+            "not run yet"
+            if verdict is None
+            else f"**{verdict.verdict}**" + (f": {verdict.reason}" if verdict.reason else "")
+        )
+        cells = (claim.id, claim.claim, claim.criterion, claim.published or "–", ours, said)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> int:
+    """The command line of an experiment: ``run(sys.modules[__name__], "ritter2018")``."""
+    parser = argparse.ArgumentParser(description=experiment.TITLE)
+    parser.add_argument("--budget", default="stated", choices=sorted(experiment.BUDGETS), help="how large")
+    parser.add_argument("--data-dir", type=Path, default=default_data_dir(), help="the folder with the data sets")
+    parser.add_argument(
+        "--only", default="", help="only jobs whose key begins so; nothing is written to the folder then"
+    )
+    parser.add_argument("--work", type=Path, help="where the results of jobs are kept [a cache folder of the user]")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="where results, figures and table go [the experiment's folder, for the stated budget]",
+    )
+    parser.add_argument("--hours", type=float, default=math.inf, help="begin no further job after so many hours")
+    options = parser.parse_args(arguments)
+    settings = experiment.BUDGETS[options.budget]
+    work = options.work or _cache() / name / options.budget
+    began, done, missing = time.monotonic(), 0, 0
+    values: dict[str, Numbers] = {}
+    for job in experiment.jobs(settings, options.data_dir):
+        if not job.key.startswith(options.only):
+            continue
+        path = work / f"{job.key.replace('/', '--')}.json"
+        if path.is_file():
+            values[job.key] = json.loads(path.read_text(encoding="utf-8"))
+            continue
+        if time.monotonic() - began > 3600 * options.hours:
+            missing += 1
+            continue
+        start = time.monotonic()
+        result = _plain(job.run())
+        result["seconds"] = round(time.monotonic() - start, 1)
+        _write(path, json.dumps(result) + "\n")
+        values[job.key] = result
+        done += 1
+        print(f"{job.key}: {result['seconds']:.0f} s", flush=True)
+    if missing:
+        print(f"{missing} jobs are left; run the same command again to go on", flush=True)
+        return 0
+    if options.only:
+        return 0
+    folder = options.output or (ROOT / "experiments" / name if options.budget == "stated" else work / "output")
+    folder.mkdir(parents=True, exist_ok=True)
+    results = Results(values, settings)
+    verdicts = experiment.verdicts(results)
+    claims = [claim for claim in read_claims() if claim.experiment == name]
+    _check_ids(claims, verdicts)
+    content = {
+        "experiment": name,
+        "budget": {"name": options.budget, **_plain(asdict(settings))},
+        "commit": _commit(),
+        "torch": torch.__version__,
+        "seconds": round(sum(v.get("seconds", 0.0) for v in values.values())),
+        "verdicts": [asdict(v) for v in verdicts],
+        "values": {key: {k: v for k, v in value.items() if k != "curves"} for key, value in values.items()},
+    }
+    _write(folder / "results.json", json.dumps(content, indent=1, sort_keys=True) + "\n")
+    experiment.figures(results, folder)
+    table = claim_table(claims, verdicts)
+    more = experiment.tables(results) if hasattr(experiment, "tables") else ""
+    _write_table(folder / "README.md", experiment.TITLE, "\n\n".join(filter(None, [table, more])))
+    print(table)
+    print(f"{done} jobs done, {len(values) - done} from before; written to {folder}")
+    return 0
+
+
+def default_data_dir() -> Path:
+    """The folder that AFTERMAP_DATA names, or the one beside the checkout."""
+    return Path(os.environ.get("AFTERMAP_DATA", ROOT.parent / "shared" / "data"))
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "aftermap-experiments"
+
+
+def _check_ids(claims: Sequence[Claim], verdicts: Sequence[Verdict]) -> None:
+    wanted, got = {c.id for c in claims}, {v.id for v in verdicts}
+    if wanted != got or len(got) != len(verdicts):
+        raise ValueError(f"verdicts and register differ: {sorted(wanted ^ got)}")
+
+
+def _commit() -> str:
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, lists and words that JSON knows, with six digits."""
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if hasattr(value, "item"):
+        return _plain(value.item())
+    return value
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".part{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _write_table(path: Path, title: str, table: str) -> None:
+    """Puts the table between its marks in README.md; what stands around it is written by people and stays."""
+    old = path.read_text(encoding="utf-8") if path.is_file() else f"# {title}\n\n{_BEGIN}\n{_END}\n"
+    if _BEGIN not in old or _END not in old:
+        old = f"{old.rstrip()}\n\n{_BEGIN}\n{_END}\n"
+    before, rest = old.split(_BEGIN, 1)
+    after = rest.split(_END, 1)[1]
+    _write(path, f"{before}{_BEGIN}\n\n{table}\n\n{_END}{after}")
+
+
+if __name__ == "__main__":
+    sys.exit("run an experiment: aftermap reproduce NAME, or python -m experiments.NAME.run")
