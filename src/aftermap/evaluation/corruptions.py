@@ -125,7 +125,8 @@ def corrupt(images: Tensor, kind: str, severity: int, *, generator: torch.Genera
         InputError: The kind or the severity is unknown.
         ShapeError: The input is no batch of images.
 
-    References: After Hendrycks, Dietterich 2019; the severities are chosen for small images and differ from theirs.
+    References:
+        After Hendrycks, Dietterich 2019; the severities are chosen for small images and differ from theirs.
 
     >>> corrupt(torch.zeros(2, 1, 4, 4), "brightness", 2).mean()
     tensor(0.1000)
