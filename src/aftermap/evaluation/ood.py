@@ -1,4 +1,4 @@
-"""Out-of-distribution detection: can a score tell other data from the data a network knows?"""
+"""Out-of-distribution detection: how well a score tells other data from the data that a network knows."""
 
 from __future__ import annotations
 

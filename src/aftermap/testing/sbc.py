@@ -1,4 +1,4 @@
-"""Simulation-based calibration: is a method's posterior right, on average over data drawn from the prior?"""
+"""Simulation-based calibration: whether a method's posterior is right, on average over data drawn from the prior."""
 
 from __future__ import annotations
 

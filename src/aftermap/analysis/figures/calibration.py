@@ -1,4 +1,4 @@
-"""Figures of calibration: is a confidence of 80 % right in 80 % of cases, and does a 90 % interval hold 90 % of targets?"""
+"""Figures of calibration: whether a confidence of 80 % is right in 80 % of cases, and a 90 % interval holds 90 % of targets."""
 
 from __future__ import annotations
 
