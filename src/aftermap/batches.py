@@ -37,11 +37,11 @@ class Batch:
     """One batch, taken apart.
 
     Attributes:
-        inputs: a tensor, a tuple (positional arguments) or a mapping (keyword arguments) for the model.
-        targets: labels or regression targets; None when the batch has none.
+        inputs: A tensor, a tuple (positional arguments) or a mapping (keyword arguments) for the model.
+        targets: The labels or regression targets; None when the batch has none.
         weight: [N], how many copies of each datum this one stands for; None means one.
-        size: N.
-        whole: where among the inputs there are tensors that belong to all examples together, although their first
+        size: The number N of examples.
+        whole: The places among the inputs of tensors that belong to all examples together, although their first
             dimension may happen to be N. Any other tensor whose first dimension is N holds one row for each example.
     """
 
@@ -222,7 +222,8 @@ def iterate(
     """Batches of ``data``, taken apart, checked and moved to ``device``.
 
     Raises:
-        DataError: no batch at all, an input that is not finite, or a floating-point input of another dtype than the model's.
+        DataError: There is no batch at all, an input is not finite, or a floating-point input has another dtype than
+            the model.
     """
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
         raise DataError(

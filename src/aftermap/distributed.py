@@ -1,4 +1,4 @@
-"""Sums over processes: the only place that knows torch.distributed. In one process everything is a no-op."""
+"""Sums over processes: the only place that knows torch.distributed, where in one process everything is a no-op."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ __all__ = [
 ]
 
 Found = TypeVar("Found")
-_NOTE_BYTES = 512  # of an error's message are told to the other processes
+_NOTE_BYTES = 512  # This many bytes of an error's message are told to the other processes.
 
 
 @contextmanager
 def process_group(device: torch.device | str = "cpu") -> Iterator[None]:
-    """Inside, the processes that torchrun started work together; without torchrun nothing happens.
+    """Lets the processes that torchrun started work together inside; without torchrun nothing happens.
 
-    An initialised group is used as it is. NCCL for graphics cards, gloo otherwise; the group that was made here is left at the end.
+    An initialised group is used as it is. The backend is NCCL for graphics cards, gloo otherwise; the group that was
+    made here is left at the end.
 
     Args:
-        device: where tensors will be.
+        device: The device where tensors will be.
 
     >>> with process_group():  # not started by torchrun
     ...     world_size()
@@ -63,17 +64,17 @@ def process_group(device: torch.device | str = "cpu") -> Iterator[None]:
 
 
 def is_distributed() -> bool:
-    """Whether a process group with more than one process is initialised."""
+    """Tells whether a process group with more than one process is initialised."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
-    """This process's number; 0 in one process."""
+    """Returns this process's number; 0 in one process."""
     return dist.get_rank() if is_distributed() else 0
 
 
 def world_size() -> int:
-    """How many processes work together; 1 in one process."""
+    """Returns how many processes work together; 1 in one process."""
     return dist.get_world_size() if is_distributed() else 1
 
 
@@ -96,21 +97,21 @@ def all_reduce_(tensors: Sequence[Tensor]) -> None:
 
 
 def _device(like: Tensor) -> torch.device:
-    """Where a message must lie: NCCL only moves memory of its graphics card."""
+    """Returns where a message must lie, since NCCL only moves memory of its graphics card."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else like.device
 
 
 @contextmanager
 def fail_together(what: str) -> Iterator[None]:
-    """Work of each process on its own, after which all go on or none: an error of one is raised by all.
+    """Runs work of each process on its own, after which all go on or none: an error of one is raised by all.
 
     Without it, a process with bad data would stop and the others would wait for it for ever.
 
     Args:
-        what: the work, for the message on the processes that did not fail.
+        what: The work in words, for the message on the processes that did not fail.
 
     Raises:
-        DataError: on every process that did not fail while another did, with the other's message.
+        DataError: Another process failed while this one did not; the message is the other's.
 
     >>> with fail_together("adding"):  # one process: nothing happens
     ...     1 + 1
@@ -137,7 +138,7 @@ def fail_together(what: str) -> Iterator[None]:
 
 
 def broadcast_number(number: int) -> int:
-    """The number that process 0 has."""
+    """Returns the number that process 0 has."""
     if not is_distributed():
         return number
     value = torch.tensor([number], dtype=torch.int64)
@@ -166,10 +167,10 @@ def distribute_work(
     """Does job i on one process only and gives its result to all; jobs go to the least loaded process, dearest first.
 
     Args:
-        costs: one number per job.
-        shapes: for each job the shapes of the tensors that it returns.
-        work: ``work(i)`` does job i.
-        like: dtype and device of the results.
+        costs: One number per job.
+        shapes: For each job the shapes of the tensors that it returns.
+        work: A function that does job i, as ``work(i)``.
+        like: A tensor that gives dtype and device of the results.
 
     Returns:
         For each job its tensors, the same on every process.
@@ -196,7 +197,7 @@ def distribute_work(
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands in a grid of data × samples.
+    """The place of this process in a grid of data × samples.
 
     Processes with one ``sample_rank`` draw the same weights and should see different data; processes with one
     ``data_rank`` draw different weights and may see the same data.
@@ -209,10 +210,10 @@ class Mesh:
 
 
 def make_mesh(sample_groups: int) -> Mesh:
-    """This process's place when the processes form ``sample_groups`` groups of equal size, consecutive ranks in each.
+    """Returns this process's place when the processes form ``sample_groups`` groups of equal size, consecutive ranks in each.
 
     Raises:
-        InputError: the number of processes is not a multiple of ``sample_groups``.
+        InputError: The number of processes is not a multiple of ``sample_groups``.
 
     >>> make_mesh(1)
     Mesh(data_rank=0, data_size=1, sample_rank=0, sample_size=1)
@@ -228,7 +229,7 @@ def make_mesh(sample_groups: int) -> Mesh:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside a DistributedDataParallel wrapper; any other module as it is.
+    """Returns the module inside a DistributedDataParallel wrapper; any other module as it is.
 
     >>> net = nn.Linear(2, 1)
     >>> unwrapped(net) is net
@@ -238,7 +239,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def unsynchronised(model: nn.Module, block: AbstractContextManager[Found]) -> AbstractContextManager[Found]:
-    """A block inside which a DistributedDataParallel wrapper averages no gradients: somebody else sums them."""
+    """Returns a block inside which a DistributedDataParallel wrapper averages no gradients, because somebody else sums them."""
     return _within(model.no_sync(), block) if isinstance(model, DistributedDataParallel) else block
 
 

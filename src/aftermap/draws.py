@@ -22,8 +22,8 @@ def uniform_like(like: Tensor, generator: torch.Generator | None = None) -> Tens
     """Uniform numbers in [0, 1) of the shape of ``like``, in at least float32.
 
     Args:
-        like: gives shape, device and dtype.
-        generator: the source of randomness; None is torch's default one.
+        like: A tensor that gives shape, device and dtype.
+        generator: The source of the random draws. None means torch's default generator.
 
     Returns:
         A tensor of the shape of ``like``, on its device, float32 or wider.
@@ -39,8 +39,8 @@ def normal_like(like: Tensor, generator: torch.Generator | None = None) -> Tenso
     """Standard normal numbers of the shape, device and dtype of ``like``.
 
     Args:
-        like: gives shape, device and dtype.
-        generator: the source of randomness; None is torch's default one.
+        like: A tensor that gives shape, device and dtype.
+        generator: The source of the random draws. None means torch's default generator.
 
     Returns:
         A tensor like ``like``.
@@ -56,8 +56,8 @@ def signs_like(like: Tensor, generator: torch.Generator | None = None) -> Tensor
     """Independent signs, -1 or +1 with probability one half each, of the shape, device and dtype of ``like``.
 
     Args:
-        like: gives shape, device and dtype.
-        generator: the source of randomness; None is torch's default one.
+        like: A tensor that gives shape, device and dtype.
+        generator: The source of the random draws. None means torch's default generator.
 
     Returns:
         A tensor like ``like``.
@@ -73,8 +73,8 @@ def poisson(rate: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Poisson counts with the given rates, in at least float32.
 
     Args:
-        rate: non-negative rates, any shape.
-        generator: the source of randomness; None is torch's default one.
+        rate: The non-negative rates, of any shape.
+        generator: The source of the random draws. None means torch's default generator.
 
     Returns:
         Counts of the shape and on the device of ``rate``, float32 or wider.

@@ -28,20 +28,20 @@ __all__ = [
 ]
 
 Matvec = Callable[[Tensor], Tensor]
-_CHECK_EVERY = 4  # Lanczos steps between two looks at the Ritz values
-_LEAST_STEPS = 12  # before a round may conclude that nothing large is left
+_CHECK_EVERY = 4  # This many Lanczos steps lie between two looks at the Ritz values.
+_LEAST_STEPS = 12  # A round needs this many before it may conclude that nothing large is left.
 
 
 @dataclass(frozen=True)
 class LanczosResult:
-    """A Q = Q T + (rest) with orthonormal Q.
+    """The result A Q = Q T + (rest) of a Lanczos recursion, with orthonormal Q.
 
     Attributes:
-        basis: Q [P, m].
-        diagonal: of T [m].
-        off_diagonal: of T [m - 1].
-        remainder: norm of what the last step left over; it is zero when the space is exhausted.
-        exhausted: the Krylov space is invariant, so the eigenvalues of T are eigenvalues of A.
+        basis: The basis Q [P, m].
+        diagonal: The diagonal of T [m].
+        off_diagonal: The off-diagonal of T [m - 1].
+        remainder: The norm of what the last step left over; it is zero when the space is exhausted.
+        exhausted: Whether the Krylov space is invariant, so that the eigenvalues of T are eigenvalues of A.
     """
 
     basis: Tensor
@@ -51,7 +51,7 @@ class LanczosResult:
     exhausted: bool
 
     def eigh(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues [m] (ascending) and eigenvectors [m, m] of T."""
+        """Returns eigenvalues [m] (ascending) and eigenvectors [m, m] of T."""
         T = torch.diag(self.diagonal)
         if self.off_diagonal.numel():
             T = T + torch.diag(self.off_diagonal, 1) + torch.diag(self.off_diagonal, -1)
@@ -90,7 +90,7 @@ class Rounding:
         return max(self.noise**2, 100 * torch.finfo(torch.float64).eps) if self.factored else self.noise
 
     def relative(self, values: Tensor, scale: float) -> Tensor:
-        """What errors in directions with these eigenvalues are relative to: ‖A‖, or √(l ‖A‖) for Rᵀ(R q)."""
+        """Returns what errors in directions with these eigenvalues are relative to: ‖A‖, or √(l ‖A‖) for Rᵀ(R q)."""
         if not self.factored:
             return torch.full_like(values, scale)
         return (values.clamp_min(self.floor * scale) * scale).sqrt()
@@ -112,7 +112,7 @@ class KrylovSpace:
         self.next = start if self.exhausted else start / norm
 
     def _project(self, v: Tensor) -> Tensor:
-        # Twice is enough: one pass loses orthogonality when most of v is cancelled.
+        # Two passes are enough, and needed: one loses orthogonality when most of v is cancelled.
         Q = torch.stack(self.columns, dim=1) if self.columns else None
         for _ in range(2):
             if self.against is not None:
@@ -122,7 +122,7 @@ class KrylovSpace:
         return v
 
     def step(self) -> None:
-        """Add one basis vector."""
+        """Adds one basis vector to the space."""
         q = self.next
         if self.columns:
             self.off_diagonal.append(self.remainder)
@@ -143,7 +143,7 @@ class KrylovSpace:
             self.next = v / self.remainder
 
     def result(self) -> LanczosResult:
-        """What has been found so far."""
+        """Returns what has been found so far."""
         q = self.next
         basis = torch.stack(self.columns, dim=1) if self.columns else q.new_zeros(q.numel(), 0)
         return LanczosResult(
@@ -156,19 +156,19 @@ class KrylovSpace:
 
 
 def lanczos(matvec: Matvec, start: Tensor, steps: int, *, noise: float = 1e-13) -> LanczosResult:
-    """Lanczos tridiagonalisation with full reorthogonalisation.
+    """Runs Lanczos tridiagonalisation with full reorthogonalisation.
 
     Args:
-        matvec: v [P] -> A v [P], A symmetric.
-        start: [P], any scale, not zero.
-        steps: the most basis vectors wanted.
-        noise: relative rounding of `matvec`; a smaller remainder ends the recursion.
+        matvec: A function from v [P] to A v [P], with A symmetric.
+        start: The first vector [P], of any scale, not zero.
+        steps: The greatest number of basis vectors.
+        noise: The relative rounding of `matvec`; a smaller remainder ends the recursion.
 
     Returns:
         A `LanczosResult` with m <= steps; fewer when the Krylov space is exhausted.
 
     Raises:
-        InputError: steps < 1 or a zero start.
+        InputError: The number of steps is below 1, or the start is zero.
 
     >>> A = torch.diag(torch.tensor([3.0, 2.0, 0.0], dtype=torch.float64))
     >>> result = lanczos(lambda v: A @ v, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64), 3)
@@ -190,12 +190,12 @@ def lanczos(matvec: Matvec, start: Tensor, steps: int, *, noise: float = 1e-13) 
 
 
 def draw_device(generator: torch.Generator | None, device: torch.device | str) -> torch.device:
-    """Random numbers are drawn where the generator lives."""
+    """Returns the device where random numbers are drawn: where the generator lives."""
     return torch.device(device) if generator is None else generator.device
 
 
 def gaussian(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Standard normal numbers in the dtype and on the device of `like`."""
+    """Returns standard normal numbers in the dtype and on the device of `like`."""
     where = draw_device(generator, like.device)
     return torch.randn(shape, generator=generator, dtype=torch.float64, device=where).to(like)
 
@@ -205,10 +205,10 @@ class CGResult:
     """A solution of A x = b.
 
     Attributes:
-        solution: like the right-hand side.
-        residual: true relative residuals ||b - A x|| / ||b||, one per column ([] or [k]).
-        iterations: the number of products, the check at the end not counted.
-        converged: every residual is at most the tolerance (or the rounding level).
+        solution: The solution x, of the shape of the right-hand side.
+        residual: The true relative residuals ||b - A x|| / ||b||, one per column ([] or [k]).
+        iterations: The number of products, the check at the end not counted.
+        converged: Whether every residual is at most the tolerance (or the rounding level).
     """
 
     solution: Tensor
@@ -225,14 +225,14 @@ def conjugate_gradient(
     tolerance: float = 1e-8,
     max_iterations: int | None = None,
 ) -> CGResult:
-    """Solve A x = b by preconditioned conjugate gradients, all columns at once.
+    """Solves A x = b by preconditioned conjugate gradients, all columns at once.
 
     Args:
-        matvec: like b -> like b; A symmetric positive definite.
-        rhs: b, [P] or [P, k].
-        preconditioner: an approximation of A^-1, symmetric positive definite; None means the identity.
-        tolerance: on ||b - A x|| / ||b||.
-        max_iterations: None means 10 * P.
+        matvec: A function from tensors like b to tensors like b, with A symmetric positive definite.
+        rhs: The right-hand side b, [P] or [P, k].
+        preconditioner: An approximation of A^-1, symmetric positive definite; None means the identity.
+        tolerance: The tolerance of ||b - A x|| / ||b||.
+        max_iterations: The greatest number of iterations; None means 10 * P.
 
     Returns:
         A `CGResult` with the true residual (computed anew, not the recursive one). It is not an error when
@@ -262,7 +262,7 @@ def conjugate_gradient(
                 f"p^T A p = {float(curvature[active].min()):.3g} in iteration {iterations}; A must be "
                 "positive definite: add a prior precision, or use the GGN instead of the Hessian"
             )
-        # Finished columns stand still: their steps would divide rounding by rounding.
+        # Finished columns stand still, since their steps would divide rounding by rounding.
         alpha = torch.where(active, rz / torch.where(active, curvature, 1.0), 0.0)
         x, r = x + alpha * p, r - alpha * Ap
         z = apply(r)
@@ -271,20 +271,20 @@ def conjugate_gradient(
         p, rz, iterations = z + beta * p, rz_new, iterations + 1
     norm = rhs.norm(dim=0)
     residual = (rhs - matvec(x)).norm(dim=0) / torch.where(norm == 0, 1.0, norm)
-    allowed = max(2 * tolerance, 100 * torch.finfo(rhs.dtype).eps)  # the recursive residual drifts a little
+    allowed = max(2 * tolerance, 100 * torch.finfo(rhs.dtype).eps)  # The recursive residual drifts a little.
     return CGResult(x, residual, iterations, bool((residual <= allowed).all()))
 
 
 @dataclass(frozen=True)
 class Eigenpairs:
-    """Leading eigenpairs, largest first.
+    """The leading eigenpairs of a matrix, largest first.
 
     Attributes:
-        vectors: [P, k], orthonormal.
-        values: [k], descending.
-        residuals: [k], bounds on ||A u - l u||.
-        matvecs: the number of products that were used.
-        converged: all residuals are below the tolerance.
+        vectors: The eigenvectors [P, k], orthonormal.
+        values: The eigenvalues [k], descending.
+        residuals: The bounds on ||A u - l u|| [k].
+        matvecs: The number of products that were used.
+        converged: Whether all residuals are below the tolerance.
     """
 
     vectors: Tensor
@@ -307,24 +307,25 @@ def lanczos_eigh(
     dtype: torch.dtype = torch.float64,
     device: torch.device | str = "cpu",
 ) -> Eigenpairs:
-    """Leading eigenpairs of a positive semi-definite matrix by Lanczos in deflated rounds.
+    """Returns the leading eigenpairs of a positive semi-definite matrix by Lanczos in deflated rounds.
 
     One Krylov space holds a single vector of a repeated eigenvalue. So after a round the found vectors are
     locked and a new round starts in their complement, until a round finds nothing larger than what is locked.
 
     Args:
-        matvec: v [P] -> A v [P].
-        size: P.
-        rank: the number of eigenpairs wanted.
-        tolerance: on residuals, relative to the largest eigenvalue; for factored products relative to the geometric mean of
-            the largest and the pair's own eigenvalue, so that all pairs together are as good as the tolerance's square.
-        max_matvecs: a budget; None means 20 * rank + 200.
-        noise: relative rounding of `matvec`. Eigenvalues below it (relative to the largest; for factored products below its
-            square) are not returned.
-        factored: whether `matvec` computes R^T (R v); see `Rounding`.
-        generator: for the random starts.
-        dtype: of the arithmetic in here.
-        device: of the vectors.
+        matvec: A function from v [P] to A v [P].
+        size: The number P of rows.
+        rank: The number of eigenpairs wanted.
+        tolerance: The tolerance of residuals, relative to the largest eigenvalue; for factored products relative to the
+            geometric mean of the largest and the pair's own eigenvalue, so that all pairs together are as good as the
+            tolerance's square.
+        max_matvecs: The greatest number of products; None means 20 * rank + 200.
+        noise: The relative rounding of `matvec`. Eigenvalues below it (relative to the largest; for factored products
+            below its square) are not returned.
+        factored: Whether `matvec` computes R^T (R v); see `Rounding`.
+        generator: The source of the random starts.
+        dtype: The dtype of the arithmetic in here.
+        device: The device of the vectors.
 
     Returns:
         At most `rank` eigenpairs; fewer when the matrix has a smaller rank.
@@ -365,7 +366,7 @@ def lanczos_eigh(
 
 
 def _rayleigh_ritz(matvec: Matvec, U: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenpairs of a factored matrix within the span of U.
+    """Returns the eigenpairs of a factored matrix within the span of U.
 
     The vectors of a Krylov space mix all eigenvalues, so that its small Ritz values are off by the rounding of products with
     the large ones. Products with the Ritz vectors themselves are graded: that of a small one rounds little.
@@ -378,7 +379,7 @@ def _rayleigh_ritz(matvec: Matvec, U: Tensor) -> tuple[Tensor, Tensor]:
 def _grow(
     state: KrylovSpace, rank: int, budget: int, threshold: float, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grow a Krylov space until the Ritz values above `threshold` have converged; the leading `rank`."""
+    """Grows a Krylov space until the Ritz values above `threshold` have converged, and returns the leading `rank`."""
     while not state.exhausted and len(state.columns) < budget:
         state.step()
         m = len(state.columns)
@@ -393,7 +394,7 @@ def _grow(
 
 
 def _ritz(state: KrylovSpace, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The leading Ritz values, their coordinates in the basis and their residual norms."""
+    """Returns the leading Ritz values, their coordinates in the basis and their residual norms."""
     if not state.columns:
         empty = state.next.new_zeros(0)
         return empty, state.next.new_zeros(0, 0), empty

@@ -29,12 +29,12 @@ def optional(module: str, extra: str, purpose: str) -> ModuleType:
     """An optional package, imported now.
 
     Args:
-        module: what is imported, for instance "matplotlib.figure".
-        extra: the extra of aftermap that installs it.
-        purpose: what needs it, the subject of the error's sentence.
+        module: The module that is imported, for instance "matplotlib.figure".
+        extra: The extra of aftermap that installs it.
+        purpose: The thing that needs it, which is the subject of the error's sentence.
 
     Raises:
-        UnsupportedError: it is not installed; the message says how to install it.
+        UnsupportedError: The module is not installed; the message says how to install it.
 
     >>> optional("json", "plot", "figures").__name__
     'json'

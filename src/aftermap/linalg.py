@@ -66,7 +66,7 @@ class RunningSum:
     order in which a matrix kernel adds. Sums in float64 are their own totals.
 
     Args:
-        parts: tensors of zeros, one for each sum; they are taken over.
+        parts: Tensors of zeros, one for each sum, which are taken over.
 
     >>> sums = RunningSum([torch.zeros(2)])
     >>> for _ in range(3):
@@ -192,13 +192,13 @@ def safe_cholesky(matrix: Tensor, *, what: str = "matrix") -> Tensor:
 
     Args:
         matrix: [D, D], symmetric positive definite up to rounding.
-        what: a name for messages.
+        what: The name of the matrix for messages.
 
     Returns:
         L [D, D] with L Lᵀ = matrix (+ jitter).
 
     Raises:
-        NumericalError: not positive definite even with a jitter of 1e-6 times the mean diagonal.
+        NumericalError: The matrix is not positive definite even with a jitter of 1e-6 times the mean diagonal.
 
     >>> safe_cholesky(torch.tensor([[4.0]]))
     tensor([[2.]], dtype=torch.float64)
@@ -240,10 +240,10 @@ class GramSum:
     """Σ x xᵀ [g, D, D] as strips: rows s..e of the matrix with the columns s..D, so little more than half of it.
 
     Args:
-        groups: g.
-        width: D.
-        dtype, device: of the sums; see `RunningSum` for how they keep their digits.
-        diagonal: only the diagonal [g, D] is wanted (one-hot rows).
+        groups: The number g of groups.
+        width: The width D of the rows.
+        dtype, device: The dtype and the device of the sums; see `RunningSum` for how they keep their digits.
+        diagonal: Whether only the diagonal [g, D] is wanted (one-hot rows).
 
     >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
     >>> sums = GramSum(1, 2, torch.float32, torch.device("cpu"))

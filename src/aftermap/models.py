@@ -60,10 +60,10 @@ def call_model(model: Callable[..., Any], inputs: Any, *, update_buffers: bool =
     they were written, and a DataParallel wrapper is passed by.
 
     Args:
-        model: the network, or a function that runs it.
-        inputs: its arguments.
-        update_buffers: keep what the model writes to its buffers (training). Otherwise a module's buffers are the same
-            before and after, and every call starts from the same ones.
+        model: The network, or a function that runs it.
+        inputs: The arguments of the network.
+        update_buffers: Whether to keep what the model writes to its buffers (training). Otherwise a module's buffers
+            are the same before and after, and every call starts from the same ones.
     """
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = inputs if isinstance(inputs, Mapping) else {}
@@ -139,7 +139,7 @@ def autograd_errors_explained() -> Iterator[None]:
     Also a decorator of functions that differentiate a network.
 
     Raises:
-        UnsupportedError: instead of PyTorch's own RuntimeError.
+        UnsupportedError: An operation failed in autograd; this stands instead of PyTorch's own RuntimeError.
     """
     try:
         yield
@@ -179,11 +179,11 @@ def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterato
     """An error of the model itself, on inputs that it does not accept, is said to be one.
 
     Args:
-        model: the network.
-        inputs: hands out what it was given; asked only after an error.
+        model: The network itself.
+        inputs: A function that hands out what the network was given; it is asked only after an error.
 
     Raises:
-        InputError: something failed inside, and the model alone fails on the inputs, too.
+        InputError: Something failed inside, and the model alone fails on the inputs, too.
     """
     try:
         yield
@@ -309,7 +309,7 @@ def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> Params:
     """The named parameters, detached, in the order of `names`; None means all that require a gradient.
 
     Raises:
-        InputError: a name is unknown or named twice, or nothing is chosen.
+        InputError: A name is unknown or named twice, or nothing is chosen.
 
     >>> list(chosen_parameters(nn.Linear(2, 3), None))
     ['weight', 'bias']
@@ -330,11 +330,11 @@ def functional_outputs(
     """Outputs [N, ..., C] of the model with other tensors in place of its own; the only way that the model is run so.
 
     Args:
-        model: the network; a DataParallel or DistributedDataParallel wrapper is passed by, and compiled modules run as they
-            were written.
-        params: name -> tensor, parameters and possibly buffers, by the names that the model itself uses.
-        inputs: as the model takes them.
-        update_buffers: let the model write to its own buffers (training); otherwise it writes to copies.
+        model: The network; a DataParallel or DistributedDataParallel wrapper is passed by, and compiled modules run as
+            they were written.
+        params: Tensors by name: parameters and possibly buffers, by the names that the model itself uses.
+        inputs: The inputs as the model takes them.
+        update_buffers: Whether to let the model write to its own buffers (training); otherwise it writes to copies.
     """
     tensors: dict[str, Tensor] = dict(params)
     if not update_buffers:
@@ -407,8 +407,8 @@ class WeightsFingerprint:
     """A few entries and a checksum of every parameter and floating-point buffer: cheap to compare, no copy of the weights.
 
     Attributes:
-        entries: name -> some entries.
-        sums: name -> the sum of all bits, read as whole numbers: a change of any one entry changes it.
+        entries: Some entries of each tensor, by its name.
+        sums: The sum of all bits of each tensor, read as whole numbers: a change of any one entry changes it.
     """
 
     entries: dict[str, Tensor]
@@ -474,9 +474,9 @@ def update_bn(model: nn.Module, data: Iterable[Any], *, unpack: Unpack | None = 
     plain averages over the batches.
 
     Args:
-        model: any network; modes and momenta are as before afterwards.
-        data: batches: a DataLoader or a list of (x, y).
-        unpack: turns a batch of another form into (inputs, targets).
+        model: Any network; modes and momenta are as before afterwards.
+        data: Batches: a DataLoader or a list of (x, y).
+        unpack: A function that turns a batch of another form into (inputs, targets).
 
     >>> net = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
     >>> update_bn(net, [(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), torch.zeros(2))])

@@ -29,7 +29,7 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
     """Names of the chosen parameters, in the model's order.
 
     Args:
-        model: any module.
+        model: Any PyTorch module.
         selection: ``"all"`` (every parameter that requires a gradient), ``"last_layer"`` (the last module in
             order of registration that owns a floating-point parameter), a list of parameter or module names, a regular
             expression that must match a whole parameter name, or a function of (name, parameter).
@@ -38,7 +38,7 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
         Names as in ``model.named_parameters()``; a tied parameter appears once.
 
     Raises:
-        InputError: nothing is chosen, or a name does not exist.
+        InputError: No parameter is chosen, or a name does not exist.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> select(net, "last_layer")

@@ -35,12 +35,12 @@ def precision_from_weight_decay(weight_decay: float, n_data: int) -> float:
 
 @dataclass(frozen=True)
 class Prior:
-    """Independent Gaussians.
+    """A prior of independent Gaussians over the parameters.
 
     Attributes:
-        precision: parameter -> a number (0-d), or one number per entry (the parameter's shape), in float64.
-        mean: parameter -> a number (0-d) or a tensor of the parameter's shape.
-        shapes: the parameters, in order.
+        precision: For each parameter a number (0-d), or one number per entry (the parameter's shape), in float64.
+        mean: For each parameter a number (0-d) or a tensor of the parameter's shape.
+        shapes: The shapes of the parameters, in order.
     """
 
     precision: Mapping[str, Tensor]
@@ -54,15 +54,15 @@ class Prior:
         layers: Mapping[str, Sequence[str]],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> Prior:
-        """Reads what a user gave.
+        """Makes a prior from what a user gave.
 
         Args:
-            precision: one number; a sequence with one per layer; or a mapping from layer names, parameter names or regular
-                expressions for parameter names to numbers (or, for parameters, tensors of their shape). In a mapping every
-                parameter must be met; where several keys fit, the longest wins.
-            mean: one number or a mapping from parameter names to tensors.
-            layers: layer name -> its parameters, in order.
-            shapes: of every selected parameter.
+            precision: One number; a sequence with one per layer; or a mapping from layer names, parameter names or
+                regular expressions for parameter names to numbers (or, for parameters, tensors of their shape). In a
+                mapping every parameter must be met; where several keys fit, the longest wins.
+            mean: One number or a mapping from parameter names to tensors.
+            layers: For each layer the names of its parameters, in order.
+            shapes: The shapes of every selected parameter.
 
         >>> prior = Prior.make({"fc": 2.0}, 0.0, {"fc": ["fc.weight"]}, {"fc.weight": (2, 3)})
         >>> float(prior.precision["fc.weight"])
@@ -96,11 +96,11 @@ class Prior:
                 )
 
     def with_precision(self, precision: Mapping[str, Tensor]) -> Prior:
-        """The same prior mean with other precisions (kept as they are, gradients included)."""
+        """Returns the same prior mean with other precisions (kept as they are, gradients included)."""
         return replace(self, precision=dict(precision))
 
     def is_scalar(self, names: Sequence[str]) -> bool:
-        """Whether all of these parameters share one number."""
+        """Tells whether all of these parameters share one number."""
         values = [self.precision[n] for n in names]
         if any(v.dim() for v in values):
             return False
@@ -108,15 +108,15 @@ class Prior:
         return all(v is values[0] or float(v.detach()) == first for v in values)
 
     def is_shared(self, names: Sequence[str]) -> bool:
-        """Whether one and the same 0-d tensor serves all of these parameters, so that a gradient in it is theirs."""
+        """Tells whether one and the same 0-d tensor serves all of these parameters, so that a gradient in it is theirs."""
         first = self.precision[names[0]]
         return first.dim() == 0 and all(self.precision[n] is first for n in names)
 
     def scalar(self, names: Sequence[str]) -> Tensor:
-        """The one number that these parameters share.
+        """Returns the one number that these parameters share.
 
         Raises:
-            InputError: they do not.
+            InputError: The parameters do not share one number.
         """
         if not self.is_scalar(names):
             raise InputError(
@@ -126,12 +126,12 @@ class Prior:
         return self.precision[names[0]]
 
     def vector(self, names: Sequence[str], device: torch.device | None = None) -> Tensor:
-        """Precisions of these parameters, flattened: [p]."""
+        """Returns the precisions of these parameters, flattened: [p]."""
         parts = [self.precision[n].to(device).expand(self.shapes[n]).reshape(-1) for n in names]
         return torch.cat(parts)
 
     def energy(self, params: Params) -> Tensor:
-        """½ Σ precision (θ − mean)²: minus the log prior without its constant."""
+        """Returns ½ Σ precision (θ − mean)², minus the log prior without its constant."""
         total = torch.zeros((), dtype=torch.float64)
         for name in self.shapes:
             value = params[name].detach().to(torch.float64)
@@ -140,7 +140,7 @@ class Prior:
         return total
 
     def squared_distance(self, params: Params, names: Sequence[str]) -> float:
-        """‖θ − mean‖² over some parameters."""
+        """Returns ‖θ − mean‖² over some parameters."""
         return sum(
             float((params[n].detach().to(torch.float64) - self.mean[n].to(params[n].device)).square().sum())
             for n in names
@@ -189,7 +189,7 @@ def _from_mapping(
 
 
 def _number(value: object, what: str) -> Tensor:
-    """A number or numbers as a float64 tensor; gradients are kept."""
+    """Returns a number or numbers as a float64 tensor; gradients are kept."""
     try:
         return torch.as_tensor(value, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:

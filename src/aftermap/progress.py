@@ -24,8 +24,8 @@ def progress_enabled(enabled: bool | None = None) -> bool:
     not set.
 
     Args:
-        enabled: the caller's wish; None leaves the choice to the policy. True does not override the rank:
-            several processes that draw on one terminal are unreadable.
+        enabled: The caller's wish; None leaves the choice to the policy. True does not override the rank: several
+            processes that draw on one terminal are unreadable.
 
     Returns:
         True if a bar is to be shown.
@@ -50,10 +50,10 @@ def progress(
     """Iterate over `iterable` and show how far it is.
 
     Args:
-        iterable: what to go through; its items are passed on unchanged and in order.
-        description: the words in front of the bar.
-        total: the number of items; None takes `len(iterable)` where that exists.
-        enabled: see `progress_enabled`.
+        iterable: The items to go through, which are passed on unchanged and in order.
+        description: The words in front of the bar.
+        total: The number of items; None takes `len(iterable)` where that exists.
+        enabled: Whether to show the bar; see `progress_enabled`.
 
     Returns:
         The iterable itself when no bar is shown, so that the cost is nothing; else a tqdm bar around it.

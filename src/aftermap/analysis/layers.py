@@ -26,20 +26,20 @@ from aftermap.predictive.linearised import output_gradients
 
 __all__ = ["Contributions", "Layer", "LayerResult", "LayerSums", "contributions", "layer_results", "layers_of"]
 
-MAX_COVARIANCE = 64  # outputs; beyond it variances only
+MAX_COVARIANCE = 64  # With more outputs only variances are taken.
 KINDS = ("own", "cross", "conditional")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of the posterior.
+    """A layer of the posterior, with the parameters that it is over.
 
     Attributes:
-        name: path of its module.
-        kind: the module's class, or "Parameter".
-        parameters: those that are uncertain.
-        modules: every path that uses them: more than one where weights are tied.
-        structure: of its covariance: kron, ekfac, full, diagonal, low rank …
+        name: The path of its module.
+        kind: The class of the module, or "Parameter".
+        parameters: The parameters of the layer that are uncertain.
+        modules: Every path that uses the parameters, which is more than one where weights are tied.
+        structure: The structure of its covariance: kron, ekfac, full, diagonal, low rank and so on.
     """
 
     name: str
@@ -54,12 +54,13 @@ class Contributions:
     """What the layers add for the n examples of a batch, at T output positions each (tokens, pixels; else T = 1).
 
     Attributes:
-        mean: outputs [n, ..., C].
-        cov: their covariance [n, ..., C, C]; None if only variances were taken.
-        var: their variances [n, ..., C].
-        variance: kind -> [L, n, T, C] in float64, the layers in order; kinds are own, cross and conditional.
-        nats: kind -> ½ tr(Λ V_ℓ) [L, n, T]; empty if only variances were taken.
-        calls: layer -> how often its module was called for one input.
+        mean: The outputs [n, ..., C].
+        cov: The covariance of the outputs [n, ..., C, C]; None if only variances were taken.
+        var: The variances of the outputs [n, ..., C].
+        variance: For each kind (own, cross, conditional) the layers' parts of the variances [L, n, T, C] in float64,
+            the layers in order.
+        nats: For each kind ½ tr(Λ V_ℓ) [L, n, T]; empty if only variances were taken.
+        calls: For each layer the number of times that its module was called for one input.
     """
 
     mean: Tensor
@@ -77,13 +78,13 @@ class Contributions:
 
 
 def layers_of(parts: Sequence[LayerParts], model: nn.Module, order: Sequence[str], structure: str) -> tuple[Layer, ...]:
-    """The layers of a posterior, in the order of the model's parameters.
+    """Returns the layers of a posterior, in the order of the model's parameters.
 
     Args:
-        parts: of the posterior.
-        model: the network.
-        order: all parameters of the posterior.
-        structure: a word for parts without blocks.
+        parts: The parts of the posterior.
+        model: The network itself.
+        order: The names of all parameters of the posterior.
+        structure: The word for parts without blocks.
     """
     place = {n: i for i, n in enumerate(order)}
     found: dict[str, list[str]] = {}
@@ -106,7 +107,7 @@ def layers_of(parts: Sequence[LayerParts], model: nn.Module, order: Sequence[str
 
 
 def _users(model: nn.Module) -> dict[str, list[str]]:
-    """Parameter -> paths of every module that holds it, under all of its names."""
+    """Returns for each parameter the paths of every module that holds it, under all of its names."""
     own = {id(p): n for n, p in model.named_parameters()}
     found: dict[str, list[str]] = {n: [] for n in own.values()}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -126,16 +127,16 @@ def contributions(
     diagonal: bool | None = None,
     targets: Tensor | None = None,
 ) -> Contributions:
-    """One pass of a batch through the network, with every layer's part of the covariance of its outputs.
+    """Passes a batch through the network once, and returns every layer's part of the covariance of its outputs.
 
     Args:
         checked: The plan of the network, in eval mode.
-        parts: the posterior.
-        layers: in order.
-        batch: the inputs.
-        likelihood: for Λ.
-        diagonal: variances only; None: from `MAX_COVARIANCE` outputs on.
-        targets: for a Λ that depends on them (class weights, ignored positions); None leaves these out.
+        parts: The posterior, by layers.
+        layers: The layers in order.
+        batch: The inputs of the batch.
+        likelihood: The likelihood that Λ is the curvature of.
+        diagonal: Whether to take variances only. None does so for more than `MAX_COVARIANCE` outputs.
+        targets: The targets, for a Λ that depends on them (class weights, ignored positions); None leaves these out.
     """
     kinds = [k for k in KINDS if k == "own" or _has(parts, k)]
     means: list[Tensor] = []
@@ -185,7 +186,7 @@ def _has(parts: Sequence[LayerParts], kind: str) -> bool:
 
 
 def _positions(found: dict[int, list[Tensor]]) -> Tensor:
-    """position -> chunks [L, b, ...] to [L, n, T, ...]."""
+    """Joins the chunks [L, b, ...] of each position to [L, n, T, ...]."""
     return torch.stack([torch.cat(v, 1) for _, v in sorted(found.items())], 2)
 
 
@@ -196,14 +197,14 @@ def _by_layer(
     diagonal: bool,
     kinds: Sequence[str],
 ) -> dict[str, list[Tensor]]:
-    """Kind -> one covariance per layer, summed over its parts."""
+    """Returns for each kind one covariance per layer, summed over its parts."""
     found: dict[str, dict[str, Tensor]] = {k: {} for k in kinds}
     for part in parts:
         covariances = part.covariances(gradients, diagonal)
         for kind in kinds:
             given = getattr(covariances, kind)
             if kind == "conditional" and not part.has_cross_terms:
-                given = covariances.own  # independent layers: nothing changes when the others are held
+                given = covariances.own  # For independent layers nothing changes when the others are held.
             for name, value in given.items():
                 found[kind][name] = found[kind][name] + value if name in found[kind] else value
     zero = torch.zeros_like(next(iter(found["own"].values())))
@@ -211,7 +212,7 @@ def _by_layer(
 
 
 def _calls(record: ForwardRecord, layers: Sequence[Layer]) -> dict[str, int]:
-    """How often each layer was called for one example."""
+    """Returns how often each layer was called for one example."""
     counted = {}
     for layer in layers:
         numbers = {k for n in layer.parameters for k in record.plan.layers_of_parameter.get(n, ())}
@@ -220,7 +221,7 @@ def _calls(record: ForwardRecord, layers: Sequence[Layer]) -> dict[str, int]:
 
 
 class LayerSums:
-    """Sums of contributions over batches, in float64."""
+    """The sums of contributions over batches, in float64."""
 
     def __init__(self) -> None:
         self.examples = self.positions = 0
@@ -228,7 +229,7 @@ class LayerSums:
         self.nats: dict[str, Tensor] = {}
 
     def add(self, found: Contributions) -> None:
-        """Adds a batch."""
+        """Adds the contributions of a batch."""
         self.examples += len(found.mean)
         self.positions += found.mean[..., 0].numel()
         for kind, value in found.variance.items():
@@ -241,25 +242,27 @@ class LayerSums:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """One layer in numbers.
+    """The results of one layer, in numbers.
 
     Attributes:
-        layer: which.
-        n_parameters: uncertain weights.
-        effective: γ_ℓ, of n_parameters: how many directions the data determine.
-        information: nats gained in the layer's own marginal; NaN if unknown.
-        variance: tr Σ_ℓℓ.
-        posterior_share: of Σ_ℓ tr Σ_ℓℓ.
-        predictive_variance: mean over inputs of tr V_ℓ (over outputs; positions averaged).
-        predictive_share: its share of the whole; the shares and cross shares of all layers add up to one.
-        cross_share: signed share of the covariance with other layers; None where layers are independent.
-        conditional_share: the share when all other layers are held, of the sum of these; None where it is not known.
-        epistemic_share: share of Σ ½ tr(Λ V), own part; None where covariances were not taken.
-        epistemic_cross_share: signed, the part with other layers; None where there is none.
-        nats: mean over inputs of ½ tr(Λ V_ℓ).
-        by_output: mean variance of each output due to the layer [C].
-        calls: how often the layer is called for one input; 0 if nothing recorded it.
-        weights: its weights in few numbers.
+        layer: The layer that the numbers are of.
+        n_parameters: The number of uncertain weights.
+        effective: The number γ_ℓ of directions, of n_parameters, that the data determine.
+        information: The nats gained in the layer's own marginal; NaN if unknown.
+        variance: The trace tr Σ_ℓℓ of the layer's covariance.
+        posterior_share: The share of Σ_ℓ tr Σ_ℓℓ that is the layer's.
+        predictive_variance: The mean over inputs of tr V_ℓ (summed over outputs, averaged over positions).
+        predictive_share: The share of the whole predictive variance; the shares and cross shares of all layers add up
+            to one.
+        cross_share: The signed share of the covariance with other layers; None where layers are independent.
+        conditional_share: The share when all other layers are held, of the sum of these; None where it is not known.
+        epistemic_share: The share of Σ ½ tr(Λ V) from the layer's own part; None where covariances were not taken.
+        epistemic_cross_share: The signed share of Σ ½ tr(Λ V) from the part with other layers; None where there is
+            none.
+        nats: The mean over inputs of ½ tr(Λ V_ℓ).
+        by_output: The mean variance of each output due to the layer [C].
+        calls: The number of times that the layer is called for one input; 0 if nothing recorded it.
+        weights: The layer's weights in few numbers.
     """
 
     layer: Layer
@@ -281,7 +284,7 @@ class LayerResult:
 
     @property
     def name(self) -> str:
-        """Path of its module."""
+        """The path of the layer's module."""
         return self.layer.name
 
 
@@ -300,7 +303,7 @@ def layer_results(
     sums: LayerSums,
     calls: dict[str, int],
 ) -> tuple[tuple[LayerResult, ...], float]:
-    """The layers in numbers, and the nats that all of them gained together."""
+    """Returns the layers in numbers, and the nats that all of them gained together."""
     effective = _add([p.effective() for p in parts])
     told = [p.information() for p in parts]
     information, gained = _add([nats for nats, _ in told]), sum(total for _, total in told)
@@ -342,7 +345,7 @@ def _ratio(part: float, whole: float) -> float:
 def sampled_layer(
     layer: str, parts: Sequence[LayerParts], count: int, generator: torch.Generator | None
 ) -> tuple[Params, float]:
-    """Deviations of one layer's weights [count, *shape], and ½γ of what they are drawn from (docs/mathematics/where.md)."""
+    """Returns drawn deviations of one layer's weights [count, *shape], and ½γ of what they are drawn from (docs/mathematics/where.md)."""
     drawn: Params = {}
     half = 0.0
     for part in parts:

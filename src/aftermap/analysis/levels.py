@@ -24,26 +24,27 @@ from aftermap.predictive.predictor import PosteriorPredictor
 
 __all__ = ["ClassResult", "ClassSums", "InputKeeper", "InputResult", "saliency_of"]
 
-MAX_GROUPED = 32  # classes; beyond it only the average over all inputs has a covariance
-_JACOBIAN_NUMBERS = 5 * 10**7  # of the Jacobians that a saliency map holds at once
+MAX_GROUPED = 32  # With more classes only the average over all inputs has a covariance.
+_JACOBIAN_NUMBERS = 5 * 10**7  # This many numbers of Jacobians a saliency map holds at once.
 
 
 @dataclass(frozen=True, eq=False)
 class ClassResult:
-    """K classes (or outputs of a regression), rows being inputs times output positions.
+    """Uncertainty by class (or output of a regression), K of them; rows are inputs times output positions.
 
     Attributes:
-        labels: names of the outputs.
-        covariance: mean V [C, C]; None if only variances were taken.
-        variance: mean diagonal of V [C].
-        counts: group -> rows of each class [K]; groups are "true" and "predicted"; empty for a regression.
-        by_class: group -> mean V over the rows of each class [K, C, C]; empty where it would be too large.
-        epistemic: group -> mean mutual information [K], NaN for a class without a row.
-        aleatoric: group -> mean expected entropy [K].
-        accuracy: share of right predictions of each true class [K]; None for a regression.
-        pairs: mean mutual information of the rows with true class k that were predicted as j [K, K]; NaN without a row.
-        pair_counts: how many there are [K, K].
-        layer_shares: group -> each layer's share of the variance, cross terms included [K, L].
+        labels: The names of the outputs.
+        covariance: The mean of V [C, C]; None if only variances were taken.
+        variance: The mean diagonal of V [C].
+        counts: For each group, "true" and "predicted", the number of rows of each class [K]; empty for a regression.
+        by_class: For each group the mean V over the rows of each class [K, C, C]; empty where it would be too large.
+        epistemic: For each group the mean mutual information [K], NaN for a class without a row.
+        aleatoric: For each group the mean expected entropy [K].
+        accuracy: The share of right predictions of each true class [K]; None for a regression.
+        pairs: The mean mutual information of the rows with true class k that were predicted as j [K, K]; NaN without a
+            row.
+        pair_counts: The number of such rows [K, K].
+        layer_shares: For each group each layer's share of the variance, cross terms included [K, L].
     """
 
     labels: tuple[str, ...]
@@ -60,7 +61,7 @@ class ClassResult:
 
     @property
     def contrast(self) -> Tensor | None:
-        """Mean variance of the difference of every two outputs [C, C]."""
+        """The mean variance of the difference of every two outputs [C, C]."""
         if self.covariance is None:
             return None
         variances = self.covariance.diagonal()
@@ -68,14 +69,14 @@ class ClassResult:
 
     @property
     def correlation(self) -> Tensor | None:
-        """Correlation of the outputs, from the mean covariance [C, C]."""
+        """The correlation of the outputs, from the mean covariance [C, C]."""
         if self.covariance is None:
             return None
         scale = self.covariance.diagonal().clamp_min(torch.finfo(torch.float64).tiny).sqrt()
         return self.covariance / scale / scale[:, None]
 
     def table(self, layers: Sequence[str]) -> Table:
-        """One row per class, or per output of a regression."""
+        """Returns a table with one row per class, or per output of a regression."""
         if not self.counts:
             return Table({"output": list(self.labels), "variance": self.variance.tolist()})
         group = "true" if "true" in self.counts else "predicted"
@@ -95,7 +96,7 @@ class ClassResult:
 
 
 class ClassSums:
-    """Sums over batches."""
+    """The sums over batches that the results by class are made of."""
 
     def __init__(self, labels: Sequence[str] | None = None):
         self.labels = None if labels is None else tuple(map(str, labels))
@@ -107,7 +108,7 @@ class ClassSums:
         self.sums[key] = self.sums[key] + value if key in self.sums else value
 
     def add(self, contributions: Contributions, prediction: Prediction, targets: object) -> None:
-        """Adds a batch.
+        """Adds the numbers of a batch.
 
         Args:
             contributions: What every layer contributes to the variances of the batch.
@@ -152,7 +153,7 @@ class ClassSums:
                 self._add(f"pair {name}", flat.reshape(classes, classes))
 
     def result(self) -> ClassResult:
-        """Means of everything."""
+        """Returns the means of everything that was added."""
         sums, rows = self.sums, self.rows
         width = len(sums["variance"])
         labels = tuple(map(str, range(width))) if self.labels is None else self.labels
@@ -179,7 +180,7 @@ class ClassSums:
 
 
 def _groups(prediction: Prediction, targets: object) -> dict[str, Tensor]:
-    """True and predicted classes by row; nothing where there are no classes, or several labels at once."""
+    """Returns true and predicted classes by row; nothing where there are no classes, or several labels at once."""
     single = prediction.kind == "binary" and prediction.mean.shape[-1] == 1
     if prediction.kind != "classification" and not single:
         return {}
@@ -192,21 +193,22 @@ def _groups(prediction: Prediction, targets: object) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class InputResult:
-    """The most uncertain inputs, most uncertain first; and two numbers for every input.
+    """The most uncertain inputs, most uncertain first, and two numbers for every input.
 
     Uncertainties are means over positions and outputs: nats for classes, variances for a regression.
 
     Attributes:
-        indices: places in the data, in the order they came [T].
-        inputs: the inputs themselves, each a batch of one, on the CPU.
-        targets: of them, each a batch of one, or None.
-        predictions: of them, on the CPU.
-        epistemic: [T].
-        aleatoric: [T].
-        layer_shares: each layer's share of the variance of its outputs, cross terms included [T, L].
-        all_epistemic: of every input [N].
-        all_aleatoric: of every input [N].
-        saliency: gradients of the epistemic uncertainty in the inputs, of their shape [T, ...]; None if not asked for.
+        indices: The places of the inputs in the data, in the order they came [T].
+        inputs: The inputs themselves, each a batch of one, on the CPU.
+        targets: The targets of the inputs, each a batch of one, or None.
+        predictions: The predictions of the inputs, on the CPU.
+        epistemic: The epistemic uncertainty of these inputs [T].
+        aleatoric: The aleatoric uncertainty of these inputs [T].
+        layer_shares: Each layer's share of the variance of its outputs, cross terms included [T, L].
+        all_epistemic: The epistemic uncertainty of every input [N].
+        all_aleatoric: The aleatoric uncertainty of every input [N].
+        saliency: The gradients of the epistemic uncertainty in the inputs, of their shape [T, ...]; None if not asked
+            for.
     """
 
     indices: Tensor
@@ -221,7 +223,7 @@ class InputResult:
     saliency: Tensor | None = None
 
     def table(self, layers: Sequence[str]) -> Table:
-        """One row per input."""
+        """Returns a table with one row per input."""
         table = Table({"index": self.indices.tolist()})
         one = self.predictions.mean.dim() == 2
         if one and all(isinstance(t, Tensor) and t.numel() == 1 for t in self.targets):
@@ -239,10 +241,10 @@ class InputResult:
 
 
 class InputKeeper:
-    """Keeps the most uncertain inputs of a stream; what is not among them is forgotten.
+    """Keeps the most uncertain inputs of a stream; all others are forgotten.
 
     Args:
-        top: how many.
+        top: The number of inputs to keep.
     """
 
     def __init__(self, top: int):
@@ -252,7 +254,7 @@ class InputKeeper:
         self.kept: list[tuple[float, int, Any, Any, Prediction, Tensor]] = []
 
     def add(self, batch: Batch, contributions: Contributions, prediction: Prediction) -> None:
-        """Adds a batch."""
+        """Adds the inputs of a batch."""
         light = without_samples(prediction).cpu()
         epistemic, aleatoric = _by_example(light.epistemic), _by_example(light.aleatoric)
         self.epistemic.append(epistemic)
@@ -269,7 +271,7 @@ class InputKeeper:
         self.seen += batch.size
 
     def result(self, predictor: PosteriorPredictor, saliency: bool | None, generator: Any) -> InputResult:
-        """What was kept, with saliency maps if asked for."""
+        """Returns what was kept, with saliency maps if asked for."""
         selected = self.kept
         if not selected:
             raise DataError("the data hold no example")
@@ -307,7 +309,7 @@ def _on_cpu(tree: Any) -> Any:
 
 
 def _is_plain(inputs: Sequence[Any]) -> bool:
-    """Whether every input is one floating-point tensor, all of one shape."""
+    """Tells whether every input is one floating-point tensor, all of one shape."""
     if not all(isinstance(x, Tensor) and x.is_floating_point() for x in inputs):
         return False
     return len({tuple(x.shape) for x in inputs}) == 1
@@ -316,20 +318,21 @@ def _is_plain(inputs: Sequence[Any]) -> bool:
 def saliency_of(
     predictor: PosteriorPredictor, inputs: Sequence[Any], generator: torch.Generator | None = None
 ) -> Tensor:
-    """The gradient of the epistemic uncertainty in each input: which pixels or features it hangs on (docs/mathematics/where.md).
+    """Returns the gradient of the epistemic uncertainty in each input: what it hangs on (docs/mathematics/where.md).
 
-    For classes of the mutual information, for a regression of the variance summed over outputs; linearised predictive.
+    The uncertainty is the mutual information for classes, and the variance summed over outputs for a regression, both
+    of the linearised predictive.
 
     Args:
-        predictor: model, posterior and likelihood.
-        inputs: batches of one.
-        generator: for the samples of the link.
+        predictor: The model with its posterior and likelihood.
+        inputs: The inputs, as batches of one.
+        generator: The source of the link's random samples.
 
     Returns:
-        [T, ...], the inputs' shape.
+        The gradients [T, ...], of the inputs' shape.
 
     Raises:
-        UnsupportedError: inputs that are not single floating-point tensors of one shape have no such gradient.
+        UnsupportedError: The inputs are not single floating-point tensors of one shape, and so have no such gradient.
     """
     if not _is_plain(inputs):
         shapes = [[tuple(t.shape) for t in tensors_of(x)] for x in inputs[:2]]
@@ -339,7 +342,7 @@ def saliency_of(
     seed = None if generator is None else int(torch.randint(2**31, (), generator=generator))
     device = next(predictor.model.parameters()).device
     maps = []
-    # One at a time: a Jacobian per example is formed.
+    # Inputs go one at a time, since a Jacobian per example is formed.
     for example in inputs:
         x = example.to(device).clone().requires_grad_()
         draws = None if seed is None else torch.Generator().manual_seed(seed)

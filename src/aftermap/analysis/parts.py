@@ -22,11 +22,11 @@ __all__ = ["PosteriorLayerParts", "split_by_layer"]
 
 
 class PosteriorLayerParts(ProductLayerParts):
-    """The layers of a posterior that has no blocks (matrix-free, dual): by solves, or by fixed samples.
+    """The layers of a posterior that has no blocks (matrix-free, dual), by solves or by fixed samples.
 
     Args:
-        layers: layer -> parameters.
-        posterior: any `Posterior` with a `prior`.
+        layers: For each layer the names of its parameters.
+        posterior: Any `Posterior` with a `prior`.
     """
 
     def __init__(self, layers: Mapping[str, tuple[str, ...]], posterior: Any):
@@ -65,7 +65,7 @@ class PosteriorLayerParts(ProductLayerParts):
 
 
 def _owner(name: str, model: nn.Module) -> str:
-    """The layer of a parameter: its module; one that the network itself holds is a layer of its own."""
+    """Returns the layer of a parameter: its module; a parameter that the network itself holds is a layer of its own."""
     path = name.rpartition(".")[0]
     if path:
         return path
@@ -80,14 +80,14 @@ def _by_owner(names: Sequence[str], model: nn.Module) -> dict[str, tuple[str, ..
 
 
 def split_by_layer(posterior: object, model: nn.Module) -> list[LayerParts]:
-    """The independent parts of a posterior, each with the layers that it is over.
+    """Returns the independent parts of a posterior, each with the layers that it is over.
 
     Args:
-        posterior: a Gaussian one: in blocks, matrix-free, or any `Posterior` with a `prior`.
-        model: its network; layers are its modules.
+        posterior: A Gaussian posterior: in blocks, matrix-free, or any `Posterior` with a `prior`.
+        model: The network of the posterior, whose modules are the layers.
 
     Raises:
-        UnsupportedError: another kind of posterior: particles and ensembles have no covariance to split.
+        UnsupportedError: The posterior is of another kind: particles and ensembles have no covariance to split.
 
     >>> from aftermap.laplace import Laplace
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))

@@ -29,7 +29,7 @@ from aftermap.predictive.predictor import PosteriorPredictor
 
 __all__ = ["Perturbation", "perturbations"]
 
-_NUMBERS = 1 << 26  # drawn weights that are alive at once
+_NUMBERS = 1 << 26  # This many drawn weights are alive at once.
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Perturbation:
     """What happens to the training loss when one layer is drawn from its posterior; in nats, summed over the data.
 
     Attributes:
-        layer: which.
-        measured: mean increase over the draws.
-        standard_error: of it.
-        linearised: ½ Σ tr(Λ V_ℓ), what the increase would be if the network were linear in the layer.
-        expected: ½γ_ℓ / power, scaled to these data; NaN where the posterior does not know it.
-        draws: pairs of draws θ* ± δ.
+        layer: The name of the layer.
+        measured: The mean increase over the draws.
+        standard_error: The standard error of the mean increase.
+        linearised: The increase ½ Σ tr(Λ V_ℓ) that there would be if the network were linear in the layer.
+        expected: The increase ½γ_ℓ / power, scaled to these data; NaN where the posterior does not know it.
+        draws: The number of pairs of draws θ* ± δ.
     """
 
     layer: str
@@ -54,7 +54,7 @@ class Perturbation:
 
     @property
     def ratio(self) -> float:
-        """Measured over expected: 1 for a calibrated map."""
+        """The measured over the expected increase, which is 1 for a calibrated map."""
         return self.measured / self.expected if self.expected else math.nan
 
 
@@ -68,17 +68,18 @@ def perturbations(
     n_data: float | None,
     generator: torch.Generator | None,
 ) -> tuple[Perturbation, ...]:
-    """Measures every layer.
+    """Measures for every layer how much the training loss rises when it is drawn.
 
     Args:
-        predictor: model, posterior and likelihood.
-        parts: the posterior, by layers.
-        layers: in order.
-        batches: hands out the training data anew.
-        draws: pairs of draws per layer. A pair θ* ± δ cancels the slope that the prior leaves in the loss at θ*.
-        power: what multiplies the log-likelihood in the posterior.
-        n_data: how many data the posterior saw; None: these.
-        generator: for the draws.
+        predictor: The model with its posterior and likelihood.
+        parts: The posterior, by layers.
+        layers: The layers in order.
+        batches: A function that hands out the training data anew.
+        draws: The number of pairs of draws per layer. A pair θ* ± δ cancels the slope that the prior leaves in the loss
+            at θ*.
+        power: The factor of the log-likelihood in the posterior.
+        n_data: The number of data that the posterior saw. None means that it saw these.
+        generator: The source of the random draws.
     """
     count, linear = 0.0, torch.zeros(len(layers), dtype=torch.float64)
     for batch in batches():
@@ -114,7 +115,7 @@ def _increases(
     draws: int,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, float]:
-    """The mean increase of each pair of draws [draws], and ½γ."""
+    """Returns the mean increase of each pair of draws [draws], and ½γ."""
     size = sum(predictor.posterior.mean[n].numel() for n in layer.parameters)
     stride = max(1, min(draws, _NUMBERS // size))
     increases, half = [], math.nan

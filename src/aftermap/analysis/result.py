@@ -27,16 +27,16 @@ class Where:
     """Where the uncertainty of a network sits.
 
     Attributes:
-        structure: of the posterior.
-        kind: of the task.
-        n_data: inputs that were looked at.
-        layers: by layer, in the order of the network.
-        information: nats that the data gave to all weights together; more than the sum over layers where layers depend on
-            each other, since part of it is about several at once.
-        classes: by class, or by output of a regression.
-        inputs: the most uncertain inputs.
-        calibration: by layer, if it was asked for (docs/mathematics/where.md).
-        certain: parameters of the model that are not in the posterior: they add no uncertainty.
+        structure: The structure of the posterior.
+        kind: The kind of task.
+        n_data: The number of inputs that were looked at.
+        layers: The results by layer, in the order of the network.
+        information: The nats that the data gave to all weights together. This is more than the sum over layers where
+            layers depend on each other, since part of it is about several at once.
+        classes: The results by class, or by output of a regression.
+        inputs: The most uncertain inputs.
+        calibration: The results of the calibration test by layer, if it was asked for (docs/mathematics/where.md).
+        certain: The parameters of the model that are not in the posterior, and so add no uncertainty.
     """
 
     structure: str
@@ -57,21 +57,22 @@ class Where:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """In the order of the network."""
+        """The names of the layers, in the order of the network."""
         return tuple(layer.name for layer in self.layers)
 
     def __getitem__(self, name: str) -> LayerResult:
-        """A layer by name."""
+        """Returns the results of a layer, by its name."""
         for layer in self.layers:
             if layer.name == name:
                 return layer
         raise InputError(f"there is no layer {name!r} in the posterior; there are: {', '.join(self.layer_names)}")
 
     def weights(self, layer: str | None = None) -> Iterator[WeightMap]:
-        """Variance, signal-to-noise ratio and contraction of every weight, made parameter by parameter when asked for.
+        """Yields variance, signal-to-noise ratio and contraction of every weight, made parameter by parameter when asked for.
 
         Args:
-            layer: one layer; None: all, one after the other, so that only one layer's maps are alive at a time.
+            layer: The name of one layer. None means all, one after the other, so that only one layer's maps are alive
+                at a time.
         """
         names = self.layer_names if layer is None else (self[layer].name,)
         if self.weights_of is None:
@@ -82,15 +83,15 @@ class Where:
     # Tables
 
     def table(self, level: str = "layer") -> Table:
-        """Columns: a dict of lists; ``str`` draws it.
+        """Returns a table as a dict of lists, which ``str`` draws.
 
         Args:
-            level: "layer", "filter" (filters, neurons, channels or tokens of every layer), "weight" (quantiles over the
-                weights of each parameter; `weights` gives every single one), "class", "input" (the most uncertain ones) or
-                "calibration".
+            level: The rows of the table: "layer", "filter" (filters, neurons, channels or tokens of every layer),
+                "weight" (quantiles over the weights of each parameter; `weights` gives every single one), "class",
+                "input" (the most uncertain ones) or "calibration".
 
         Raises:
-            InputError: an unknown level, or a calibration that was not asked for.
+            InputError: The level is unknown, or a calibration was not asked for.
         """
         checks.choice("level", level, LEVELS)
         if level == "layer":
@@ -164,7 +165,7 @@ class Where:
         )
 
     def __str__(self) -> str:
-        """The table of layers, and what the others would say."""
+        """Returns the table of layers, and says what the other tables would show."""
         total = math.fsum(k.effective for k in self.layers)
         count = sum(k.n_parameters for k in self.layers)
         lines = [
@@ -189,10 +190,10 @@ class Where:
     # Numbers
 
     def to_dict(self, *, inputs: bool = False) -> dict[str, Any]:
-        """Plain values for JSON; maps of single weights are left out.
+        """Returns plain values for JSON; maps of single weights are left out.
 
         Args:
-            inputs: also the most uncertain inputs and their saliency, number by number.
+            inputs: Whether to include the most uncertain inputs and their saliency, number by number.
         """
         content: dict[str, Any] = {
             "schema": SCHEMA,
@@ -224,22 +225,22 @@ class Where:
         return dict(to_plain(content))
 
     def to_json(self, path: str | Path | None = None, *, inputs: bool = False) -> str:
-        """JSON text of `to_dict`, also written to ``path`` if given (first to a neighbour, then moved into place)."""
+        """Returns the JSON text of `to_dict`, and writes it to ``path`` if given (at once, by moving a finished file into place)."""
         return write_json(self.to_dict(inputs=inputs), path)
 
     # Figures
 
     def figure(self, name: str, **options: Any) -> Any:
-        """A matplotlib Figure.
+        """Draws one of the figures and returns the matplotlib Figure.
 
         Args:
-            name: "layers" (shares), "filters" (weights and their deviations; option ``layer``), "weights" (histograms),
-                "classes" (covariance of the outputs), "pairs" (uncertainty by true and predicted class), "inputs" (the most
-                uncertain ones), "saliency" or "calibration".
-            options: of the drawing function in `aftermap.analysis.figures.where`.
+            name: The figure: "layers" (shares), "filters" (weights and their deviations; option ``layer``), "weights"
+                (histograms), "classes" (covariance of the outputs), "pairs" (uncertainty by true and predicted class),
+                "inputs" (the most uncertain ones), "saliency" or "calibration".
+            options: Options of the drawing function in `aftermap.analysis.figures.where`.
 
         Raises:
-            InputError: an unknown name, or one that needs what was not computed.
+            InputError: The name is unknown, or the figure needs something that was not computed.
         """
         from aftermap.analysis.figures.where import FIGURES, draw
 

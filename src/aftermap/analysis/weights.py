@@ -1,8 +1,9 @@
 """Uncertainty by weight, and by filter or neuron (docs/mathematics/where.md).
 
-For a weight w with posterior variance v and prior precision τ: the signal-to-noise ratio |w|/√v, and the contraction
-c = 1 − τv: 0 where the data said nothing, 1 where they said everything. The contraction compares layers; the variance alone
-does not, since its scale goes with the width of a layer. Σ c over a layer is its effective number of parameters γ.
+For a weight w with posterior variance v and prior precision τ these are the signal-to-noise ratio |w|/√v, and the
+contraction c = 1 − τv, which is 0 where the data said nothing and 1 where they said everything. The contraction
+compares layers; the variance alone does not, since its scale goes with the width of a layer. Σ c over a layer is its
+effective number of parameters γ.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from aftermap.prior import Prior
 __all__ = ["CONTRACTION_EDGES", "SNR_EDGES", "LayerWeights", "Units", "WeightMap", "summarise", "weight_maps"]
 
 CONTRACTION_EDGES = tuple(i / 40 for i in range(41))
-SNR_EDGES = tuple(-3 + i * 0.15 for i in range(41))  # of log₁₀ |w|/√v
+SNR_EDGES = tuple(-3 + i * 0.15 for i in range(41))  # These are edges of log₁₀ |w|/√v.
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
@@ -31,13 +32,14 @@ class WeightMap:
     """One parameter with the uncertainty of every entry; all tensors have the parameter's shape, in float64.
 
     Attributes:
-        layer: its layer.
-        name: the parameter.
-        value: w, the posterior's mean.
-        variance: v; zero where a weight is fixed.
-        snr: |w|/√v; NaN where a weight is fixed.
-        contraction: 1 − τv; NaN where a weight is fixed.
-        transposed: groups of a transposed convolution, whose outputs are its second dimension; 0 for all others.
+        layer: The name of the layer.
+        name: The name of the parameter.
+        value: The posterior's mean w.
+        variance: The posterior's variance v; zero where a weight is fixed.
+        snr: The signal-to-noise ratio |w|/√v; NaN where a weight is fixed.
+        contraction: The contraction 1 − τv; NaN where a weight is fixed.
+        transposed: The number of groups of a transposed convolution, whose outputs are its second dimension; 0 for all
+            others.
     """
 
     layer: str
@@ -54,7 +56,7 @@ class WeightMap:
         return self.variance.sqrt()
 
     def by_unit(self, values: Tensor) -> Tensor:
-        """Entries of filter, neuron, channel or token u in row u: [units, entries]."""
+        """Returns the values with the entries of filter, neuron, channel or token u in row u: [units, entries]."""
         if values.dim() == 0:
             return values.reshape(1, 1)
         if self.transposed:
@@ -68,12 +70,12 @@ class Units:
     """The filters, neurons, channels or tokens of a layer, in order; each tensor is [units].
 
     Attributes:
-        parameters: what they are made of: a weight with its bias.
-        count: uncertain weights of each.
-        variance: mean of v.
-        snr: √(mean w² / mean v).
-        contraction: mean of 1 − τv; NaN for a unit without an uncertain weight.
-        effective: Σ (1 − τv); they add up to the layer's γ.
+        parameters: The names of the parameters that the units are made of: a weight with its bias.
+        count: The number of uncertain weights of each unit.
+        variance: The mean of v in each unit.
+        snr: The ratio √(mean w² / mean v) of each unit.
+        contraction: The mean of 1 − τv; NaN for a unit without an uncertain weight.
+        effective: The sum Σ (1 − τv) of each unit; they add up to the layer's γ.
     """
 
     parameters: tuple[str, ...]
@@ -89,13 +91,14 @@ class LayerWeights:
     """The weights of a layer in few numbers.
 
     Attributes:
-        count: uncertain weights.
-        trace: Σ v.
-        effective: Σ (1 − τv).
-        contraction_counts: how many weights fall between `CONTRACTION_EDGES`; the ends hold what is beyond.
-        snr_counts: the same between `SNR_EDGES`.
-        parameters: one row per parameter: name, shape, quantiles.
-        units: groups of units; mostly one.
+        count: The number of uncertain weights.
+        trace: The sum Σ v over the weights.
+        effective: The sum Σ (1 − τv) over the weights.
+        contraction_counts: The number of weights between neighbouring `CONTRACTION_EDGES`; the first and the last also
+            hold what is beyond.
+        snr_counts: The number of weights between neighbouring `SNR_EDGES`, in the same way.
+        parameters: One row per parameter: name, shape, quantiles.
+        units: The groups of units; mostly one.
     """
 
     count: int
@@ -110,15 +113,15 @@ class LayerWeights:
 def weight_maps(
     layer: str, parameters: Sequence[str], parts: Sequence[LayerParts], mean: Params, prior: Prior, model: nn.Module
 ) -> Iterator[WeightMap]:
-    """The parameters of a layer, one at a time.
+    """Yields the maps of a layer's parameters, one at a time.
 
     Args:
-        layer: its name.
-        parameters: in the order wanted.
-        parts: of the posterior; each part's variances are made once.
-        mean: θ*.
-        prior: τ.
-        model: to know transposed convolutions.
+        layer: The name of the layer.
+        parameters: The names of the parameters, in the order wanted.
+        parts: The parts of the posterior; each part's variances are made once.
+        mean: The trained weights θ*.
+        prior: The prior, which has the precisions τ.
+        model: The network, which tells where transposed convolutions are.
     """
     owners = {n: part for part in parts for n in part.layers.get(layer, ())}
     variances: dict[int, Params] = {}
@@ -143,7 +146,7 @@ def _weight_map(layer: str, name: str, variance: Tensor, mean: Tensor, prior: Te
 
 
 def summarise(maps: Iterator[WeightMap]) -> LayerWeights:
-    """Counts, quantiles and units of one layer; only one parameter's maps are alive at a time."""
+    """Returns counts, quantiles and units of one layer; only one parameter's maps are alive at a time."""
     count, trace, effective = 0, 0.0, 0.0
     contraction = np.zeros(len(CONTRACTION_EDGES) - 1, dtype=np.int64)
     snr = np.zeros(len(SNR_EDGES) - 1, dtype=np.int64)
@@ -191,7 +194,7 @@ def _row(weight_map: WeightMap, free: Tensor, contraction: np.ndarray, snr: np.n
 
 
 def _moments(weight_map: WeightMap) -> Tensor:
-    """[units, 4]: how many weights are uncertain, Σ v, Σ w², Σ c, over those."""
+    """Returns [units, 4]: the number of uncertain weights, and Σ v, Σ w², Σ c over them."""
     contraction = weight_map.by_unit(weight_map.contraction)
     free = ~contraction.isnan()
     squares = weight_map.by_unit(weight_map.value).square()

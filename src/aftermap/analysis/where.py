@@ -1,4 +1,4 @@
-"""Where is the uncertainty? By weight, filter, layer, class, input and pixel, from one fitted posterior (docs/mathematics/where.md)."""
+"""Where the uncertainty is: by weight, filter, layer, class, input and pixel, from one fitted posterior (docs/mathematics/where.md)."""
 
 from __future__ import annotations
 
@@ -43,28 +43,30 @@ def where(
 ) -> Where:
     """Looks for the uncertainty of a network, everywhere it can sit.
 
-    One pass over the data: every layer's part of the covariance of the outputs (they add up exactly), the predictions made
-    from their sum, and averages by class. The weights are looked at one layer at a time.
+    One pass over the data gives every layer's part of the covariance of the outputs (they add up exactly), the
+    predictions made from their sum, and averages by class. The weights are looked at one layer at a time.
 
     Args:
-        predictor: a fitted `Laplace`, an optimiser's posterior (`opt.posterior()`), or a `PosteriorPredictor`.
-        loader: batches of (x, y), whose uncertainty is asked for; y may be None.
-        top: how many of the most uncertain inputs are kept.
-        saliency: the gradient of the epistemic uncertainty in each of them; None: where inputs are single floating-point
-            tensors and the Jacobian of one is not too large.
-        calibration: training data, to test that drawing one layer raises their loss by ½γ (docs/mathematics/where.md); True: `loader` is them.
-        draws: of the calibration test: pairs of draws for every layer.
-        samples: of the link from a Gaussian over logits to probabilities.
-        classes: names of the outputs, for tables and figures.
-        unpack: turns a batch of another form into (inputs, targets).
-        generator: for draws and samples; None: a fixed seed for the samples, PyTorch's own generator for the draws.
+        predictor: A fitted `Laplace`, an optimiser's posterior (`opt.posterior()`), or a `PosteriorPredictor`.
+        loader: Batches of (x, y), whose uncertainty is asked for; y may be None.
+        top: The number of the most uncertain inputs that are kept.
+        saliency: Whether to take the gradient of the epistemic uncertainty in each of them. None does so where inputs
+            are single floating-point tensors and the Jacobian of one is not too large.
+        calibration: Training data, to test that drawing one layer raises their loss by ½γ (docs/mathematics/where.md).
+            True means that `loader` holds them.
+        draws: The number of pairs of draws for every layer in the calibration test.
+        samples: The number of samples of the link from a Gaussian over logits to probabilities.
+        classes: The names of the outputs, for tables and figures.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        generator: The source of draws and samples. None means a fixed seed for the samples and PyTorch's own generator
+            for the draws.
 
     Returns:
         Tables, figures, and numbers for JSON.
 
     Raises:
-        UnsupportedError: a predictor without a Gaussian posterior over weights.
-        InputError, DataError: bad options, or data that do not fit; the model is unchanged.
+        UnsupportedError: The predictor has no Gaussian posterior over weights.
+        InputError, DataError: An option is bad, or the data do not fit; the model is unchanged.
 
     >>> from aftermap.laplace import Laplace
     >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
@@ -111,7 +113,7 @@ def where(
 
 @dataclass
 class _WhereSums:
-    """What the pass over the data adds up."""
+    """The sums that the pass over the data adds up."""
 
     layers: LayerSums
     classes: ClassSums
@@ -143,7 +145,7 @@ class _WhereSums:
 
 
 def _inner(predictor: Any) -> PosteriorPredictor:
-    """The model with its posterior and likelihood, behind a facade or as it is."""
+    """Returns the model with its posterior and likelihood, behind a facade or as it is."""
     inner = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
     if not isinstance(inner, PosteriorPredictor):
         raise InputError(
@@ -163,18 +165,18 @@ def _training_data(loader: Iterable[Any], calibration: Iterable[Any] | bool) -> 
 def _batches(inner: PosteriorPredictor, data: Iterable[Any], unpack: Unpack | None) -> Iterator[Batch]:
     device, dtype = check_device(inner.model)
     for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
-        inner.inputs(batch.inputs)  # checks weights, modes and values
+        inner.inputs(batch.inputs)  # This checks weights, modes and values.
         yield batch
 
 
 def _power(predictor: Any, inner: PosteriorPredictor) -> float:
-    """What multiplies the log-likelihood in the posterior: data scale over temperature."""
+    """Returns what multiplies the log-likelihood in the posterior: the data scale over the temperature."""
     power = getattr(predictor, "likelihood_weight", None)
     if power is not None:
         return float(power)
     scale = float(torch.as_tensor(getattr(inner.posterior, "scale", 1.0)).detach())
     noise = inner.likelihood.noise if isinstance(inner.likelihood, Gaussian) else None
-    trained = getattr(predictor, "method", None) is not None  # an optimiser's curvature holds the noise already
+    trained = getattr(predictor, "method", None) is not None  # An optimiser's curvature holds the noise already.
     if noise is None or trained or torch.as_tensor(noise).dim():
         return scale
     return scale * float(noise) ** 2

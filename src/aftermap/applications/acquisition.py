@@ -38,11 +38,11 @@ Acquisition = Callable[[Prediction, "torch.Generator | None"], Tensor]
 
 
 def mutual_information(prediction: Prediction, generator: torch.Generator | None = None) -> Tensor:
-    r"""I[y; θ | x] [N], "BALD": for a regression ½ log((Var f + σ²)/σ²), averaged over outputs.
+    r"""Returns the mutual information I[y; θ | x] [N], "BALD": for a regression ½ log((Var f + σ²)/σ²), averaged over outputs.
 
     Args:
-        prediction: of classes or a regression.
-        generator: not used.
+        prediction: A prediction of classes or of a regression.
+        generator: A source of randomness that this function does not use.
 
     References:
         Houlsby et al. 2011, Bayesian active learning for classification and preference learning, eq. (2).
@@ -54,11 +54,11 @@ def mutual_information(prediction: Prediction, generator: torch.Generator | None
 
 
 def entropy(prediction: Prediction, generator: torch.Generator | None = None) -> Tensor:
-    """H[y | x] [N] of the mean prediction: also high where the label is noise and teaches nothing.
+    """Returns the entropy H[y | x] [N] of the mean prediction, which is also high where the label is noise and teaches nothing.
 
     Args:
-        prediction: of classes or a regression.
-        generator: not used.
+        prediction: A prediction of classes or of a regression.
+        generator: A source of randomness that this function does not use.
 
     >>> entropy(Prediction("classification", torch.full((2, 4), 0.25), *(torch.ones(2).log() for _ in range(3))))
     tensor([0., 0.])
@@ -67,11 +67,11 @@ def entropy(prediction: Prediction, generator: torch.Generator | None = None) ->
 
 
 def variance(prediction: Prediction, generator: torch.Generator | None = None) -> Tensor:
-    """Variance of the outputs [N] under the posterior, without the noise.
+    """Returns the variance of the outputs [N] under the posterior, without the noise.
 
     Args:
-        prediction: any kind; of classes one with a latent variance or samples.
-        generator: not used.
+        prediction: A prediction of any kind; of classes one with a latent variance or samples.
+        generator: A source of randomness that this function does not use.
 
     >>> variance(Prediction("regression", *(torch.ones(3, 2) for _ in range(4))))
     tensor([1., 1., 1.])
@@ -80,7 +80,7 @@ def variance(prediction: Prediction, generator: torch.Generator | None = None) -
 
 
 def expected_information_gain(prediction: Prediction, generator: torch.Generator | None = None) -> Tensor:
-    r"""Nats that the label of each input is expected to tell about the weights [N].
+    r"""Returns the nats [N] that the label of each input is expected to tell about the weights.
 
     A regression with outputs' covariance V and noise variances σ² gains
 
@@ -91,12 +91,13 @@ def expected_information_gain(prediction: Prediction, generator: torch.Generator
     is the mutual information.
 
     Args:
-        prediction: a regression [N, D] (with ``latent_cov``, else outputs count as independent), or classes.
-        generator: not used.
+        prediction: A prediction of a regression [N, D] (with ``latent_cov``, else outputs count as independent), or of
+            classes.
+        generator: A source of randomness that this function does not use.
 
     Raises:
-        UnsupportedError: another kind.
-        ShapeError: a regression with positions.
+        UnsupportedError: The prediction is of another kind.
+        ShapeError: The prediction is of a regression with positions.
 
     References:
         Lindley 1956, On a measure of the information provided by an experiment; MacKay 1992, Information-based objective
@@ -117,18 +118,18 @@ def expected_information_gain(prediction: Prediction, generator: torch.Generator
     if prediction.mean.dim() != 2:
         raise ShapeError(f"the expected information needs outputs [N, D], got {list(prediction.mean.shape)}")
     cov = prediction.latent_cov
-    if cov is None or cov.shape[-1] != prediction.aleatoric.shape[-1]:  # a log-variance head is no output of its own
+    if cov is None or cov.shape[-1] != prediction.aleatoric.shape[-1]:  # A log-variance head is no output of its own.
         cov = torch.diag_embed(prediction.epistemic)
     scale = prediction.aleatoric.rsqrt()
     return information_of(scale.unsqueeze(-1) * cov * scale.unsqueeze(-2))
 
 
 def random(prediction: Prediction, generator: torch.Generator | None = None) -> Tensor:
-    """Uniform numbers [N]: the baseline that every other choice has to beat.
+    """Returns uniform numbers [N], the baseline that every other choice has to beat.
 
     Args:
-        prediction: only its length counts.
-        generator: the source of randomness.
+        prediction: A prediction of which only the length counts.
+        generator: The source of the random draws.
 
     >>> random(Prediction("regression", *(torch.ones(3, 2) for _ in range(4)))).shape
     torch.Size([3])
@@ -147,7 +148,7 @@ ACQUISITIONS: dict[str, Acquisition] = {
 
 
 def parse_acquisition(acquisition: str | Acquisition) -> Acquisition:
-    """The function behind a name; a function of (prediction, generator) stays as it is.
+    """Returns the function behind a name; a function of (prediction, generator) stays as it is.
 
     >>> parse_acquisition("bald")
     Traceback (most recent call last):
@@ -160,15 +161,15 @@ def parse_acquisition(acquisition: str | Acquisition) -> Acquisition:
 
 
 def top(scores: Tensor, count: int) -> Tensor:
-    """Positions [count] of the highest scores, all different; of equal ones the first.
+    """Returns the positions [count] of the highest scores, all different; of equal scores the first.
 
     Args:
-        scores: [N].
-        count: at most N.
+        scores: The scores [N] to choose by.
+        count: The number of positions, at most N.
 
     Raises:
-        ShapeError: scores that are not [N].
-        InputError: scores that are NaN, or more positions than scores.
+        ShapeError: The scores are not [N].
+        InputError: A score is NaN, or more positions than scores are asked for.
 
     >>> top(torch.tensor([1.0, 3.0, 2.0]), 2)
     tensor([1, 2])
@@ -186,7 +187,7 @@ def top(scores: Tensor, count: int) -> Tensor:
 
 
 def information_of(scaled: Tensor) -> Tensor:
-    """½ log det(I + A) of positive semi-definite A [..., R, R], in nats.
+    """Returns ½ log det(I + A) of positive semi-definite A [..., R, R], in nats.
 
     >>> information_of(torch.eye(2))
     tensor(0.6931)
@@ -208,17 +209,17 @@ def greedy_information(cov: Tensor, root: Tensor, count: int) -> tuple[Tensor, T
     becomes that given its label, V ← V − V_{:i} S_i (I + S_iᵀ V_ii S_i)⁻¹ S_iᵀ V_{i:}; nothing is factorised anew.
 
     Args:
-        cov: V [N, C, N, C], from ``predictor.joint(x)``.
-        root: S [N, C, R]: diag(1/σ) for a regression; a root of the output Hessian for classes (``likelihood.hessian_root``),
-            where the gain is that of the linearised model.
-        count: how many.
+        cov: The covariance V [N, C, N, C], from ``predictor.joint(x)``.
+        root: The root S [N, C, R]: diag(1/σ) for a regression; a root of the output Hessian for classes
+            (``likelihood.hessian_root``), where the gain is that of the linearised model.
+        count: The number of inputs to choose.
 
     Returns:
-        Positions [count], all different, and the gain of each in nats [count]; the gains add up to I.
+        The positions [count], all different, and the gain of each in nats [count]; the gains add up to I.
 
     Raises:
-        ShapeError: shapes that do not fit.
-        InputError: more than N asked for.
+        ShapeError: The shapes do not fit together.
+        InputError: More than N inputs are asked for.
 
     References:
         Krause, Singh, Guestrin 2008, Near-optimal sensor placements in Gaussian processes, section 4.
@@ -234,7 +235,7 @@ def greedy_information(cov: Tensor, root: Tensor, count: int) -> tuple[Tensor, T
     n = len(cov)
     if not 0 < count <= n:
         raise InputError(f"{count} inputs were asked for, but the choice is between {n}")
-    # In the coordinates of the labels: K[i, j] = S_iᵀ V_ij S_j.
+    # In the coordinates of the labels the kernel is K[i, j] = S_iᵀ V_ij S_j.
     kernel = torch.einsum("icr,icjd,jds->irjs", root.double(), cov.double(), root.double())
     identity = torch.eye(kernel.shape[1], dtype=kernel.dtype, device=kernel.device)
     free = torch.ones(n, dtype=torch.bool, device=kernel.device)
@@ -255,7 +256,7 @@ def greedy_information(cov: Tensor, root: Tensor, count: int) -> tuple[Tensor, T
 
 
 def gaussian_predictive_information(cov: Tensor, noise_variance: Tensor, pool: int) -> Tensor:
-    r"""Expected predictive information gain of a regression: mean over targets of I[y; y_*].
+    r"""Returns the expected predictive information gain of a regression: the mean over targets of I[y; y_*].
 
     .. math::
         I[y; y_*] = \tfrac12\big(\log|V + \Sigma| + \log|V_* + \Sigma_*| - \log|\mathrm{joint}|\big)
@@ -263,15 +264,15 @@ def gaussian_predictive_information(cov: Tensor, noise_variance: Tensor, pool: i
         \quad L L^\top = V + \Sigma.
 
     Args:
-        cov: V [N + M, C, N + M, C] of the pool's inputs followed by the targets.
-        noise_variance: σ² [N + M, C].
-        pool: N.
+        cov: The covariance V [N + M, C, N + M, C] of the pool's inputs followed by the targets.
+        noise_variance: The variances σ² of the noise [N + M, C].
+        pool: The number N of pool inputs.
 
     Returns:
-        [N].
+        The gain of each pool input [N], in nats.
 
     Raises:
-        ShapeError: shapes that do not fit, or no targets.
+        ShapeError: The shapes do not fit together, or there are no targets.
 
     References:
         Bickford Smith et al. 2023, Prediction-oriented Bayesian active learning, eq. (5).
@@ -298,19 +299,19 @@ def gaussian_predictive_information(cov: Tensor, noise_variance: Tensor, pool: i
 
 
 def class_predictive_information(probs: Tensor, target_probs: Tensor) -> Tensor:
-    r"""Expected predictive information gain of classes: mean over targets of I[y; y_*].
+    r"""Returns the expected predictive information gain of classes: the mean over targets of I[y; y_*].
 
-    p(y, y_*) = mean_s p_s(y) p_s(y_*), with the same samples of the weights for both.
+    The joint is p(y, y_*) = mean_s p_s(y) p_s(y_*), with the same samples of the weights for both.
 
     Args:
-        probs: [S, N, C] of the pool, under joint samples.
-        target_probs: [S, M, C] of the inputs whose predictions count, under the same samples.
+        probs: The probabilities [S, N, C] of the pool, under joint samples.
+        target_probs: The probabilities [S, M, C] of the inputs whose predictions count, under the same samples.
 
     Returns:
-        [N].
+        The gain of each pool input [N], in nats.
 
     Raises:
-        ShapeError: shapes that do not fit.
+        ShapeError: The shapes do not fit together.
 
     References:
         Bickford Smith et al. 2023, Prediction-oriented Bayesian active learning, eq. (5).
@@ -327,6 +328,6 @@ def class_predictive_information(probs: Tensor, target_probs: Tensor) -> Tensor:
     entropy = torch.special.entr(p.mean(0)).sum(-1)
     target = torch.special.entr(q.mean(0)).sum(-1).mean()
     joint = torch.zeros_like(entropy)
-    for m in range(q.shape[1]):  # [N, C, C] at a time
+    for m in range(q.shape[1]):  # This takes [N, C, C] numbers at a time.
         joint += torch.special.entr(torch.einsum("snc,sd->ncd", p, q[:, m]) / len(p)).sum((-2, -1))
     return (entropy + target - joint / q.shape[1]).clamp_min(0.0).to(probs.dtype)

@@ -38,22 +38,23 @@ _CHUNK = 500
 
 @runtime_checkable
 class Selector(Protocol):
-    """Chooses a whole batch; for choices in which inputs of a batch depend on each other."""
+    """Chooses a whole batch, for choices in which the inputs of a batch depend on each other."""
 
     def select(self, predictor: Predictor, inputs: Any, count: int, generator: torch.Generator | None) -> Tensor:
-        """Positions [count] among the inputs, all different."""
+        """Returns positions [count] among the inputs, all different."""
         ...
 
 
 @dataclass(frozen=True)
 class History:
-    """What active learning did.
+    """What active learning asked for, and what it learned.
 
     Attributes:
-        acquisition: how inputs were chosen.
-        labels: number of labels after each round, the initial ones first.
-        indices: [labels[-1]]: what was labelled, in order.
-        metrics: name -> value on the test data after each round: accuracy and nll for classes, rmse and nll otherwise.
+        acquisition: The way in which inputs were chosen.
+        labels: The number of labels after each round, the initial ones first.
+        indices: The indices of what was labelled, in order [labels[-1]].
+        metrics: For each metric its value on the test data after each round: accuracy and nll for classes, rmse and nll
+            otherwise.
     """
 
     acquisition: str
@@ -63,7 +64,7 @@ class History:
 
     @property
     def accuracy(self) -> tuple[float, ...]:
-        """Accuracy on the test data after each round."""
+        """The accuracy on the test data after each round."""
         return self._values("accuracy")
 
     def _values(self, name: str) -> tuple[float, ...]:
@@ -82,7 +83,7 @@ class History:
         return next((labels for labels, value in pairs if sign * value >= sign * level), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain numbers, for JSON."""
+        """Returns everything as plain numbers, for JSON."""
         return {
             "acquisition": self.acquisition,
             "labels": list(self.labels),
@@ -100,7 +101,7 @@ class JointInformation:
     mutual information.
 
     Args:
-        candidates: how many of those; at least the batch.
+        candidates: The number of such inputs to choose among, at least the size of the batch.
 
     References:
         Kirsch, van Amersfoort, Gal 2019, BatchBALD, for the aim; the Gaussian form is that of `greedy_information`.
@@ -144,28 +145,29 @@ def active_learning(
     the best ``batch`` of them. No input is asked for twice.
 
     Args:
-        pool: N inputs as the model takes them: a tensor [N, ...], a tuple or a mapping of tensors.
-        labels_oracle: labels of the inputs with these indices: a function of a tensor [B] that returns targets [B, ...], or the
-            tensor of all targets [N, ...].
-        fit: a function of (inputs, targets, generator) that returns a predictor.
-        acquisition: a name of `ACQUISITIONS`, a function of (prediction, generator) that returns scores [N], or a `Selector`
-            for batches that are chosen together, such as `JointInformation()`.
-        batch: labels per round; the last round takes what is left of the budget.
-        budget: labels at the end, the initial ones included.
-        initial: how many labels to begin with, chosen at random, or their indices.
-        test: batches (x, y) to measure on.
-        until: ends before the budget is spent, after the first round whose metrics make it true, for instance
-            ``lambda found: found["accuracy"] >= 0.95``.
-        generator: for the random choices, and handed to ``fit`` and ``predict``.
-        options: for ``predict``.
-        show: a progress bar; None: on a terminal.
+        pool: The N inputs as the model takes them: a tensor [N, ...], a tuple or a mapping of tensors.
+        labels_oracle: The labels: a function of indices [B] that returns their targets [B, ...], or the tensor of all
+            targets [N, ...].
+        fit: A function of (inputs, targets, generator) that returns a predictor.
+        acquisition: A name of `ACQUISITIONS`, a function of (prediction, generator) that returns scores [N], or a
+            `Selector` for batches that are chosen together, such as `JointInformation()`.
+        batch: The number of labels per round; the last round takes what is left of the budget.
+        budget: The number of labels at the end, the initial ones included.
+        initial: The number of labels to begin with, chosen at random, or their indices.
+        test: Batches (x, y) to measure on.
+        until: A function of the metrics that ends the rounds before the budget is spent, after the first round for
+            which it is true, for instance ``lambda found: found["accuracy"] >= 0.95``.
+        generator: The source of the random choices, which is also handed to ``fit`` and ``predict``.
+        options: Options that are passed to ``predict``.
+        show: Whether to show a progress bar. None shows it on a terminal.
 
     Returns:
-        The history.
+        The history of the rounds.
 
     Raises:
-        InputError: a budget that the pool cannot give, an unknown acquisition, indices out of range or given twice.
-        DataError: an oracle that returns another number of labels.
+        InputError: The pool cannot give the budget, the acquisition is unknown, or indices are out of range or given
+            twice.
+        DataError: The oracle returns another number of labels than it was asked for.
 
     >>> from aftermap.laplace import Laplace
     >>> x = torch.linspace(-1, 1, 50)[:, None]
@@ -268,7 +270,7 @@ def _scores(
     generator: torch.Generator | None,
     options: Mapping[str, Any],
 ) -> Tensor:
-    """Scores [N] of all inputs, some at a time."""
+    """Returns the scores [N] of all inputs, computed some at a time."""
     size, pieces = unpack_inputs(inputs).size, []
     for part in torch.arange(size).split(_CHUNK):
         prediction: Prediction = _predict(predictor, take(inputs, part, size), generator, options)
@@ -292,7 +294,7 @@ def _choose(
 ) -> Tensor:
     size = unpack_inputs(inputs).size
     if not isinstance(acquisition, Selector):
-        if acquisition is random:  # no need to look at the pool
+        if acquisition is random:  # There is no need to look at the pool.
             device = torch.device("cpu") if generator is None else generator.device
             return torch.randperm(size, generator=generator, device=device)[:count].cpu()
         return top(_scores(predictor, inputs, acquisition, generator, options), count)

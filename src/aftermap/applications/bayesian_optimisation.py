@@ -38,10 +38,10 @@ __all__ = [
 
 Score = Callable[[Prediction], Tensor]
 _LOG_2PI = math.log(2 * math.pi)
-_FAR = -1e3  # beyond it 1 − |z| Φ/φ cancels, and its series z⁻² − 3 z⁻⁴ is exact to 1e-11
+_FAR = -1e3  # Beyond it 1 − |z| Φ/φ cancels, and its series z⁻² − 3 z⁻⁴ is exact to 1e-11.
 STRATEGIES = ("expected_improvement", "upper_confidence_bound", "thompson", "random")
-_CANDIDATES = 1000  # of Thompson sampling
-_CLOSE = 1e-6  # of the box: the same point again would teach nothing
+_CANDIDATES = 1000  # This is the number of candidates of Thompson sampling.
+_CLOSE = 1e-6  # Points this close, as a share of the box, count as the same: it would teach nothing again.
 Fit = Callable[[Tensor, Tensor, "torch.Generator | None"], Predictor]
 
 
@@ -49,7 +49,7 @@ Fit = Callable[[Tensor, Tensor, "torch.Generator | None"], Predictor]
 
 
 def _moments(prediction: Prediction, maximise: bool, output: int) -> tuple[Tensor, Tensor]:
-    """Mean of what shall be large, and standard deviation of the function without noise: [N] each."""
+    """Returns the mean of what shall be large, and the standard deviation of the function without noise, [N] each."""
     if prediction.kind != "regression" or prediction.mean.dim() != 2:
         raise UnsupportedError(
             f"Bayesian optimisation needs a regression with outputs [N, C], got {prediction.kind} {list(prediction.mean.shape)}"
@@ -62,16 +62,16 @@ def _moments(prediction: Prediction, maximise: bool, output: int) -> tuple[Tenso
 
 
 def expected_improvement(prediction: Prediction, best: float, *, maximise: bool = False, output: int = 0) -> Tensor:
-    r"""E max(best − f(x), 0) = s (φ(z) + z Φ(z)) with z = (best − m)/s, under f ~ N(m, s²) without the noise.
+    r"""Returns E max(best − f(x), 0) = s (φ(z) + z Φ(z)) with z = (best − m)/s, under f ~ N(m, s²) without the noise.
 
     Args:
-        prediction: a regression [N, C].
-        best: the lowest value so far; with noise, the lowest predicted mean at the inputs so far.
-        maximise: improvement is upwards: E max(f(x) − best, 0).
-        output: which of the C outputs.
+        prediction: The prediction of a regression [N, C].
+        best: The lowest value so far; with noise, the lowest predicted mean at the inputs so far.
+        maximise: Whether improvement is upwards: E max(f(x) − best, 0).
+        output: The index of the output to look at, of C.
 
     Returns:
-        [N].
+        The expected improvement of each input [N].
 
     References:
         Jones, Schonlau, Welch 1998, Efficient global optimization of expensive black-box functions, eq. (15).
@@ -87,7 +87,7 @@ def expected_improvement(prediction: Prediction, best: float, *, maximise: bool 
 
 
 def log_expected_improvement(prediction: Prediction, best: float, *, maximise: bool = False, output: int = 0) -> Tensor:
-    r"""log of the expected improvement, finite and with useful gradients where that underflows.
+    r"""Returns the log of the expected improvement, finite and with useful gradients where the improvement underflows.
 
     With h(z) = φ(z) + z Φ(z), for z < −1
 
@@ -98,13 +98,13 @@ def log_expected_improvement(prediction: Prediction, best: float, *, maximise: b
     and log φ(z) + log(z⁻² − 3 z⁻⁴) in the far tail.
 
     Args:
-        prediction: a regression [N, C].
-        best: the lowest value so far.
-        maximise: improvement is upwards.
-        output: which of the C outputs.
+        prediction: The prediction of a regression [N, C].
+        best: The lowest value so far.
+        maximise: Whether improvement is upwards.
+        output: The index of the output to look at, of C.
 
     Returns:
-        [N].
+        The log of the expected improvement of each input [N].
 
     References:
         Ament et al. 2023, Unexpected improvements to expected improvement for Bayesian optimization, eq. (9).
@@ -119,7 +119,7 @@ def log_expected_improvement(prediction: Prediction, best: float, *, maximise: b
 
 
 def _log_h(z: Tensor) -> Tensor:
-    # Every branch sees arguments of its own only: a gradient through torch.where must not meet an infinite one.
+    # Every branch sees only arguments of its own: a gradient through torch.where must not meet an infinite one.
     near, far = z > -1, z < _FAR
     a = torch.where(near, z, 0.0)
     direct = ((-0.5 * a.square() - 0.5 * _LOG_2PI).exp() + a * torch.special.ndtr(a)).log()
@@ -134,16 +134,16 @@ def _log_h(z: Tensor) -> Tensor:
 def upper_confidence_bound(
     prediction: Prediction, beta: float = 2.0, *, maximise: bool = False, output: int = 0
 ) -> Tensor:
-    """The optimist's value: −m + β s when minimising (the negative lower bound), m + β s when maximising.
+    """Returns the optimist's value: −m + β s when minimising (the negative lower bound), m + β s when maximising.
 
     Args:
-        prediction: a regression [N, C].
-        beta: standard deviations of optimism, 0 or more.
-        maximise: whether f shall be large.
-        output: which of the C outputs.
+        prediction: The prediction of a regression [N, C].
+        beta: The number of standard deviations of optimism, 0 or more.
+        maximise: Whether f shall be large.
+        output: The index of the output to look at, of C.
 
     Returns:
-        [N].
+        The value of each input [N].
 
     References:
         Srinivas et al. 2010, Gaussian process optimization in the bandit setting, eq. (6), with β for their √β.
@@ -165,8 +165,8 @@ class ThompsonSample:
     """Functions drawn from the posterior, and where each of them is best.
 
     Attributes:
-        indices: [S], the chosen candidate of each function.
-        values: [S, N], the functions at all candidates.
+        indices: The chosen candidate of each function [S].
+        values: The functions at all candidates [S, N].
     """
 
     indices: Tensor
@@ -189,20 +189,20 @@ def thompson_sample(
     draws per candidate would only pick the noisiest.
 
     Args:
-        predictor: with ``function_samples(x, count, generator)``: Laplace, or a mixture.
-        candidates: N inputs.
-        n: S, how many functions.
-        maximise: best is largest.
-        output: which of the C outputs.
-        distinct: each function takes the best candidate that no earlier one has taken.
-        generator: for the draws.
+        predictor: A predictor with ``function_samples(x, count, generator)``: Laplace, or a mixture.
+        candidates: The N inputs to choose among.
+        n: The number S of functions.
+        maximise: Whether the best value is the largest.
+        output: The index of the output to look at, of C.
+        distinct: Whether each function takes the best candidate that no earlier one has taken.
+        generator: The source of the random draws.
 
     Returns:
         The choices and the functions.
 
     Raises:
-        UnsupportedError: a predictor without joint samples.
-        InputError: more distinct choices than candidates.
+        UnsupportedError: The predictor has no joint samples.
+        InputError: More distinct choices than candidates are asked for.
 
     References:
         Thompson 1933, On the likelihood that one unknown probability exceeds another.
@@ -244,10 +244,10 @@ class Maximum:
     """The best point of an acquisition.
 
     Attributes:
-        x: [d].
-        value: of the acquisition there.
-        points: [starts, d], where every start ended.
-        values: [starts].
+        x: The best point [d].
+        value: The value of the acquisition at the best point.
+        points: The points where the starts ended [starts, d].
+        values: The values of the acquisition at those points [starts].
     """
 
     x: Tensor
@@ -257,7 +257,7 @@ class Maximum:
 
 
 def check_bounds(bounds: object) -> Tensor:
-    """Bounds as a tensor [d, 2] of lower and upper ends.
+    """Returns the bounds as a tensor [d, 2] of lower and upper ends.
 
     >>> check_bounds([[0.0, 1.0]]).shape
     torch.Size([1, 2])
@@ -275,7 +275,7 @@ def check_bounds(bounds: object) -> Tensor:
 
 
 def spread(bounds: Tensor, count: int, generator: torch.Generator | None = None) -> Tensor:
-    """Points [count, d] that fill the box evenly: a scrambled Sobol sequence.
+    """Returns points [count, d] that fill the box evenly: a scrambled Sobol sequence.
 
     >>> spread(torch.tensor([[2.0, 3.0]]), 4).shape
     torch.Size([4, 1])
@@ -303,21 +303,21 @@ def maximise(
     x = centre + half-width · sin u, which reaches the bounds themselves.
 
     Args:
-        acquisition: a function of a Prediction that returns [N], for instance
-            ``lambda p: log_expected_improvement(p, best)``.
-        predictor: with ``predict(x, differentiable=True)``, without randomness.
-        bounds: [d, 2], lower and upper ends, in the dtype of the model.
-        starts: how many points L-BFGS starts from.
-        raw: how many points are looked at first.
-        iterations: of each L-BFGS.
-        generator: for the points.
+        acquisition: A function of a Prediction that returns [N], for instance ``lambda p: log_expected_improvement(p,
+            best)``.
+        predictor: A predictor with ``predict(x, differentiable=True)``, without randomness.
+        bounds: The lower and upper ends [d, 2], in the dtype of the model.
+        starts: The number of points that L-BFGS starts from.
+        raw: The number of points that are looked at first.
+        iterations: The number of iterations of each L-BFGS.
+        generator: The source of the random points.
 
     Returns:
-        The best point; never worse than the best of the raw points.
+        The best point, which is never worse than the best of the raw points.
 
     Raises:
-        InputError, ShapeError: bounds that are no box, or an acquisition that does not return [N].
-        NumericalError: an acquisition that is finite nowhere.
+        InputError, ShapeError: The bounds are no box, or the acquisition does not return [N].
+        NumericalError: The acquisition is finite nowhere.
 
     >>> from aftermap.laplace import Laplace
     >>> x = torch.linspace(-1, 1, 20)[:, None]
@@ -359,7 +359,7 @@ def maximise(
 
 
 def _climb(score: Callable[[Tensor], Tensor], start: Tensor, box: Tensor, iterations: int) -> Tensor:
-    """Where L-BFGS ends from one start [d]."""
+    """Returns where L-BFGS ends from one start [d]."""
     lower, upper = box.unbind(1)
     centre, half = (lower + upper) / 2, (upper - lower) / 2
     u = ((start - centre) / half).clamp(-1 + 1e-6, 1 - 1e-6).arcsin().requires_grad_()
@@ -370,7 +370,7 @@ def _climb(score: Callable[[Tensor], Tensor], start: Tensor, box: Tensor, iterat
     def closure() -> float:
         optimiser.zero_grad()
         loss = -score((centre + half * u.sin())[None]).sum()
-        (u.grad,) = torch.autograd.grad(loss, u)  # not backward: the model's own .grad is none of our business
+        (u.grad,) = torch.autograd.grad(loss, u)  # backward() would write into the model's own .grad.
         return loss.item()
 
     with torch.enable_grad():
@@ -381,13 +381,13 @@ def _climb(score: Callable[[Tensor], Tensor], start: Tensor, box: Tensor, iterat
 
 @dataclass(frozen=True)
 class Optimisation:
-    """What was evaluated.
+    """What was evaluated in an optimisation, in order.
 
     Attributes:
-        x: [n, d], in order.
-        y: [n].
-        strategy: how the points after the initial ones were chosen.
-        initial: how many of them were spread over the box first.
+        x: The points [n, d], in order.
+        y: The values of the function [n].
+        strategy: The way in which the points after the initial ones were chosen.
+        initial: The number of points that were spread over the box first.
     """
 
     x: Tensor
@@ -422,23 +422,24 @@ def minimise(
     """Minimises an expensive function with as few evaluations as possible.
 
     Args:
-        function: of a point [d]; returns a number.
-        bounds: [d, 2], lower and upper ends, in the dtype of the model.
-        fit: a function of (x [n, d], y [n, 1], generator) that returns a regression predictor.
-        strategy: "expected_improvement" and "upper_confidence_bound" are maximised by gradients in x, "thompson" takes the lowest
-            of 1,000 evenly spread points under one function drawn from the posterior; "random" is there to compare with.
-        evaluations: of the function in all.
-        initial: of these, how many are spread evenly over the box first.
-        beta: of the upper confidence bound.
-        generator: for every random choice, and handed to ``fit``.
-        show: a progress bar; None: on a terminal.
+        function: A function of a point [d] that returns a number.
+        bounds: The lower and upper ends [d, 2], in the dtype of the model.
+        fit: A function of (x [n, d], y [n, 1], generator) that returns a regression predictor.
+        strategy: How points are chosen. "expected_improvement" and "upper_confidence_bound" are maximised by gradients
+            in x; "thompson" takes the lowest of 1,000 evenly spread points under one function drawn from the posterior;
+            "random" is there to compare with.
+        evaluations: The number of evaluations of the function in all.
+        initial: The number of these that are spread evenly over the box first.
+        beta: The number of standard deviations of optimism in the upper confidence bound.
+        generator: The source of every random choice, which is also handed to ``fit``.
+        show: Whether to show a progress bar. None shows it on a terminal.
 
     Returns:
-        All evaluations.
+        All points and values in order.
 
     Raises:
-        InputError: an unknown strategy, or numbers that do not fit.
-        DataError: a function that returns what is no finite number.
+        InputError: The strategy is unknown, or numbers do not fit.
+        DataError: The function returns something that is no finite number.
 
     >>> from aftermap.laplace import Laplace
     >>> def fit(x, y, generator):
@@ -481,7 +482,7 @@ def _next(
     if strategy == "upper_confidence_bound":
         optimum = maximise(lambda p: upper_confidence_bound(p, beta), predictor, box, generator=generator)
     else:
-        # Values are noisy to the model: the best it believes in, not the luckiest.
+        # Values are noisy to the model, so this is the best that it believes in, not the luckiest.
         best = float(predictor.predict(x).mean[:, 0].min())
         optimum = maximise(lambda p: log_expected_improvement(p, best), predictor, box, generator=generator)
     width = box[:, 1] - box[:, 0]

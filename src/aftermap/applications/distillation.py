@@ -38,15 +38,16 @@ class Distillation:
     """A trained student and what it lost.
 
     Attributes:
-        student: predicts as everything else here does, with one forward pass. All of its uncertainty is in ``total``: one
-            network cannot say which part of it more data would remove.
-        losses: mean KL(teacher ‖ student) of every epoch, in nats, as trained (dropout on, at the given temperature).
-        kl: mean KL(teacher ‖ student) on the data that were measured on.
-        entropy: mean entropy of the teacher there; for a regression that of the Gaussian with its total variance.
-        entropy_student: mean entropy of the student.
-        entropy_error: mean over examples of |H student − H teacher|.
-        nll: mean −log p of the teacher on labelled test data; None without.
-        nll_student: that of the student.
+        student: A predictor like all others here, which takes one forward pass. All of its uncertainty is in ``total``:
+            one network cannot say which part of it more data would remove.
+        losses: The mean KL(teacher ‖ student) of every epoch, in nats, as trained (dropout on, at the given
+            temperature).
+        kl: The mean KL(teacher ‖ student) on the data that were measured on.
+        entropy: The mean entropy of the teacher there; for a regression that of the Gaussian with its total variance.
+        entropy_student: The mean entropy of the student there.
+        entropy_error: The mean over examples of |H student − H teacher|.
+        nll: The mean −log p of the teacher on labelled test data; None without such data.
+        nll_student: The mean −log p of the student on the same data.
     """
 
     student: Deterministic
@@ -60,27 +61,27 @@ class Distillation:
 
     @property
     def entropy_difference(self) -> float:
-        """Mean entropy of the student less that of the teacher."""
+        """The mean entropy of the student less that of the teacher."""
         return self.entropy_student - self.entropy
 
     @property
     def nll_difference(self) -> float:
-        """NLL of the student less that of the teacher; positive where the student is worse.
+        """The NLL of the student less that of the teacher; positive where the student is worse.
 
         Raises:
-            InputError: nothing labelled was measured on.
+            InputError: No labelled data were measured on.
         """
         if self.nll is None or self.nll_student is None:
             raise InputError("the NLL was not measured: pass labelled data, distil(..., test=loader)")
         return self.nll_student - self.nll
 
     def keeps(self, *, nll: float = 0.02, entropy: float = 0.05) -> bool:
-        """Whether the student's NLL is at most ``nll`` worse and its mean entropy within ``entropy`` of the teacher's."""
+        """Tells whether the student's NLL is at most ``nll`` worse and its mean entropy within ``entropy`` of the teacher's."""
         return self.nll_difference <= nll and abs(self.entropy_difference) <= entropy
 
 
 def distillation_loss(teacher: Prediction, outputs: Tensor, temperature: float = 1.0) -> Tensor:
-    r"""KL(teacher ‖ student) of each example [N], summed over positions and outputs.
+    r"""Returns KL(teacher ‖ student) of each example [N], summed over positions and outputs.
 
     - classification: T² Σ_c q_c (log q_c − log softmax(f/T)_c) with q ∝ p̄^{1/T}, p̄ the teacher's **mean** probabilities;
     - binary: the same of each output's Bernoulli;
@@ -91,16 +92,16 @@ def distillation_loss(teacher: Prediction, outputs: Tensor, temperature: float =
     weighs small probabilities more; T² keeps the size of the gradients.
 
     Args:
-        teacher: the prediction of N inputs.
-        outputs: the student's [N, ..., C]; [N, ..., 2 D] for a regression.
-        temperature: T; 1 for a regression.
+        teacher: The teacher's prediction of N inputs.
+        outputs: The student's outputs [N, ..., C], or [N, ..., 2 D] for a regression.
+        temperature: The temperature T; a regression leaves it at 1.
 
     Returns:
-        [N], at least 0 up to rounding.
+        The divergence of each example [N], at least 0 up to rounding.
 
     Raises:
-        ShapeError: outputs of another shape.
-        UnsupportedError: a prediction of counts or of a likelihood of your own.
+        ShapeError: The outputs have another shape.
+        UnsupportedError: The prediction is of counts or of a likelihood of your own.
 
     References:
         Hinton, Vinyals, Dean 2015, Distilling the knowledge in a neural network, section 2; Balan et al. 2015, Bayesian dark
@@ -158,25 +159,26 @@ def distil(
     used: also beyond the training data, if it shall doubt there, since a student repeats its teacher only where it saw it.
 
     Args:
-        predictor: the teacher: a classification, binary or regression predictive.
-        student: trained **in place** from its present weights. For a regression it has two outputs per target: means, then
-            log-variances.
-        inputs_loader: batches of inputs x, or of (x, y), whose y is not looked at.
-        epochs: passes over the inputs.
-        optimizer: of the student's parameters, or a function that makes one from them; None: Adam(lr=1e-3). L-BFGS works, too.
-        temperature: see `distillation_loss`.
-        test: batches (x, y) to measure NLL and entropies on; None: the entropies are measured on the inputs.
-        options: for the teacher's ``predict``.
-        unpack: turns a batch of another form into (inputs, targets).
-        generator: for the teacher's samples, the order of examples and the student's dropout.
-        show: a progress bar; None: on a terminal.
+        predictor: The teacher: a classification, binary or regression predictive.
+        student: The network that is trained **in place** from its present weights. For a regression it has two outputs
+            per target: means, then log-variances.
+        inputs_loader: Batches of inputs x, or of (x, y), whose y is not looked at.
+        epochs: The number of passes over the inputs.
+        optimizer: An optimiser of the student's parameters, or a function that makes one from them. None means
+            Adam(lr=1e-3). L-BFGS works, too.
+        temperature: The temperature of the loss; see `distillation_loss`.
+        test: Batches (x, y) to measure NLL and entropies on. With None the entropies are measured on the inputs.
+        options: Options that are passed to the teacher's ``predict``.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        generator: The source of the teacher's samples, the order of examples and the student's dropout.
+        show: Whether to show a progress bar. None shows it on a terminal.
 
     Returns:
         The student as a predictor, and what was measured.
 
     Raises:
-        InputError, ShapeError, UnsupportedError: a student, temperature or kind that does not fit.
-        NumericalError: the loss is not finite.
+        InputError, ShapeError, UnsupportedError: The student, the temperature or the kind of prediction does not fit.
+        NumericalError: The loss is not finite.
 
     >>> x = torch.randn(64, 3)
     >>> teacher = Deterministic(nn.Linear(3, 4))
@@ -211,7 +213,7 @@ def _lessons(
     predict_options: Mapping[str, Any],
     unpack: Unpack | None,
 ) -> list[Lesson]:
-    """Inputs with what the teacher says of them, on the student's device."""
+    """Returns inputs with what the teacher says of them, on the student's device."""
     if isinstance(loader, Tensor):
         raise DataError("inputs_loader must be an iterable of batches, got a tensor; pass [x]")
     device, dtype = check_device(student)
@@ -221,7 +223,7 @@ def _lessons(
         batch = unpack_batch(raw, unpack) if pair else unpack_inputs(raw[0] if isinstance(raw, tuple | list) else raw)
         check_inputs(batch.inputs, dtype)
         said = predictor.predict(batch.inputs, **predict_options).detach()
-        # Only what the loss needs: samples and covariances of a whole data set would fill the memory.
+        # Only what the loss needs is kept: samples and covariances of a whole data set would fill the memory.
         said = Prediction(said.kind, said.mean, said.epistemic, said.aleatoric, said.total, link=said.link)
         lessons.append((batch.to(device).inputs, said._map(lambda _, value: value.to(device))))
     if not lessons:
@@ -296,7 +298,7 @@ def _step(
 
 
 def _shuffled(lessons: list[Lesson], generator: torch.Generator | None) -> Iterable[Lesson]:
-    """Single tensors are mixed anew at every pass; inputs of several tensors stay in their batches."""
+    """Yields the lessons: single tensors are mixed anew at every pass, inputs of several tensors stay in their batches."""
     source = torch.device("cpu") if generator is None else generator.device
     plain = all(isinstance(inputs, Tensor) for inputs, _ in lessons)
     if len(lessons) == 1 or not plain or len({x.shape[1:] for x, _ in lessons}) > 1:
@@ -318,7 +320,7 @@ def _measured(
     predict_options: Mapping[str, Any],
     unpack: Unpack | None,
 ) -> Distillation:
-    """Teacher and student on the same data."""
+    """Measures teacher and student on the same data."""
     nll: list[float] = []
     if test is None:
         teacher = Prediction.concatenate([said for _, said in lessons]).cpu()

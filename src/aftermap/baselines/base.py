@@ -50,7 +50,7 @@ class Baseline(ABC):
 
     @abstractmethod
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
-        """Network outputs [S, N, ..., C] for inputs that are checked; differentiable in them."""
+        """Returns network outputs [S, N, ..., C] for checked inputs; they are differentiable in the inputs."""
 
     def predict(
         self,
@@ -60,7 +60,7 @@ class Baseline(ABC):
         differentiable: bool = False,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """Predicts with uncertainty.
+        """Predicts with uncertainty, as a mixture of several networks.
 
         Args:
             x: Inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
@@ -88,7 +88,7 @@ class Baseline(ABC):
 
 
 def read_inputs(model: nn.Module, x: Any) -> Any:
-    """Inputs checked and moved to the model's device."""
+    """Returns the inputs, checked and moved to the model's device."""
     device, dtype = _place(model)
     batch = unpack_inputs(x).to(device)
     check_inputs(batch.inputs, dtype)
@@ -96,16 +96,16 @@ def read_inputs(model: nn.Module, x: Any) -> Any:
 
 
 def _place(model: nn.Module) -> tuple[torch.device, torch.dtype | None]:
-    """Device and dtype that inputs must have; a model without parameters takes any dtype."""
+    """Returns the device and dtype that inputs must have; a model without parameters takes any dtype."""
     device, dtype = check_device(model)
     return device, dtype if any(p.is_floating_point() for p in model.parameters()) else None
 
 
 def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
-    """Outputs [N, ..., C] in eval mode with other weights (and buffers), which nothing writes to.
+    """Returns outputs [N, ..., C] in eval mode with other weights (and buffers), which nothing writes to.
 
-    A functional call and not a swap of values: autograd looks a convolution's weight up again in the backward pass,
-    when swapped values would be gone.
+    This is a functional call and not a swap of values: autograd looks a convolution's weight up again in the backward
+    pass, when swapped values would be gone.
     """
     with evaluating(model):
         outputs = functional_outputs(model, weights, inputs)
@@ -118,20 +118,20 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
 
 
 def batches_of(model: nn.Module, data: Iterable[Any], unpack: Unpack | None = None) -> Iterable[Batch]:
-    """Batches of the data on the model's device, checked."""
+    """Yields checked batches of the data on the model's device."""
     device, dtype = _place(model)
     return iterate(data, device=device, dtype=dtype, unpack=unpack)
 
 
 def targets_of(batch: Batch) -> Tensor:
-    """The targets of a batch, which training needs."""
+    """Returns the targets of a batch, which training needs."""
     if not isinstance(batch.targets, Tensor):
         raise DataError("a batch has no tensor of targets; fitting needs (x, y) batches")
     return batch.targets
 
 
 def mean_nll(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> tuple[Tensor, float]:
-    """Weighted mean of −log p(y | f) over a batch, and the number of data it stands for."""
+    """Returns the weighted mean of −log p(y | f) over a batch, and the number of data it stands for."""
     values = likelihood.nll(outputs, targets_of(batch))
     if batch.weight is None:
         return values.mean(), float(batch.size)
@@ -141,16 +141,16 @@ def mean_nll(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> tuple[Ten
 
 
 def private_seed(generator: torch.Generator | None) -> int:
-    """A seed for code that cannot be given a generator, drawn from one (or from torch's default one)."""
+    """Returns a seed for code that cannot be given a generator, drawn from one (or from torch's default one)."""
     device = torch.device("cpu") if generator is None else generator.device
     return int(torch.randint(2**62, (1,), generator=generator, device=device).item())
 
 
 @contextmanager
 def private_randomness(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """Code inside that draws from torch's default generator (dropout) is governed by ``generator``.
+    """Lets ``generator`` govern the code inside that draws from torch's default generator (dropout).
 
-    The default one is put back as it was. Without a generator it is used as it is.
+    The default generator is put back as it was. Without a generator it is used as it is.
     """
     if generator is None:
         yield
@@ -167,12 +167,13 @@ class Particles(Baseline):
 
     Args:
         model: The network. It is never changed.
-        weights: S dictionaries from names of parameters (or buffers) to values. What is missing keeps the model's own value.
+        weights: A sequence of S dictionaries from names of parameters (or buffers) to values. What is missing keeps the
+            model's own value.
         likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
         mixture: How much each set counts [S]. None lets all count the same.
 
     Raises:
-        InputError: no weights, names that the model does not have, or shapes that differ.
+        InputError: There are no weights, a name is not in the model, or shapes differ.
 
     References:
         Ritter, Botev, Barber 2018, appendix D.

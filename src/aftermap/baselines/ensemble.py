@@ -26,7 +26,7 @@ Train = Callable[[nn.Module, torch.Generator], Any]
 
 @final
 class Ensemble(Baseline):
-    r"""The mixture of M networks.
+    r"""A mixture of M networks that were trained apart.
 
     Classification averages probabilities; a regression has the moments of the mixture,
 
@@ -38,7 +38,7 @@ class Ensemble(Baseline):
         likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
 
     Raises:
-        InputError: no models, or what is no module.
+        InputError: There are no models, or one is no module.
 
     References:
         Lakshminarayanan, Pritzel, Blundell 2017, Simple and scalable predictive uncertainty estimation, section 2.4.
@@ -64,20 +64,20 @@ class Ensemble(Baseline):
         seed: int = 0,
         processes: int = 0,
     ) -> Ensemble:
-        """Makes and trains networks that differ by their seed only.
+        """Makes and trains networks that differ only by their seed.
 
         Member m is made under a private default seed derived from (seed, m), and trained with a generator of the same seed:
         it does not depend on the other members, nor on the number of processes.
 
         Args:
-            factory: makes a network.
-            train: trains it in place: a function of (model, generator). Shuffle with this generator.
-            members: M.
-            likelihood: as for the class.
-            seed: of the whole ensemble.
-            processes: how many to train at the same time, each in a process of its own; 0: one after the other, here.
-                With processes, ``factory`` and ``train`` must be functions of a module (not lambdas), as must be the script
-                that calls this (``if __name__ == "__main__"``).
+            factory: A function that makes a network.
+            train: A function of (model, generator) that trains the model in place. Shuffle with this generator.
+            members: The number M of networks.
+            likelihood: The likelihood, as for the class.
+            seed: The seed of the whole ensemble.
+            processes: The number of networks to train at the same time, each in a process of its own; 0 trains one
+                after the other, here. With processes, ``factory`` and ``train`` must be functions of a module (not
+                lambdas), as must be the script that calls this (``if __name__ == "__main__"``).
 
         Returns:
             The ensemble, in eval mode.
@@ -127,7 +127,7 @@ def _member_seed(seed: int, member: int) -> int:
 
 
 def _made(factory: Factory, seed: int) -> nn.Module:
-    with torch.random.fork_rng():  # layers draw their first weights from the default generator
+    with torch.random.fork_rng():  # Layers draw their first weights from the default generator.
         torch.manual_seed(seed)
         return checks.module("Ensemble.train (from factory=)", factory())
 
@@ -141,8 +141,8 @@ def _trained(factory: Factory, train: Train, seed: int) -> nn.Module:
 
 
 def _train_to_file(factory: Factory, train: Train, seed: int, path: str, threads: int) -> None:
-    """One member, in a process of its own."""
+    """Trains one member in a process of its own, and writes it to a file."""
     torch.set_num_threads(threads)
     model = _trained(factory, train, seed)
-    # Tied weights share memory, which the format refuses: every entry is a copy.
+    # Tied weights share memory, which the format refuses, so every entry is a copy.
     save_file({n: t.detach().cpu().clone().contiguous() for n, t in model.state_dict().items()}, path)

@@ -31,11 +31,11 @@ from aftermap.progress import progress as progress_bar
 __all__ = ["HMC", "KERNELS", "ChainDiagnostics"]
 
 KERNELS = ("nuts", "hmc")
-_R_HAT = 1.1  # chains that disagree more than this have not reached the posterior
+_R_HAT = 1.1  # Chains that disagree more than this have not reached the posterior.
 
 
 def _pyro() -> Any:
-    """Pyro's parts that are used here, imported when needed."""
+    """Imports the parts of Pyro that are used here, when they are needed."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -49,18 +49,18 @@ def _pyro() -> Any:
 
 @dataclass(frozen=True)
 class ChainDiagnostics:
-    """How far the chains can be trusted.
+    """Numbers that tell how far the chains can be trusted.
 
     Weights of a network can be permuted without changing it, so that chains may rightly disagree about weights; what must agree
     are the outputs.
 
     Attributes:
-        r_hat: split R̂ of each weight [P].
-        effective_samples: of each weight [P], over all chains.
-        output_r_hat: split R̂ of each network output on (at most 100 of) the data [M].
-        output_effective_samples: of each output [M].
-        acceptance: mean acceptance rate of each chain.
-        divergences: number of divergent transitions of each chain.
+        r_hat: The split R̂ of each weight [P].
+        effective_samples: The number of effective samples of each weight [P], over all chains.
+        output_r_hat: The split R̂ of each network output on (at most 100 of) the data [M].
+        output_effective_samples: The number of effective samples of each output [M].
+        acceptance: The mean acceptance rate of each chain.
+        divergences: The number of divergent transitions of each chain.
     """
 
     r_hat: Tensor
@@ -85,10 +85,10 @@ class HMC(Baseline):
     Args:
         model: The network. The first chain starts at its weights. It is never changed.
         likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        prior_precision: τ, the precision of the prior of every weight.
-        prior_mean: m, its mean.
+        prior_precision: The precision τ of the prior of every weight.
+        prior_mean: The mean m of the prior of every weight.
         params: Which weights are uncertain. The others keep their values.
-        kernel: "nuts" adapts the length of its trajectories; "hmc" has a fixed one.
+        kernel: The sampler: "nuts" adapts the length of its trajectories; "hmc" has a fixed one.
         chains: The number of chains, which run one after the other.
         warmup: How many steps adapt step size and mass; they are thrown away.
         draws: How many samples of each chain remain.
@@ -99,7 +99,8 @@ class HMC(Baseline):
         max_params: The most parameters that are allowed: larger models are refused.
 
     Raises:
-        UnsupportedError: more parameters than ``max_params``, BatchNorm (its statistics tie the data together), or no Pyro.
+        UnsupportedError: There are more parameters than ``max_params``, the model has BatchNorm (whose statistics tie
+            the data together), or Pyro is not installed.
 
     References:
         Neal 2011, MCMC using Hamiltonian dynamics; Hoffman, Gelman 2014, The No-U-Turn sampler.
@@ -147,7 +148,7 @@ class HMC(Baseline):
         self._diagnostics: ChainDiagnostics | None = None
 
     def energy(self, theta: Tensor, batches: list[Batch]) -> Tensor:
-        """U at weights θ [P]: the negative log posterior without its constant; 0-d."""
+        """Returns U at weights θ [P], the negative log posterior without its constant, as a 0-d tensor."""
         weights = unflatten(theta, self._like, self.names)
         value = 0.5 * self.prior_precision * (theta - self.prior_mean).square().sum()
         for batch in batches:
@@ -164,19 +165,19 @@ class HMC(Baseline):
         generator: torch.Generator | None = None,
         progress: bool | None = None,
     ) -> HMC:
-        """Runs the chains.
+        """Runs the chains and keeps their samples.
 
         Args:
-            data: batches; all are kept in memory.
-            unpack: turns a batch of another form into (inputs, targets).
-            generator: gives starts and seeds of the chains.
-            progress: show a bar over chains; None: on a terminal.
+            data: Batches of (x, y), which are all kept in memory.
+            unpack: A function that turns a batch of another form into (inputs, targets).
+            generator: The source of the starts and seeds of the chains.
+            progress: Whether to show a progress bar over chains. None shows it on a terminal.
 
         Returns:
-            self.
+            This object, with the samples of its chains.
 
         Warns:
-            StatisticalWarning: the chains disagree about the network's outputs (R̂ > 1.1).
+            StatisticalWarning: The chains disagree about the network's outputs (R̂ > 1.1).
         """
         hamiltonian, nuts, mcmc, *_ = _pyro()
         batches = list(batches_of(self.model, data, unpack))
@@ -204,7 +205,7 @@ class HMC(Baseline):
                 else:
                     kernel = hamiltonian(**settings, trajectory_length=self.trajectory)
                 seed = private_seed(generator)
-                with torch.random.fork_rng():  # Pyro draws from the default generator
+                with torch.random.fork_rng():  # Pyro draws from the default generator.
                     torch.manual_seed(seed)
                     run = mcmc(
                         kernel,
@@ -252,20 +253,20 @@ class HMC(Baseline):
 
     @property
     def draw_table(self) -> Tensor:
-        """Every kept sample [chains, draws, P], each parameter row-major in the order of ``names``."""
+        """Returns every kept sample [chains, draws, P], each parameter row-major in the order of ``names``."""
         if self._chains is None:
             raise NotFittedError("no samples have been drawn yet: call fit(train_loader) first")
         return self._chains
 
     @property
     def diagnostics(self) -> ChainDiagnostics:
-        """R̂, effective sample sizes, acceptance and divergences."""
+        """Returns R̂, effective sample sizes, acceptance and divergences."""
         if self._diagnostics is None:
             raise NotFittedError("no samples have been drawn yet: call fit(train_loader) first")
         return self._diagnostics
 
     def particles(self, count: int | None = None) -> Particles:
-        """``count`` samples, evenly spaced over all chains, as a fixed ensemble; None: all."""
+        """Returns ``count`` samples, evenly spaced over all chains, as a fixed ensemble; None means all."""
         rows = self.draw_table.flatten(0, 1)
         if count is not None:
             if checks.count("count", count) > len(rows):

@@ -33,12 +33,12 @@ class MCDropout(Baseline):
     Args:
         model: A network with dropout. It is never changed.
         likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        samples: S, how many masks a prediction averages over, unless `predict` is told otherwise.
+        samples: The number S of masks that a prediction averages over, unless `predict` is told otherwise.
         insert: The probability of dropping in a copy of the model that has dropout before every linear and convolutional layer
             but the first. None takes the model as it is.
 
     Warns:
-        StatisticalWarning: the model drops nothing, so that all samples are the same.
+        StatisticalWarning: The model drops nothing, so that all samples are the same.
 
     References:
         Gal, Ghahramani 2016, Dropout as a Bayesian approximation, eq. (6).
@@ -73,13 +73,13 @@ class MCDropout(Baseline):
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
         count = self.samples if samples is None else samples
-        # Dropout takes no generator: it draws from the default one.
+        # Dropout takes no generator, so it draws from the default one.
         with _dropping(self.model), private_randomness(generator, check_device(self.model)[0]):
             return torch.stack([call_model(self.model, inputs) for _ in range(count)])
 
 
 def dropout_modules(model: nn.Module) -> list[nn.Module]:
-    """Every module that drops something in training mode: dropout layers, recurrent layers and attention with dropout.
+    """Returns every module that drops something in training mode: dropout layers, recurrent layers and attention with dropout.
 
     >>> dropout_modules(nn.Sequential(nn.Dropout(0.0), nn.Dropout(0.3)))
     [Dropout(p=0.3, inplace=False)]
@@ -95,7 +95,7 @@ def dropout_modules(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _dropping(model: nn.Module) -> Iterator[None]:
-    """Eval mode, except for what drops."""
+    """Puts the model in eval mode, except for the modules that drop."""
     with evaluating(model):
         dropping = dropout_modules(model)
         for module in dropping:
@@ -108,7 +108,7 @@ def _dropping(model: nn.Module) -> Iterator[None]:
 
 
 def insert_dropout(model: nn.Module, p: float) -> nn.Module:
-    """A copy of the model with dropout before every linear and convolutional layer but the first.
+    """Returns a copy of the model with dropout before every linear and convolutional layer but the first.
 
     Args:
         model: Any module. Layers inside attention stay as they are.
@@ -118,7 +118,7 @@ def insert_dropout(model: nn.Module, p: float) -> nn.Module:
         The copy. A layer ``name`` becomes ``name.1``, after the dropout ``name.0``.
 
     Raises:
-        InputError: a probability outside (0, 1), or fewer than two such layers.
+        InputError: The probability lies outside (0, 1), or there are fewer than two such layers.
 
     >>> insert_dropout(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4)), 0.1)[1][0]
     Dropout(p=0.1, inplace=False)

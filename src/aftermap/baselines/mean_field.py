@@ -1,6 +1,6 @@
 """Mean-field variational inference (Bayes by backprop, FFG): an independent Gaussian for every weight.
 
-Local reparametrisation for any module: linear maps of vectors draw their outputs instead of their weights.
+Local reparametrisation works for any module: linear maps of vectors draw their outputs instead of their weights.
 
 A linear map h = W a + b with independent Gaussian weights has, for one example, h ~ N(M a + m, S a² + s) exactly. Drawing h
 for every example gives gradients of far lower variance than one draw of W for the whole batch (Kingma et al. 2015). With
@@ -70,7 +70,7 @@ def _linear_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple
 
 
 def local_layers(model: nn.Module, params: Params, inputs: Any) -> dict[str, str | None]:
-    """Weight -> bias of every linear map of vectors [N, D] whose parameters are used nowhere else.
+    """Returns the weight and bias of every linear map of vectors [N, D] whose parameters are used nowhere else.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4, bias=False))
     >>> local_layers(net, dict(net.named_parameters()), torch.ones(5, 2))
@@ -87,10 +87,10 @@ class LocalNoise(TorchFunctionMode):
     """While active, linear maps with the given mean weights add the noise that random weights would give.
 
     Args:
-        means: name -> mean; the tensors that the model is called with.
-        deviations: name -> standard deviation.
-        layers: weight -> bias, from :func:`local_layers`.
-        generator: for the noise.
+        means: The mean of each parameter by name; the tensors that the model is called with.
+        deviations: The standard deviation of each parameter, by name.
+        layers: The bias that belongs to each weight, from :func:`local_layers`.
+        generator: The source of the random noise.
     """
 
     def __init__(
@@ -121,19 +121,19 @@ class LocalNoise(TorchFunctionMode):
 
 
 def gaussian_kl(mean: Tensor, deviation: Tensor, prior_mean: float, prior_precision: float) -> Tensor:
-    r"""KL(N(μ, σ²) ‖ N(m, 1/τ)), summed over entries.
+    r"""Returns KL(N(μ, σ²) ‖ N(m, 1/τ)), summed over entries.
 
     .. math::
         \mathrm{KL} = \tfrac12 \sum [\tau\sigma^2 + \tau(\mu - m)^2 - 1 - \log \tau\sigma^2]
 
     Args:
-        mean: μ, any shape.
-        deviation: σ, the same shape.
-        prior_mean: m.
-        prior_precision: τ.
+        mean: The mean μ, of any shape.
+        deviation: The standard deviation σ, of the same shape.
+        prior_mean: The mean m of the prior.
+        prior_precision: The precision τ of the prior.
 
     Returns:
-        0-d.
+        The divergence in nats, as a 0-d tensor.
 
     >>> gaussian_kl(torch.zeros(3), torch.ones(3), 0.0, 1.0)
     tensor(0.)
@@ -149,18 +149,19 @@ class MeanField(Baseline):
     .. math::
         \mathrm{ELBO} = \sum_n \mathbb E_q \log p(y_n \mid f(x_n, w)) - \mathrm{KL}(q \,\|\, N(m, 1/\tau))
 
-    with the KL as a sum, counted once for the whole data set. Works on a copy of any module: linear maps of vectors draw their
-    outputs (local reparametrisation), all other weights are drawn once per batch.
+    The KL is a sum, counted once for the whole data set. Fitting works on a copy of any module: linear maps of vectors draw
+    their outputs (local reparametrisation), all other weights are drawn once per batch.
 
     Args:
         model: A trained or a fresh network, which gives the architecture and the first means. It is never changed.
         likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        prior_precision: τ, the precision of the prior of every weight.
-        prior_mean: m, its mean.
+        prior_precision: The precision τ of the prior of every weight.
+        prior_mean: The mean m of the prior of every weight.
         initial_scale: The first σ. It is small, so that training first finds a good mean: a first σ of the prior's size costs more than
             one per cent of accuracy on MNIST.
         params: Which weights are uncertain. The others keep their values.
-        estimator: "local" draws the outputs of linear layers, one noise for every example; "weights" draws all weights.
+        estimator: What is drawn: "local" draws the outputs of linear layers, one noise for every example; "weights"
+            draws all weights.
         samples: How many networks a prediction averages over, unless `predict` is told otherwise.
 
     References:
@@ -202,16 +203,16 @@ class MeanField(Baseline):
 
     @property
     def mean(self) -> Params:
-        """μ, by name."""
+        """The means μ, by name."""
         return {n: m.detach() for n, m in self._mean.items()}
 
     @property
     def deviation(self) -> Params:
-        """σ, by name."""
+        """The standard deviations σ, by name."""
         return {n: F.softplus(r.detach()) for n, r in self._rho.items()}
 
     def kl(self) -> Tensor:
-        """KL(q ‖ prior), summed over all weights."""
+        """Returns KL(q ‖ prior), summed over all weights."""
         parts = [
             gaussian_kl(self._mean[n], F.softplus(self._rho[n]), self.prior_mean, self.prior_precision)
             for n in self._mean
@@ -234,18 +235,19 @@ class MeanField(Baseline):
         """Maximises the ELBO with Adam and a cosine schedule; called again it goes on from where it was.
 
         Args:
-            data: batches; gone through ``epochs`` times (and once more to count, unless ``n_data`` is given).
-            epochs: passes over the data.
-            lr: the first learning rate.
-            n_data: N; None: counted.
-            samples: draws per step.
-            temperature: multiplies the KL; 1 is the ELBO.
-            unpack: turns a batch of another form into (inputs, targets).
-            generator: for the noise.
-            progress: show a bar; None: on a terminal.
+            data: Batches of (x, y), which are read ``epochs`` times (and once more to count them, unless ``n_data`` is
+                given).
+            epochs: The number of passes over the data.
+            lr: The first learning rate.
+            n_data: The number N of data. None counts them.
+            samples: The number of draws per step.
+            temperature: The factor of the KL; 1 gives the ELBO.
+            unpack: A function that turns a batch of another form into (inputs, targets).
+            generator: The source of the random noise.
+            progress: Whether to show a progress bar. None shows it on a terminal.
 
         Returns:
-            self; −ELBO / N of each epoch is in ``history``.
+            This object; −ELBO / N of each epoch is in ``history``.
         """
         epochs, samples = checks.count("epochs", epochs), checks.count("samples", samples)
         temperature = checks.number("temperature", temperature, above=0)
@@ -256,7 +258,7 @@ class MeanField(Baseline):
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, epochs)
         self.model.train()
         for module in self.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):  # noise comes from q alone
+            if isinstance(module, nn.modules.dropout._DropoutNd):  # Noise comes from q alone.
                 module.eval()
         try:
             for _ in progress_bar(range(epochs), description="mean-field", enabled=progress):
@@ -264,7 +266,7 @@ class MeanField(Baseline):
                 schedule.step()
         finally:
             self.model.eval()
-        with torch.no_grad():  # the copy stands at the mean, so that its weights say which fit this is
+        with torch.no_grad():  # The copy stands at the mean, so that its weights say which fit this is.
             for name, p in self.model.named_parameters():
                 if name in self._mean:
                     p.copy_(self._mean[name])
@@ -291,7 +293,7 @@ class MeanField(Baseline):
         for batch in batches_of(self.model, data, unpack):
             with torch.enable_grad():
                 fit, count = self._expected_nll(batch, samples, generator)
-                loss = fit + temperature * self.kl() / n_data  # the KL once for all N data
+                loss = fit + temperature * self.kl() / n_data  # The KL is counted once for all N data.
                 optimiser.zero_grad()
                 loss.backward()
             if not math.isfinite(loss.item()):
@@ -303,7 +305,7 @@ class MeanField(Baseline):
         return total / weight
 
     def _expected_nll(self, batch: Batch, samples: int, generator: torch.Generator | None) -> tuple[Tensor, float]:
-        """Monte Carlo mean of −log p over a batch, differentiable in μ and ρ, and the number of data."""
+        """Returns the Monte Carlo mean of −log p over a batch, differentiable in μ and ρ, and the number of data."""
         if self._local is None:
             self._local = local_layers(self.model, self.mean, batch.inputs)
         deviation = {n: F.softplus(r) for n, r in self._rho.items()}
@@ -334,7 +336,7 @@ class MeanField(Baseline):
         unpack: Unpack | None = None,
         generator: torch.Generator | None = None,
     ) -> float:
-        """The evidence lower bound on the data, in nats (a sum over them), by Monte Carlo."""
+        """Returns the evidence lower bound on the data, in nats (a sum over them), by Monte Carlo."""
         total = 0.0
         with torch.no_grad():
             for batch in batches_of(self.model, data, unpack):
@@ -343,7 +345,7 @@ class MeanField(Baseline):
             return total - self.kl().item()
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        """Weights from q: name -> [count, *shape]."""
+        """Draws weights from q: for each name a tensor [count, *shape]."""
         deviation = self.deviation
         return {
             n: m + deviation[n] * normal_like(m.expand(checks.count("count", count), *m.shape), generator)
@@ -351,7 +353,7 @@ class MeanField(Baseline):
         }
 
     def particles(self, count: int = 30, generator: torch.Generator | None = None) -> Particles:
-        """A fixed set of weights from q as an ensemble."""
+        """Returns a fixed set of weights from q as an ensemble."""
         drawn = self.sample(count, generator)
         weights = [{n: v[i] for n, v in drawn.items()} for i in range(count)]
         return Particles(self.model, weights, self.likelihood)

@@ -36,8 +36,8 @@ __all__ = ["SWAG"]
 class SWAG(Baseline):
     r"""Stochastic weight averaging Gaussian: N(θ̄, s ½ (Σ_diag + D Dᵀ/(K − 1))).
 
-    θ̄ and Σ_diag are mean and variance of the collected weights; the columns of D are the last K weights minus the running mean
-    at their time. A sample is
+    Here θ̄ and Σ_diag are mean and variance of the collected weights; the columns of D are the last K weights minus the
+    running mean at their time. A sample is
 
     .. math::
         \theta = \bar\theta + \sqrt{s/2}\,\Big(\Sigma_\mathrm{diag}^{1/2} z_1 + \tfrac{1}{\sqrt{K-1}} D z_2\Big).
@@ -45,8 +45,8 @@ class SWAG(Baseline):
     Args:
         model: A trained network, where the SGD starts. It is copied and never changed.
         likelihood: How targets depend on outputs: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
-        rank: K, how many of the last collected weights give a column of D. With 0 the covariance is diagonal.
-        scale: s, by which the covariance is multiplied.
+        rank: The number K of the last collected weights that give a column of D. With 0 the covariance is diagonal.
+        scale: The factor s of the covariance.
         samples: How many networks a prediction averages over, unless `predict` is told otherwise.
 
     References:
@@ -88,7 +88,7 @@ class SWAG(Baseline):
         self.collected += 1
         columns = {}
         for name, value in now.items():
-            # Welford's update: squares of large weights with small spread would cancel.
+            # This is Welford's update, since squares of large weights with small spread would cancel.
             old = self._mean.get(name, torch.zeros_like(value))
             delta = value - old
             new = old + delta / self.collected
@@ -125,7 +125,7 @@ class SWAG(Baseline):
             progress: Whether a bar is shown; None shows one on a terminal.
 
         Returns:
-            self.
+            This object, with the collected weights.
         """
         epochs = checks.count("epochs", epochs)
         if epochs > 1:
@@ -177,22 +177,22 @@ class SWAG(Baseline):
 
     @property
     def mean(self) -> Params:
-        """θ̄, by name."""
+        """The mean θ̄ of the collected weights, by name."""
         if not self.collected:
             raise NotFittedError("no weights have been collected: call fit(train_loader), or collect() while you train")
         return dict(self._mean)
 
     @property
     def variance(self) -> Params:
-        """Σ_diag, by name: the variance of the collected weights (divided by their number, as in the paper)."""
+        """The variance Σ_diag of the collected weights (divided by their number, as in the paper), by name."""
         mean = self.mean
         return {n: self._square_sum[n] / self.collected for n in mean}
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        """Weights: name -> [count, *shape]."""
+        """Draws weights: for each name a tensor [count, *shape]."""
         count, columns = checks.count("count", count), len(self._columns)
         first, variance = next(iter(self.mean.values())), self.variance
-        shared = normal_like(first.new_zeros(count, columns), generator)  # z₂ is one for all parameters
+        shared = normal_like(first.new_zeros(count, columns), generator)  # All parameters share one z₂.
         drawn: Params = {}
         for name, mean in self.mean.items():
             noise = normal_like(mean.expand(count, *mean.shape), generator) * variance[name].sqrt()
@@ -210,7 +210,7 @@ class SWAG(Baseline):
         data: Iterable[Any] | None = None,
         unpack: Unpack | None = None,
     ) -> Particles:
-        """A fixed set of weights as an ensemble; with ``data`` each gets BatchNorm statistics of its own."""
+        """Returns a fixed set of weights as an ensemble; with ``data`` each gets BatchNorm statistics of its own."""
         drawn = self.sample(count, generator)
         weights = []
         for i in range(count):

@@ -21,7 +21,7 @@ from aftermap.predictive import Prediction
 __all__ = ["Deterministic", "TemperatureScaling"]
 
 _KINDS = ("classification", "binary")
-_WIDEST = 1e3  # temperatures are looked for between its inverse and this
+_WIDEST = 1e3  # Temperatures are looked for between its inverse and this.
 _STEPS = 80
 
 
@@ -32,8 +32,9 @@ class Deterministic(Baseline):
     Its epistemic uncertainty is zero; what is left is the noise that the likelihood and the outputs say.
 
     Args:
-        model: the network; predictions are made in eval mode, and it is never changed.
-        likelihood: "classification", "binary", "regression", "counts" or an object from `aftermap.likelihoods`.
+        model: The network. Predictions are made in eval mode, and it is never changed.
+        likelihood: The likelihood: "classification", "binary", "regression", "counts" or an object from
+            `aftermap.likelihoods`.
 
     >>> net = torch.nn.Linear(3, 4)
     >>> Deterministic(net).predict(torch.ones(5, 3)).epistemic
@@ -49,7 +50,7 @@ class Deterministic(Baseline):
 
 @final
 class TemperatureScaling(Baseline):
-    r"""Logits divided by a temperature T that minimises the negative log-likelihood of held-out data.
+    r"""A network whose logits are divided by a temperature T that minimises the negative log-likelihood of held-out data.
 
     .. math::
         \hat T = \arg\min_T -\sum_n \log p(y_n \mid f(x_n) / T)
@@ -57,9 +58,9 @@ class TemperatureScaling(Baseline):
     The sum is convex in β = 1/T, so that its derivative has one zero, which bisection finds. The most probable class never changes.
 
     Args:
-        model: a trained classifier; it is never changed.
-        likelihood: "classification" or "binary", or such an object.
-        temperature: T, if it is known already; otherwise `fit` finds it.
+        model: A trained classifier, which is never changed.
+        likelihood: The likelihood: "classification" or "binary", or such an object.
+        temperature: The temperature T, if it is known already; otherwise `fit` finds it.
 
     References:
         Guo, Pleiss, Sun, Weinberger 2017, On calibration of modern neural networks, eq. (9).
@@ -96,11 +97,11 @@ class TemperatureScaling(Baseline):
         """Finds the temperature on held-out data (not on the training data, where networks are overconfident).
 
         Args:
-            data: batches of (x, y) or (x, y, weight).
-            unpack: turns a batch of another form into (inputs, targets).
+            data: Batches of (x, y) or (x, y, weight).
+            unpack: A function that turns a batch of another form into (inputs, targets).
 
         Returns:
-            self.
+            This object, with its temperature.
         """
         logits, targets, weights = [], [], []
         with torch.no_grad():
@@ -131,17 +132,17 @@ def _without_epistemic(prediction: Prediction, link: str) -> Prediction:
 
 def _best_temperature(likelihood: Likelihood, logits: Tensor, targets: Tensor, weights: Tensor) -> float:
     def slope(log_beta: float) -> float:
-        """The sign of the derivative of the loss in β at exp(log_beta)."""
+        """Returns the sign of the derivative of the loss in β at exp(log_beta)."""
         beta = torch.tensor(math.exp(log_beta), dtype=torch.float64, device=logits.device, requires_grad=True)
         loss = (likelihood.nll(beta * logits, targets) * weights).sum()
         return float(torch.autograd.grad(loss, beta)[0])
 
     low, high = -math.log(_WIDEST), math.log(_WIDEST)
     with torch.enable_grad():
-        # Strictly: where logits are zero the loss does not depend on β, and T = 1 is as good as any.
+        # The test is strict: where logits are zero the loss does not depend on β, and T = 1 is as good as any.
         if slope(low) == slope(high) == 0:
             return 1.0
-        if slope(high) <= 0 or slope(low) >= 0:  # saturated probabilities have a slope of exactly zero
+        if slope(high) <= 0 or slope(low) >= 0:  # Saturated probabilities have a slope of exactly zero.
             edge = high if slope(high) <= 0 else low
             why = "classified without error" if edge == high else "worse than chance under the network"
             warnings.warn(

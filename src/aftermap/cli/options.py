@@ -363,7 +363,7 @@ class RunOptions:
         return Reporter(self.as_json)
 
     def checked_device(self) -> torch.device:
-        """The device.
+        """Returns the device to compute on, checked.
 
         Raises:
             InputError: There is none of that name.

@@ -21,7 +21,7 @@ _AGENT = {"User-Agent": "aftermap"}
 
 
 def sha256_of(path: str | Path) -> str:
-    """SHA-256 of a file, as hexadecimal digits.
+    """Returns the SHA-256 hash of a file, as hexadecimal digits.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp()) / "empty"
@@ -39,21 +39,22 @@ def sha256_of(path: str | Path) -> str:
 def fetch(urls: Sequence[str], target: str | Path, sha256: str, *, timeout: float = 30.0) -> Path:
     """Downloads a file, unless it is there already.
 
-    Bytes go to ``target.part``; a download that was interrupted goes on there if the server allows it. The file appears under its
-    name only when it is whole and its checksum right.
+    Bytes go to ``target.part``, where an interrupted download goes on if the server allows it. The file appears under
+    its name only when it is whole and its checksum is right.
 
     Args:
-        urls: places of the same file, tried in order.
-        target: where it shall be; folders are made.
-        sha256: of the file.
-        timeout: seconds without an answer.
+        urls: The addresses of the same file, which are tried in order.
+        target: The path that the file shall have; missing folders are made.
+        sha256: The hash that the file must have.
+        timeout: The number of seconds to wait for an answer.
 
     Returns:
-        ``target``.
+        The path ``target``, where the file now is.
 
     Raises:
-        DataError: no place has it, or the checksum is wrong; what came of a broken connection stays in the .part file.
-        OSError: the disk is full or not writable; the .part file stays.
+        DataError: No address has the file, or its checksum is wrong. What came of a broken connection stays in the
+            .part file.
+        OSError: The disk is full or not writable; the .part file stays.
     """
     place = Path(target)
     if place.is_file():
@@ -72,7 +73,7 @@ def fetch(urls: Sequence[str], target: str | Path, sha256: str, *, timeout: floa
             except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
                 reasons.append(f"{url}: {error}")
                 if isinstance(error, urllib.error.HTTPError):
-                    break  # asking again would give the same answer
+                    break  # Asking again would give the same answer.
                 continue
             if sha256_of(part) == sha256:
                 part.replace(place)
@@ -84,13 +85,13 @@ def fetch(urls: Sequence[str], target: str | Path, sha256: str, *, timeout: floa
 
 
 def _continue(url: str, part: Path, timeout: float) -> None:
-    """Adds to the .part file what is missing."""
+    """Adds to the .part file what it still lacks."""
     have = part.stat().st_size if part.exists() else 0
     headers = {**_AGENT, "Range": f"bytes={have}-"} if have else _AGENT
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
     except urllib.error.HTTPError as error:
-        if error.code == 416 and have:  # nothing is missing
+        if error.code == 416 and have:  # Nothing is missing.
             return
         raise
     with answer:

@@ -18,7 +18,7 @@ from aftermap.errors import DataError, InputError, ShapeError
 __all__ = ["PARTS", "TOYS", "Examples", "as_inputs", "as_targets", "existing_file", "part_of", "split", "toy"]
 
 PARTS = ("train", "validation", "test")
-_SEED = 20180  # fixed: training and testing may happen in different processes, weeks apart
+_SEED = 20180  # The seed is fixed: training and testing may happen in different processes, weeks apart.
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Examples:
     """A data set that fits into memory.
 
     Attributes:
-        inputs: [N, ...], floating point, or whole numbers (tokens).
-        targets: [N] class indices, or numbers [N] or [N, D]; None where there are none.
-        name: for tables.
-        classes: names of the classes, by index; None where they are unknown.
-        columns: names of the input columns of a table; None elsewhere.
+        inputs: The inputs [N, ...], in floating point, or as whole numbers (tokens).
+        targets: The class indices [N], or numbers [N] or [N, D]; None where there are no targets.
+        name: The name of the data set in tables.
+        classes: The names of the classes, by index; None where they are unknown.
+        columns: The names of the input columns of a table; None elsewhere.
     """
 
     inputs: Tensor
@@ -49,7 +49,7 @@ class Examples:
         return len(self.inputs)
 
     def take(self, index: Tensor | slice) -> Examples:
-        """Some of the examples, by their numbers or a slice.
+        """Returns some of the examples, by their numbers or a slice.
 
         >>> len(Examples(torch.zeros(5, 2), torch.arange(5), "five").take(slice(0, 3)))
         3
@@ -58,7 +58,7 @@ class Examples:
         return replace(self, inputs=self.inputs[index], targets=targets)
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Batches (x, y) in order; y is None where there are no targets."""
+        """Yields batches (x, y) in order; y is None where there are no targets."""
         for start in range(0, len(self), size):
             part = slice(start, start + size)
             yield self.inputs[part], None if self.targets is None else self.targets[part]
@@ -70,7 +70,7 @@ class Examples:
 
 
 def as_inputs(values: npt.NDArray[np.generic], where: str) -> Tensor:
-    """An array as a network takes it.
+    """Returns an array in the form that a network takes.
 
     Bytes are pixels: they are divided by 255, and images [N, H, W] or [N, H, W, 1 or 3] get the layout [N, C, H, W]. Floating
     point becomes float32, whole numbers int64.
@@ -94,7 +94,7 @@ def as_inputs(values: npt.NDArray[np.generic], where: str) -> Tensor:
 
 
 def as_targets(values: npt.NDArray[np.generic], where: str) -> Tensor:
-    """Whole numbers as class indices (int64), others as float32."""
+    """Returns whole numbers as class indices (int64), and other numbers as float32."""
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
     if values.dtype.kind in "iub":
@@ -105,7 +105,7 @@ def as_targets(values: npt.NDArray[np.generic], where: str) -> Tensor:
 
 
 def existing_file(path: str | Path) -> Path:
-    """The file, which must be there."""
+    """Returns the file, and raises an error if it is not there."""
     file = Path(path).expanduser()
     if not file.is_file():
         raise DataError(f"there is no file {file}" + (": it is a folder" if file.is_dir() else ""))
@@ -113,19 +113,19 @@ def existing_file(path: str | Path) -> Path:
 
 
 def split(data: Examples, *, validation: float, test: float) -> dict[str, Examples]:
-    """Train, validation and test, by a fixed permutation of the examples.
+    """Splits data into train, validation and test parts, by a fixed permutation of the examples.
 
     Args:
-        data: to be split; always split in the same way.
-        validation: share of the validation part, in [0, 1).
-        test: share of the test part, in [0, 1).
+        data: The data to split; the same data are always split in the same way.
+        validation: The share of the validation part, in [0, 1).
+        test: The share of the test part, in [0, 1).
 
     Returns:
         The parts by name; a part of share 0 is left out.
 
     Raises:
-        InputError: shares that leave nothing for training.
-        DataError: too few examples for the parts.
+        InputError: The shares leave nothing for training.
+        DataError: There are too few examples for the parts.
 
     >>> data = Examples(torch.arange(10.0)[:, None], None, "ten")
     >>> {name: len(part) for name, part in split(data, validation=0.2, test=0.2).items()}
@@ -149,7 +149,7 @@ def split(data: Examples, *, validation: float, test: float) -> dict[str, Exampl
 
 
 def part_of(data: Examples, part: str, *, validation: float = 0.2, test: float = 0.2) -> Examples:
-    """One part of a data set that has no official parts: "train", "validation", "test" or "all"."""
+    """Returns one part of a data set that has no official parts: "train", "validation", "test" or "all"."""
     if part == "all":
         return data
     checks.choice("part", part, (*PARTS, "all"))
@@ -189,16 +189,16 @@ TOYS: dict[str, Callable[[int, torch.Generator], tuple[Tensor, Tensor]]] = {
 
 
 def toy(name: str, n: int = 200, *, generator: torch.Generator | None = None) -> Examples:
-    """A toy problem.
+    """Returns a toy problem with a known answer.
 
     Args:
-        name: "cubic" (y = x³ + N(0, 9), x in [-4, 4]; Hernández-Lobato & Adams 2015), "gap" (y = sin 2x + N(0, 0.01) with a
-            gap in the middle), "moons" (two classes) or "blobs" (three classes).
-        n: how many examples.
-        generator: None: a seed of 0, the same data at every call.
+        name: The problem: "cubic" (y = x³ + N(0, 9), x in [-4, 4]; Hernández-Lobato & Adams 2015), "gap" (y = sin 2x +
+            N(0, 0.01) with a gap in the middle), "moons" (two classes) or "blobs" (three classes).
+        n: The number of examples.
+        generator: The source of the random draws. None means a seed of 0, so that the data are the same at every call.
 
     Raises:
-        InputError: another name, or no examples.
+        InputError: The name is unknown, or no examples are asked for.
 
     >>> toy("moons", 6).targets
     tensor([0, 1, 0, 1, 0, 1])

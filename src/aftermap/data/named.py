@@ -23,7 +23,7 @@ from aftermap.lazy import optional
 __all__ = ["BUILTIN", "NAMED", "builtin", "data_folder", "download_named", "is_named", "named", "photograph_patches"]
 
 _IDX = {"train": "train", "test": "t10k"}
-_VALIDATION = 0.1  # of an official training part
+_VALIDATION = 0.1  # This is the validation share of an official training part.
 _CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 _CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _DIGITS = tuple("0123456789")
@@ -56,14 +56,15 @@ BUILTIN: dict[str, Callable[[Any], Examples]] = {
 
 
 def builtin(name: str) -> Examples:
-    """One of scikit-learn's bundled data sets.
+    """Returns one of scikit-learn's bundled data sets.
 
     Args:
-        name: digits (8×8 grey images, from 0 to 1), iris, wine, breast_cancer (classes) or diabetes (regression).
+        name: The data set: digits (8×8 grey images, from 0 to 1), iris, wine, breast_cancer (classes) or diabetes
+            (regression).
 
     Raises:
-        InputError: another name.
-        UnsupportedError: scikit-learn is not installed.
+        InputError: There is no data set of this name.
+        UnsupportedError: The package scikit-learn is not installed.
 
     >>> builtin("digits").inputs.shape
     torch.Size([1797, 1, 8, 8])
@@ -75,7 +76,7 @@ def builtin(name: str) -> Examples:
 
 
 def photograph_patches(count: int, size: int, *, seed: int = 0) -> Examples:
-    """Small grey patches of scikit-learn's two sample photographs: data that no classifier of digits has seen.
+    """Returns small grey patches of scikit-learn's two sample photographs, which no classifier of digits has seen.
 
     A patch of 4·size pixels is averaged down to ``size``, so that it shows more than a flat piece of sky, and its grey values are
     stretched from 0 to 1.
@@ -101,11 +102,11 @@ class NamedSet:
     """Where a data set comes from, and how its parts are read.
 
     Attributes:
-        reader: (folder, "train" or "test", classes) -> examples.
-        classes: their names.
-        files: file -> SHA-256, as published; empty where there is no place to download from.
-        places: addresses to which the file's name is appended.
-        size: of the download, in words.
+        reader: A function of a folder and a part, "train" or "test", that returns the examples.
+        classes: The names of the classes.
+        files: The SHA-256 hash of each file, as published; empty where there is no place to download from.
+        places: The addresses to which the file's name is appended.
+        size: The size of the download, in words.
     """
 
     reader: Callable[[Path, str], Examples]
@@ -158,7 +159,7 @@ def _svhn(folder: Path, part: str) -> Examples:
     if not file.is_file():
         raise FileNotFoundError(file.name)
     content = optional("scipy.io", "sklearn", "the .mat files of SVHN").loadmat(file)
-    labels = content["y"].reshape(-1).astype(np.int64) % 10  # the digit 0 is stored as 10
+    labels = content["y"].reshape(-1).astype(np.int64) % 10  # The digit 0 is stored as 10.
     return Examples(as_inputs(content["X"].transpose(3, 0, 1, 2), str(file)), torch.from_numpy(labels), folder.name)
 
 
@@ -230,7 +231,7 @@ NAMED: dict[str, NamedSet] = {
 
 
 def is_named(name: str) -> bool:
-    """Whether a name is one of the public data sets.
+    """Tells whether a name is one of the public data sets.
 
     >>> is_named("mnist"), is_named("uci_yacht"), is_named("train.npz")
     (True, True, False)
@@ -239,28 +240,29 @@ def is_named(name: str) -> bool:
 
 
 def data_folder(folder: str | Path | None = None) -> Path:
-    """Where named data sets lie: the given folder, else AFTERMAP_DATA, else ~/.cache/aftermap."""
+    """Returns where named data sets lie: the given folder, else AFTERMAP_DATA, else ~/.cache/aftermap."""
     return Path(folder or os.environ.get("AFTERMAP_DATA") or "~/.cache/aftermap").expanduser()
 
 
 def named(name: str, part: str, *, folder: str | Path | None = None, download: bool = False) -> Examples:
-    """Part of a public data set.
+    """Returns one part of a public data set.
 
     The validation part is a fixed tenth of the official training part, which is then not in "train".
 
     Args:
-        name: mnist, fashion-mnist, kmnist, notmnist (idx files), cifar10 (the binary archive), svhn (.mat files), or uci_NAME
-            and uci_NAME/K for split K (an .npz file with X, y and test_K). Every image set may also be train.npz and test.npz.
-        part: "train", "validation" or "test".
-        folder: holds a folder per set; None: AFTERMAP_DATA, else ~/.cache/aftermap.
-        download: fetch what is missing.
+        name: The data set: mnist, fashion-mnist, kmnist, notmnist (idx files), cifar10 (the binary archive), svhn (.mat
+            files), or uci_NAME and uci_NAME/K for split K (an .npz file with X, y and test_K). Every image set may also
+            be train.npz and test.npz.
+        part: The part to read: "train", "validation" or "test".
+        folder: The folder that holds one folder per set. None means AFTERMAP_DATA, else ~/.cache/aftermap.
+        download: Whether to download what is missing.
 
     Returns:
-        Images from 0 to 1, [N, C, H, W], with their labels.
+        Images [N, C, H, W] with values from 0 to 1, and their labels.
 
     Raises:
-        InputError: an unknown name or part.
-        DataError: files that are missing or damaged; the message says where they should be and how to get them.
+        InputError: The name or the part is unknown.
+        DataError: Files are missing or damaged; the message says where they should be and how to get them.
     """
     checks.choice("part", part, ("train", "validation", "test"))
     at = data_folder(folder)
@@ -293,8 +295,8 @@ def download_named(name: str, folder: str | Path | None = None) -> list[Path]:
     """Fetches the files of a public data set and checks them; files that are there are kept.
 
     Raises:
-        InputError: a set without a place to download it from.
-        DataError: see :func:`aftermap.data.fetch`.
+        InputError: There is no place to download the set from.
+        DataError: The download failed; see :func:`aftermap.data.fetch`.
     """
     known = NAMED.get(name)
     if known is None or not known.files:

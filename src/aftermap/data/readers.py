@@ -31,7 +31,7 @@ _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", "
 
 
 def csv_rows(path: str | Path) -> tuple[list[str], list[list[str]], list[int]]:
-    r"""Header, rows and their line numbers in the file; columns without a header are called column_1, column_2, ...
+    r"""Returns header, rows and their line numbers in the file; columns without a header are called column_1, column_2, ...
 
     The first line is the header if none of its cells is a number. The delimiter (comma, semicolon, tab or bar) is the one
     that occurs most often in the first line.
@@ -93,19 +93,21 @@ def read_csv(
     r"""Reads a table of numbers.
 
     Args:
-        path: the file.
-        target: the column with the targets: its name, or its number from 1 (-1: the last). Whole numbers or words are
+        path: The file to read.
+        target: The column with the targets: its name, or its number from 1 (-1 is the last). Whole numbers or words are
             classes, other numbers are regression targets.
-        columns: the input columns, in this order; None: all but the target and ``drop``.
-        drop: columns that are no inputs, such as an identifier.
-        classes: names of the classes, where they are known from the training data; None: the sorted words of the column.
-        need_targets: refuse a table without targets.
+        columns: The input columns, in this order. None means all but the target and ``drop``.
+        drop: The columns that are no inputs, such as an identifier.
+        classes: The names of the classes, where they are known from the training data. None means the sorted words of
+            the column.
+        need_targets: Whether to refuse a table without targets.
 
     Returns:
         The examples, with the names of their columns and classes.
 
     Raises:
-        DataError: no such file or column, a cell that is not a finite number (with its row and column), an unknown class.
+        DataError: There is no such file or column, a cell is not a finite number (the message names its row and
+            column), or a class is unknown.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp()) / "flowers.csv"
@@ -177,7 +179,7 @@ def _targets(
             return torch.from_numpy(targets.astype(np.int64)), None
         return torch.from_numpy(targets.astype(np.float32)), None
     words = sum(n is None for n in numbers)
-    if classes is None and 0 < words < len(cells) // 2:  # a few words among numbers are mistakes, not classes
+    if classes is None and 0 < words < len(cells) // 2:  # A few words among numbers are mistakes, not classes.
         row = next(i for i, n in enumerate(numbers) if n is None)
         _cell(file, lines[row], column, cells[row])
     names = classes if classes is not None else tuple(sorted(set(cells)))
@@ -194,16 +196,17 @@ def read_npz(path: str | Path, *, part: str | None = None, need_targets: bool = 
     """Reads inputs and targets from an .npz file.
 
     Args:
-        path: the file. Inputs are called x, X, inputs, images, data or features; targets y, targets or labels. A file may
-            hold several parts, such as x_train and x_test (or X_tr and X_te).
-        part: "train", "validation" or "test", for a file with several parts.
-        need_targets: refuse a file without targets.
+        path: The file to read. Inputs are called x, X, inputs, images, data or features; targets y, targets or labels.
+            A file may hold several parts, such as x_train and x_test (or X_tr and X_te).
+        part: The part to read, "train", "validation" or "test", of a file with several parts.
+        need_targets: Whether to refuse a file without targets.
 
     Returns:
         The examples; bytes are pixels and become numbers from 0 to 1.
 
     Raises:
-        DataError: no such file, no .npz file, Python objects inside, or no array of a known name.
+        DataError: There is no such file, it is no .npz file, it has Python objects inside, or no array has a known
+            name.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp()) / "data.npz"
@@ -245,13 +248,13 @@ def read_idx(path: str | Path) -> Tensor:
     """Reads an idx file, plain or compressed with gzip.
 
     Args:
-        path: the file; compression is seen from its first bytes, not from its name.
+        path: The file to read; compression is seen from its first bytes, not from its name.
 
     Returns:
         The array, in its own type: images [N, H, W] in uint8, labels [N] in uint8.
 
     Raises:
-        DataError: no such file, no idx file, or one that is cut short.
+        DataError: There is no such file, it is no idx file, or it is cut short.
 
     References:
         LeCun, Cortes, Burges: The MNIST database (file formats).
@@ -292,18 +295,18 @@ def read_image_folder(
     """Reads a folder with one subfolder of images per class.
 
     Args:
-        path: the folder; images that lie in it directly have no class.
-        size: (height, width) to which images are resized; None: all must have the size of the first.
-        channels: 1 (grey) or 3; None: 1 if every image is grey.
-        classes: names of the subfolders in the order of the class indices; None: sorted.
-        need_targets: refuse a folder without subfolders.
+        path: The folder to read; images that lie in it directly have no class.
+        size: The (height, width) to which images are resized. With None all must have the size of the first.
+        channels: The number of channels, 1 (grey) or 3. None means 1 if every image is grey, else 3.
+        classes: The names of the subfolders in the order of the class indices. None sorts them.
+        need_targets: Whether to refuse a folder without subfolders.
 
     Returns:
-        Inputs [N, C, H, W] from 0 to 1, in the order of the names.
+        The inputs [N, C, H, W] with values from 0 to 1, in the order of the names.
 
     Raises:
-        DataError: no such folder, no images, a file that is no image, or images of different sizes.
-        UnsupportedError: Pillow is not installed.
+        DataError: There is no such folder, it has no images, a file is no image, or images have different sizes.
+        UnsupportedError: The package Pillow is not installed.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():

@@ -30,14 +30,15 @@ class AttackCurve:
     """What an attack does as it grows stronger; each list has one entry per step.
 
     Attributes:
-        steps: step sizes, or numbers of iterations.
-        entropy: mean entropy of the predictive, in nats.
-        accuracy: share of true labels that are still predicted.
-        kept: share of the method's own original predictions that are kept.
-        target: share predicted as the target class (targeted attacks only).
-        n_data: attacked examples.
-        excluded: examples left out because they were predicted as the target before.
-        no_gradient: share of attacked examples whose first gradient was exactly zero: their probabilities are saturated.
+        steps: The step sizes, or the numbers of iterations.
+        entropy: The mean entropy of the predictive at each step, in nats.
+        accuracy: The share of examples whose true label is still predicted.
+        kept: The share of examples for which the method still makes its own original prediction.
+        target: The share of examples predicted as the target class; only targeted attacks have it.
+        n_data: The number of attacked examples.
+        excluded: The number of examples left out because they were predicted as the target before the attack.
+        no_gradient: The share of attacked examples whose first gradient was exactly zero, because their probabilities
+            are saturated.
     """
 
     steps: list[float]
@@ -50,19 +51,20 @@ class AttackCurve:
     no_gradient: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Returns the curve as plain values for JSON."""
         return asdict(self)
 
 
 def input_range(data: Iterable[Any] | Tensor, *, unpack: Unpack | None = None) -> Tensor:
-    """Largest minus smallest value of each input dimension over a data set: the unit of a step.
+    """The largest minus the smallest value of each input dimension over a data set, which is the unit of a step.
 
     Args:
-        data: inputs [N, ...], or batches of (x, y).
-        unpack: turns a batch of another form into (inputs, targets).
+        data: The inputs [N, ...], or batches of (x, y).
+        unpack: A function that turns a batch of another form into (inputs, targets).
 
     Returns:
-        The shape of one input; zero where all inputs agree, such as border pixels, which are then never moved.
+        A tensor of the shape of one input. It is zero where all inputs agree, such as at border pixels, which are then
+        never moved.
 
     >>> input_range(torch.tensor([[0.0, 5.0], [2.0, 5.0]]))
     tensor([2., 0.])
@@ -87,7 +89,7 @@ def _tensor(inputs: Any) -> Tensor:
 
 
 def _predict(predictor: Predictor, x: Tensor, seed: int, options: Mapping[str, Any], **more: Any) -> Prediction:
-    """With the same samples at every call: a generator of the same seed."""
+    """Predicts with the same samples at every call, since each call gets a generator of the same seed."""
     if accepts(predictor, "generator"):
         more["generator"] = torch.Generator().manual_seed(seed)
     prediction = predictor.predict(x, **options, **more)
@@ -101,22 +103,24 @@ def _predict(predictor: Predictor, x: Tensor, seed: int, options: Mapping[str, A
 def log_probability_gradient(
     predictor: Predictor, x: Tensor, labels: Tensor | None, *, seed: int = 0, options: Mapping[str, Any] | None = None
 ) -> Tensor:
-    r"""Gradient in x of log p̄(y | x) of each input's own label.
+    r"""Returns the gradient in x of log p̄(y | x), for each input's own label y.
 
-    Since :math:`\nabla \log \bar p_y = \sum_s w_s \nabla \log p_s`, w_s = p_s / Σ p_s, samples that believe in y count more.
+    Since :math:`\nabla \log \bar p_y = \sum_s w_s \nabla \log p_s` with w_s = p_s / Σ p_s, samples that believe in y
+    count more.
 
     Args:
-        predictor: a classifier that can predict with ``differentiable=True``.
-        x: [N, ...].
-        labels: y [N]; None: the most probable class of each input.
-        seed: of the predictor's samples.
-        options: passed to ``predict``. To attack samples of a posterior, fix them: `baselines.Particles(model, la.ensemble(20))`.
+        predictor: A classifier that can predict with ``differentiable=True``.
+        x: The inputs [N, ...].
+        labels: The labels y [N]. None means the most probable class of each input.
+        seed: The seed of the predictor's samples.
+        options: Options that are passed to ``predict``. To attack samples of a posterior, fix them:
+            `baselines.Particles(model, la.ensemble(20))`.
 
     Returns:
-        [N, ...].
+        The gradients [N, ...], one for each input.
 
     Raises:
-        UnsupportedError: the predictor gives no gradient.
+        UnsupportedError: The predictor gives no gradient.
     """
     if not accepts(predictor, "differentiable"):
         raise UnsupportedError(
@@ -141,11 +145,12 @@ def log_probability_gradient(
 
 @dataclass(frozen=True)
 class Attack(ABC):
-    """An attack, as `evaluate(attacks=[...])` takes it.
+    """An attack on a predictor's inputs, as `evaluate(attacks=[...])` takes it.
 
     Args:
-        scale: size of a unit step in each input dimension, the shape of one input (`input_range`), or a number.
-        clip: (lowest, highest) allowed value; None, the default: no clipping.
+        scale: The size of a unit step in each input dimension, with the shape of one input (see `input_range`), or one
+            number.
+        clip: The (lowest, highest) value that an input may take. None, the default, does not clip.
     """
 
     scale: Tensor | float = 1.0
@@ -154,17 +159,17 @@ class Attack(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What it is called in results."""
+        """The name of the attack in results."""
 
     @abstractmethod
     def inputs(
         self, predictor: Predictor, x: Tensor, labels: Tensor, seed: int, options: Mapping[str, Any]
     ) -> tuple[list[float], list[Tensor], Tensor]:
-        """Steps, the attacked inputs at each, and the first gradient."""
+        """Returns the steps, the attacked inputs at each step, and the first gradient."""
 
     @property
     def target_class(self) -> int | None:
-        """The class that it aims at, if any."""
+        """The class that the attack aims at, or None."""
         return None
 
     def _clipped(self, x: Tensor) -> Tensor:
@@ -186,18 +191,18 @@ class Attack(ABC):
         unpack: Unpack | None = None,
         max_examples: int | None = None,
     ) -> AttackCurve:
-        """Attacks a data set.
+        """Attacks a data set and returns what happens as the attack grows stronger.
 
         Args:
-            predictor: the method; its own predictive is attacked, with the same samples at every step.
-            data: batches of (x, y).
-            seed: of the predictor's samples.
-            options: passed to ``predict``.
-            unpack: turns a batch of another form into (inputs, targets).
-            max_examples: stop after so many.
+            predictor: The method whose own predictive is attacked, with the same samples at every step.
+            data: Batches of (x, y).
+            seed: The seed of the predictor's samples.
+            options: Options that are passed to ``predict``.
+            unpack: A function that turns a batch of another form into (inputs, targets).
+            max_examples: The number of examples after which to stop. None attacks all of them.
 
         Returns:
-            Entropy and accuracies along the strength of the attack.
+            The entropy and the accuracies along the strength of the attack.
         """
         model = model_of(predictor)
         device = torch.device("cpu") if model is None else check_device(model)[0]
@@ -221,7 +226,7 @@ class Attack(ABC):
                 x, y = x[keep], y[keep]
                 if len(x) == 0:
                     continue
-                with torch.no_grad():  # again: samples such as dropout masks belong to a batch
+                with torch.no_grad():  # Predict again, since samples such as dropout masks belong to one batch.
                     before = _predict(predictor, x, seed, chosen).labels
             steps, moved, gradient = self.inputs(predictor, x, y, seed, chosen)
             stuck += int((gradient.flatten(1) == 0).all(1).sum())
@@ -253,15 +258,15 @@ def _check_steps(steps: Sequence[float]) -> list[float]:
 @final
 @dataclass(frozen=True)
 class FGSM(Attack):
-    r"""Untargeted fast gradient sign: away from the class that the method finds most probable.
+    r"""The untargeted fast gradient sign attack: it moves away from the class that the method finds most probable.
 
     .. math::
         x_\mathrm{adv} = x - \eta \odot \mathrm{sgn}(\nabla_x \max_y \log \bar p(y \mid x))
 
     Args:
-        scale: per-dimension size of a unit step; for seed experiments `input_range(test_loader)`.
-        clip: see `Attack`.
-        steps: the η to try.
+        scale: The size of a unit step in each dimension, such as `input_range(test_loader)`.
+        clip: The range that inputs are clipped to; see `Attack`.
+        steps: The step sizes η to try.
 
     References:
         Goodfellow, Shlens, Szegedy 2015; Ritter, Botev, Barber 2018, section 5.3.
@@ -285,17 +290,17 @@ class FGSM(Attack):
 @final
 @dataclass(frozen=True)
 class TargetedAttack(Attack):
-    r"""Iterated attack towards one class; inputs that are predicted as it already are left out.
+    r"""An iterated attack towards one class; inputs that are already predicted as that class are left out.
 
     .. math::
         x^{(t+1)} = x^{(t)} + \eta \odot \mathrm{sgn}(\nabla_x \log \bar p(y_\mathrm{target} \mid x^{(t)})), \quad x^{(0)} = x
 
     Args:
-        scale: per-dimension size of a unit step.
-        clip: see `Attack`.
-        target: the class.
-        step: η.
-        iterations: T; the curve has T + 1 entries.
+        scale: The size of a unit step in each dimension.
+        clip: The range that inputs are clipped to; see `Attack`.
+        target: The index of the class to aim at.
+        step: The step size η.
+        iterations: The number T of iterations; the curve has T + 1 entries.
 
     References:
         Ritter, Botev, Barber 2018, section 5.3, following Li, Gal 2017.
@@ -330,17 +335,18 @@ class TargetedAttack(Attack):
 @final
 @dataclass(frozen=True)
 class PGD(Attack):
-    r"""Projected gradient: the lowest probability of the true label in a box of size ε (scaled) around the input.
+    r"""The projected gradient attack: the lowest probability of the true label in a box of size ε (scaled) around the input.
 
     .. math::
         x^{(t+1)} = \Pi_{|x' - x| \le \epsilon \odot s}\big(x^{(t)} - \alpha \odot \mathrm{sgn}(\nabla_x \log \bar p(y \mid x^{(t)}))\big)
 
     Args:
-        scale: s, per-dimension size of a unit step.
-        clip: see `Attack`.
-        steps: the ε to try.
-        iterations: T; α = 2.5 ε / T, so that every corner can be reached.
-        random_start: start anywhere in the box.
+        scale: The size s of a unit step in each dimension.
+        clip: The range that inputs are clipped to; see `Attack`.
+        steps: The box sizes ε to try.
+        iterations: The number T of iterations. Each moves by α = 2.5 ε / T, so that every corner of the box can be
+            reached.
+        random_start: Whether to start at a random point of the box instead of at the input.
 
     References:
         Madry et al. 2018, Towards deep learning models resistant to adversarial attacks, section 2.1.

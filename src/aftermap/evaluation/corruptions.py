@@ -31,11 +31,11 @@ def rotate(images: Tensor, degrees: float) -> Tensor:
     """Rotates images counter-clockwise about their centre; corners that come from outside are zero.
 
     Args:
-        images: [N, C, H, W].
-        degrees: the angle; a multiple of 90 of square images is exact.
+        images: The images [N, C, H, W].
+        degrees: The angle. For square images a multiple of 90 is exact.
 
     Returns:
-        [N, C, H, W].
+        The rotated images [N, C, H, W].
 
     >>> rotate(torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]]), 90.0)
     tensor([[[[2., 4.],
@@ -48,7 +48,8 @@ def rotate(images: Tensor, degrees: float) -> Tensor:
         return torch.rot90(images, round(quarters) % 4, (-2, -1))
     angle = math.radians(degrees)
     cos, sin = math.cos(angle), math.sin(angle)
-    # The grid's coordinates run from −1 to 1 in both directions, whatever the sides: undo that for images that are not square.
+    # The grid's coordinates run from −1 to 1 along both sides, which would distort images that are not square: undo
+    # that.
     ratio = height / width
     matrix = torch.tensor([[cos, -sin * ratio, 0.0], [sin / ratio, cos, 0.0]], dtype=images.dtype, device=images.device)
     grid = F.affine_grid(matrix.expand(len(images), 2, 3), list(images.shape), align_corners=False)
@@ -111,21 +112,21 @@ def corrupt(images: Tensor, kind: str, severity: int, *, generator: torch.Genera
     """Corrupts images with values in [0, 1].
 
     Args:
-        images: [N, C, H, W].
-        kind: one of ``CORRUPTIONS``: gaussian_noise, shot_noise, gaussian_blur, contrast, brightness, pixelate, or rotation
-            (by 15 degrees per severity).
-        severity: 1 (mild) to 5; 0 gives the images themselves.
-        generator: for noise.
+        images: The images [N, C, H, W].
+        kind: The kind of corruption, one of ``CORRUPTIONS``: gaussian_noise, shot_noise, gaussian_blur, contrast,
+            brightness, pixelate, or rotation (by 15 degrees per severity).
+        severity: The strength, from 1 (mild) to 5; 0 gives the images themselves.
+        generator: The source of the random noise.
 
     Returns:
-        [N, C, H, W].
+        The corrupted images [N, C, H, W].
 
     Raises:
-        InputError: an unknown kind or severity.
-        ShapeError: what is no batch of images.
+        InputError: The kind or the severity is unknown.
+        ShapeError: The input is no batch of images.
 
     References:
-        After Hendrycks, Dietterich 2019; severities are for small images, not theirs.
+        After Hendrycks, Dietterich 2019; the severities are chosen for small images and differ from theirs.
 
     >>> corrupt(torch.zeros(2, 1, 4, 4), "brightness", 2).mean()
     tensor(0.1000)
@@ -137,14 +138,14 @@ def corrupt(images: Tensor, kind: str, severity: int, *, generator: torch.Genera
 
 
 class Corrupted:
-    """A data set with corrupted images, the same at every pass.
+    """A data set with corrupted images, which are the same at every pass.
 
     Args:
-        data: batches of (images, y).
-        kind: of corruption.
-        severity: 0 to 5.
-        seed: of the noise.
-        unpack: turns a batch of another form into (inputs, targets).
+        data: Batches of (images, y).
+        kind: The kind of corruption; see `corrupt`.
+        severity: The strength, from 0 (the images themselves) to 5.
+        seed: The seed of the noise.
+        unpack: A function that turns a batch of another form into (inputs, targets).
 
     >>> [x.max().item() for x, _ in Corrupted([(torch.zeros(2, 1, 4, 4), torch.zeros(2))], "brightness", 1)]
     [0.05...]

@@ -43,12 +43,12 @@ _COVERAGES = (0.8, 0.9)
 
 
 class Bootstrap:
-    """Intervals for several metrics of the same data: every metric sees the same resamples.
+    """Bootstrap intervals for several metrics of the same data, all computed with the same resamples.
 
     Args:
-        n_resamples: 0: no intervals.
-        level: of the intervals.
-        seed: of the resamples.
+        n_resamples: The number of resamples; 0 gives no intervals.
+        level: The confidence level of the intervals.
+        seed: The seed that the resamples are drawn with.
     """
 
     def __init__(self, n_resamples: int, level: float, seed: int):
@@ -77,7 +77,7 @@ def _mean(values: Tensor) -> float:
 
 
 def as_classes(prediction: Prediction, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor, Tensor]:
-    """Probabilities [M, C], labels [M] and the entropy [M] of every position that counts; a binary output is two classes."""
+    """Returns probabilities [M, C], labels [M] and entropy [M] of every position that counts; a binary output is two classes."""
     if prediction.kind == "binary":
         p = prediction.mean.double()
         y = aligned(p, targets, p.shape[-1], "evaluate")
@@ -93,7 +93,7 @@ def as_classes(prediction: Prediction, targets: Tensor, ignore_index: int = -100
 
 
 def class_metrics(probs: Tensor, labels: Tensor, uncertainty: Tensor, boot: Bootstrap) -> dict[str, Metric]:
-    """Accuracy, proper scores, calibration, and how well the uncertainty finds the errors."""
+    """Returns accuracy, proper scores, calibration errors, and how well the uncertainty finds the errors."""
     wrong = m.misclassified(probs, labels)
     scores = uncertainty.double()
     metrics = {
@@ -113,7 +113,7 @@ def class_metrics(probs: Tensor, labels: Tensor, uncertainty: Tensor, boot: Boot
         metrics[f"accuracy_at_{coverage:.0%}".replace("%", "")] = _point(
             m.accuracy_at_coverage(scores, wrong, coverage=coverage)
         )
-    if 0 < int(wrong.sum()) < len(wrong):  # without both kinds there is nothing to tell apart
+    if 0 < int(wrong.sum()) < len(wrong):  # Without both right and wrong answers there is nothing to tell apart.
         metrics["auroc_errors"] = boot(m.auroc, scores, wrong, strata=wrong)
         metrics["fpr95_errors"] = _point(m.fpr_at_tpr(scores, wrong))
     return metrics
@@ -124,7 +124,7 @@ def _point(value: float) -> Metric:
 
 
 def class_curves(probs: Tensor, labels: Tensor, uncertainty: Tensor) -> dict[str, dict[str, list[float]]]:
-    """Reliability bins, risk against coverage, and the inverse ECDF of the entropy of right and wrong answers."""
+    """Returns reliability bins, risk against coverage, and the inverse ECDF of the entropy of right and of wrong answers."""
     wrong = m.misclassified(probs, labels)
     bins = m.reliability_bins(probs, labels)
     risk = m.risk_coverage(uncertainty.double(), wrong)
@@ -143,7 +143,7 @@ def class_curves(probs: Tensor, labels: Tensor, uncertainty: Tensor) -> dict[str
 
 
 def inverse_ecdf(values: Tensor) -> dict[str, list[float]]:
-    """Share of values above each threshold, thinned for a figure."""
+    """Returns the share of values above each threshold, thinned for a figure."""
     curve = m.inverse_ecdf(values.double())
     return {"threshold": _thin(curve.thresholds), "share_above": _thin(curve.fraction)}
 
@@ -154,7 +154,7 @@ def _thin(values: Tensor, most: int = 400) -> list[float]:
 
 
 def regression_metrics(prediction: Prediction, targets: Tensor, boot: Bootstrap) -> dict[str, Metric]:
-    """Error, proper scores, and coverage and width of intervals for new targets (noise included)."""
+    """Returns the error, proper scores, and the coverage and width of intervals for new targets (noise included)."""
     mean = prediction.mean.double()
     y = aligned(mean, targets, mean.shape[-1], "evaluate")
     metrics = {"rmse": boot(m.rmse, mean.flatten(1), y.flatten(1))}
@@ -180,7 +180,7 @@ def regression_metrics(prediction: Prediction, targets: Tensor, boot: Bootstrap)
 
 
 def regression_curves(prediction: Prediction, targets: Tensor) -> dict[str, dict[str, Sequence[float]]]:
-    """Calibration of intervals and the risk when the most uncertain inputs are set aside."""
+    """Returns the calibration of intervals, and the risk when the most uncertain inputs are set aside."""
     if prediction.kind != "regression":
         return {}
     mean, total = prediction.mean.double(), prediction.total.double()
@@ -212,32 +212,36 @@ def evaluate(
 ) -> Results:
     """Evaluates a predictor on test data, on data that it should find unusual, and under attack.
 
-    Classification (and binary outputs, as two classes): accuracy, NLL, Brier score, calibration errors, area under the
-    risk-coverage curve, accuracy at 80 and 90 % coverage, AUROC and FPR95 of finding errors by entropy. Regression and counts:
-    RMSE, NLL, coverage and width of intervals, and for a regression CRPS, interval score, chi-square and miscalibration area.
+    For classification (and binary outputs, taken as two classes) the numbers are accuracy, NLL, Brier score, calibration
+    errors, area under the risk-coverage curve, accuracy at 80 and 90 % coverage, and AUROC and FPR95 of finding errors
+    by entropy. For regression and counts they are RMSE, NLL, coverage and width of intervals, and for a regression also
+    CRPS, interval score, chi-square and miscalibration area.
 
     Args:
-        predictor: anything with ``predict(x) -> Prediction``; for a plain network `baselines.Deterministic(model)`.
-        data: batches of (x, y).
-        ood: name -> batches of (x, anything) or x with targets None; of the same input shape.
-        attacks: `FGSM(...)`, `TargetedAttack(...)`, `PGD(...)`.
-        scores: for OOD: entropy, mutual_information, variance, max_probability; None: all that the predictor has.
-        name: in tables; None: the predictor's class.
-        options: passed to every ``predict``, such as ``{"kind": "sampling", "samples": 30}``.
-        unpack: turns a batch of another form into (inputs, targets).
-        n_resamples: of the bootstrap; 0: no intervals.
-        level: of the intervals.
-        seed: of the bootstrap, and of the predictor's samples where it takes a generator.
-        table: keep one row per input.
-        attack_options: passed to ``predict`` under attack instead of ``options``: a smaller, fixed ensemble.
-        max_attacked: attack only so many examples; None: all.
+        predictor: Any object with ``predict(x) -> Prediction``; for a plain network `baselines.Deterministic(model)`.
+        data: The test data, as batches of (x, y).
+        ood: The data sets to find unusual, by name: batches of (x, anything), or of x with targets None, with the same
+            input shape.
+        attacks: The attacks to run: `FGSM(...)`, `TargetedAttack(...)`, `PGD(...)`.
+        scores: The scores to detect unusual data with: entropy, mutual_information, variance, max_probability. None
+            means all that the predictor has.
+        name: The predictor's name in tables. None means the name of its class.
+        options: Options that are passed to every ``predict``, such as ``{"kind": "sampling", "samples": 30}``.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        n_resamples: The number of bootstrap resamples; 0 gives no intervals.
+        level: The confidence level of the intervals.
+        seed: The seed of the bootstrap, and of the predictor's samples where it takes a generator.
+        table: Whether to keep a table with one row per input.
+        attack_options: Options that are passed to ``predict`` under attack instead of ``options``, such as a smaller,
+            fixed ensemble.
+        max_attacked: The greatest number of examples to attack. None attacks all of them.
 
     Returns:
-        Numbers with intervals, the table of inputs, curves, and provenance.
+        Numbers with intervals, the table of inputs, the curves, and where they come from.
 
     Raises:
-        InputError, DataError, ShapeError: what is no predictor, data without targets, labels out of range, OOD data of another
-            shape, an unknown score.
+        InputError, DataError, ShapeError: The first argument is no predictor, the data have no targets, labels are out
+            of range, OOD data have another shape, or a score is unknown.
 
     >>> from aftermap.baselines import Deterministic
     >>> x, y = torch.eye(3).repeat(5, 1), torch.arange(3).repeat(5)
@@ -308,7 +312,7 @@ def _outside(
 
 
 def _peek(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
-    """The first batch, and the data; a generator, which can be read once only, is kept in a list."""
+    """Returns the first batch and the data; a generator, which can be read only once, is kept in a list."""
     if iter(data) is data:
         data = list(data)
     return next(iter(data), None), data
@@ -408,5 +412,5 @@ def _facts(
 
 
 def _shown(value: Any) -> Any:
-    """An option as it goes into the provenance: a number or word as it is, anything larger by its type."""
+    """Returns an option as it goes into the provenance: a number or word as it is, anything larger by its type."""
     return value if value is None or isinstance(value, bool | int | float | str) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Out-of-distribution detection: can a score tell other data from the data a network knows?"""
+"""Out-of-distribution detection: how well a score tells other data from the data that a network knows."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Detection", "available_scores", "check_scores", "detection", "detect
 
 @dataclass(frozen=True)
 class Detection:
-    """How well one score separates a set from the usual data; outside = positive, higher = more unusual.
+    """How well one score separates another set (the positives) from the usual data; a higher score means more unusual.
 
     Attributes:
-        auroc: area under the ROC curve, with its interval (value, lower, upper).
-        aupr_out: area under the precision-recall curve, outside as positive.
-        aupr_in: the same with inside as positive.
-        fpr95: false alarms when 95 % of the outside inputs are found.
-        mean_inside: mean score of usual data.
-        mean_outside: mean score of the other set.
+        auroc: The area under the ROC curve, with its interval (value, lower, upper).
+        aupr_out: The area under the precision-recall curve with the outside set as positives.
+        aupr_in: The area under the precision-recall curve with the usual data as positives.
+        fpr95: The share of false alarms when 95 % of the outside inputs are found.
+        mean_inside: The mean score of the usual data.
+        mean_outside: The mean score of the other set.
     """
 
     auroc: tuple[float, float, float]
@@ -44,7 +44,7 @@ def check_scores(scores: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def available_scores(prediction: Prediction, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Every score that a prediction has [N], or those wanted; a wanted one that is not defined raises."""
+    """Returns every score that a prediction has [N], or those wanted; a wanted score that is not defined raises an error."""
     scores = {}
     for name in SCORES if wanted is None else check_scores(wanted):
         try:
@@ -63,20 +63,20 @@ def detection(
     level: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> Detection:
-    """Judges scores of usual data [N] and of another set [M].
+    """Judges how well scores tell usual data [N] from another set [M].
 
     Args:
-        inside: scores of usual data.
-        outside: scores of the other set.
-        n_resamples: of the bootstrap; 0: no interval.
-        level: of the interval.
-        generator: for the bootstrap.
+        inside: The scores of the usual data [N].
+        outside: The scores of the other set [M].
+        n_resamples: The number of bootstrap resamples; 0 gives no interval.
+        level: The confidence level of the interval.
+        generator: The source of the random resamples.
 
     Returns:
-        The numbers.
+        The areas and rates that describe the detection.
 
     Raises:
-        DataError, ShapeError: an empty set, NaN, or what is no vector.
+        DataError, ShapeError: A set is empty, has a NaN, or is no vector.
 
     >>> detection(torch.tensor([0.1, 0.2]), torch.tensor([0.3, 0.4]), n_resamples=0).auroc
     (1.0, 1.0, 1.0)
@@ -108,7 +108,7 @@ def detections(
     level: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> dict[str, dict[str, Detection]]:
-    """Every score on every set: set -> score -> Detection."""
+    """Judges every score on every set, and returns for each set a mapping from the score's name to its `Detection`."""
     usual = available_scores(inside, scores)
     result: dict[str, dict[str, Detection]] = {}
     for name, prediction in outside.items():

@@ -32,19 +32,19 @@ class Predictor(Protocol):
     """Anything that predicts: Laplace, an optimiser's posterior, every baseline, or an object of your own."""
 
     def predict(self, x: Any, **options: Any) -> Prediction:
-        """A Prediction for inputs x."""
+        """Returns a Prediction for the inputs x."""
         ...
 
 
 @dataclass(frozen=True)
 class PredictedData:
-    """Predictions for a data set, without the samples, and what belongs to them.
+    """The predictions for a data set, without their samples, and what belongs to them.
 
     Attributes:
-        prediction: of all N examples, on the CPU.
-        targets: [N, ...], or None if the data have none.
-        data_hash: SHA-256 of inputs and targets, in order.
-        input_shape: shape of one example's (first) input.
+        prediction: The prediction for all N examples, on the CPU.
+        targets: The targets [N, ...], or None if the data have none.
+        data_hash: The SHA-256 hash of inputs and targets, in order.
+        input_shape: The shape of one example's (first) input.
     """
 
     prediction: Prediction
@@ -54,7 +54,7 @@ class PredictedData:
 
 
 def check_predictor_object(predictor: object) -> Predictor:
-    """Raises unless the object predicts."""
+    """Returns the object if it can predict, and raises an error otherwise."""
     if not isinstance(predictor, Predictor):
         hint = ""
         if isinstance(predictor, nn.Module):
@@ -64,13 +64,13 @@ def check_predictor_object(predictor: object) -> Predictor:
 
 
 def accepts(predictor: Predictor, name: str) -> bool:
-    """Whether ``predict`` takes an argument of this name."""
+    """Tells whether ``predict`` takes an argument of this name."""
     known = inspect.signature(predictor.predict).parameters
     return name in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
 
 def model_of(predictor: object) -> nn.Module | None:
-    """The network behind a predictor, if it shows one."""
+    """The network behind a predictor, or None if the predictor shows none."""
     model = getattr(predictor, "model", None)
     return model if isinstance(model, nn.Module) else None
 
@@ -87,18 +87,18 @@ def predict_all(
     """Predicts a whole data set, batch by batch.
 
     Args:
-        predictor: the method.
-        data: batches of (x, y).
-        options: passed to ``predict``.
-        unpack: turns a batch of another form into (inputs, targets).
-        need_targets: refuse data without targets.
-        keep_samples: keep the S samples of every example (memory: S times the mean).
+        predictor: The method that predicts.
+        data: Batches of (x, y).
+        options: Options that are passed to ``predict``.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        need_targets: Whether to refuse data without targets.
+        keep_samples: Whether to keep the S samples of every example, which takes S times the memory of the mean.
 
     Returns:
         The predictions with their targets.
 
     Raises:
-        DataError: data without targets, or that are empty.
+        DataError: The data are empty, or have no targets although they are needed.
     """
     model = model_of(predictor)
     device = torch.device("cpu") if model is None else check_device(model)[0]
@@ -140,7 +140,7 @@ def without_samples(prediction: Prediction, *, keep_samples: bool = False) -> Pr
 
 
 def _variance(prediction: Prediction) -> Tensor | None:
-    """What the score "variance" needs: the latent variance, else that of the sampled probabilities."""
+    """Returns what the score "variance" needs: the latent variance if there is one, else that of the sampled probabilities."""
     if prediction.kind not in ("classification", "binary"):
         return prediction.latent_var
     if prediction.latent_var is not None or prediction.latent_cov is not None or prediction.samples is not None:

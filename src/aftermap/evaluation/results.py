@@ -23,11 +23,11 @@ from aftermap.lazy import lazy_attribute
 __all__ = ["SCHEMA", "Comparison", "Metric", "Results", "Table", "compare", "provenance", "to_plain", "write_json"]
 
 SCHEMA = 1
-_HIGHER = ("accuracy", "auroc", "aupr", "coverage")  # of metrics whose names begin so, more is better
+_HIGHER = ("accuracy", "auroc", "aupr", "coverage")  # For metrics whose names begin so, a higher value is better.
 
 
 class Table(dict[str, list[Any]]):
-    """Columns of equal length: a plain dict of lists; ``str`` draws it.
+    """A table of columns of equal length: a plain dict of lists, which ``str`` draws.
 
     >>> print(Table({"layer": ["0", "2"], "share": [0.25, 0.75]}))
     layer  share
@@ -38,11 +38,11 @@ class Table(dict[str, list[Any]]):
 
     @property
     def n_rows(self) -> int:
-        """How many rows there are."""
+        """The number of rows of the table."""
         return len(next(iter(self.values()), []))
 
     def __str__(self) -> str:
-        """Text with aligned columns; columns whose name ends in "share" are per cent."""
+        """Returns the table as text with aligned columns; columns whose name ends in "share" are shown in per cent."""
         cells = {k: [_shown(k, v) for v in values] for k, values in self.items()}
         if not cells:
             return "(nothing)"
@@ -69,7 +69,7 @@ def _shown(column: str, value: Any) -> str:
 
 
 def to_plain(thing: Any) -> Any:
-    """Values for JSON; a number that is not finite becomes null, which every reader understands.
+    """Returns plain values for JSON; a number that is not finite becomes null, which every reader understands.
 
     >>> to_plain({"a": (1.0, float("nan"))})
     {'a': [1.0, None]}
@@ -90,7 +90,7 @@ def to_plain(thing: Any) -> Any:
 
 
 def write_json(content: Mapping[str, Any], path: str | Path | None) -> str:
-    """JSON text, also written to ``path`` if given (first to a neighbour, then moved into place)."""
+    """Returns JSON text, and writes it to ``path`` if given (first to a neighbouring file, which is then moved into place)."""
     text = json.dumps(content, indent=2, allow_nan=False)
     if path is not None:
         target = Path(path)
@@ -102,7 +102,7 @@ def write_json(content: Mapping[str, Any], path: str | Path | None) -> str:
 
 @dataclass(frozen=True)
 class Metric:
-    """A number with a confidence interval; the interval is the number itself where none was asked for."""
+    """A number with a confidence interval; where no interval was asked for, both its ends are the number itself."""
 
     value: float
     lower: float
@@ -119,15 +119,16 @@ class Results:
     """The evaluation of one predictor.
 
     Attributes:
-        name: of the predictor.
-        kind: of the task.
-        n_data: examples.
-        metrics: by name.
-        ood: set -> score -> metric by name.
-        attacks: attack -> curve: name -> list of numbers.
-        table: one column per fact, one row per input (of the test data, and of every OOD set; see column "set").
-        curves: what figures draw: name -> column -> list of numbers.
-        provenance: versions, seeds, hashes of the data, settings, time.
+        name: The name of the predictor.
+        kind: The kind of task.
+        n_data: The number of test examples.
+        metrics: The metrics by name.
+        ood: The metrics of detection, by data set, score and name.
+        attacks: For each attack the lists of its curve, by name.
+        table: One column per fact and one row per input of the test data and of every OOD set (the column "set" tells
+            which).
+        curves: The columns of numbers that figures draw, by curve and column.
+        provenance: Where the numbers come from: versions, seeds, hashes of the data, settings and time.
     """
 
     name: str
@@ -141,14 +142,14 @@ class Results:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
-        """The value of a metric: ``results["nll"]``; of a detection: ``results["kmnist/entropy/auroc"]``."""
+        """The value of a metric, as in ``results["nll"]``, or of a detection, as in ``results["kmnist/entropy/auroc"]``."""
         flat = self.flat()
         if name not in flat:
             raise InputError(f"there is no number called {name!r}; there are: {', '.join(flat)}")
         return flat[name].value
 
     def flat(self) -> dict[str, Metric]:
-        """Every number: metrics by name, detections as set/score/metric."""
+        """Returns every number: metrics by name, and detections as set/score/metric."""
         flat = dict(self.metrics)
         for data, scores in self.ood.items():
             for score, numbers in scores.items():
@@ -156,7 +157,7 @@ class Results:
         return flat
 
     def to_dict(self, *, table: bool = True) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Returns the results as plain values for JSON."""
         content: dict[str, Any] = {
             "schema": SCHEMA,
             "name": self.name,
@@ -173,7 +174,7 @@ class Results:
         return content
 
     def to_json(self, path: str | Path | None = None, *, table: bool = True) -> str:
-        """JSON text, also written to ``path`` if given (first to a neighbour, then moved into place)."""
+        """Returns JSON text, and writes it to ``path`` if given (first to a neighbouring file, which is then moved into place)."""
         text = json.dumps(self.to_dict(table=table), indent=2, allow_nan=False)
         if path is not None:
             target = Path(path)
@@ -184,7 +185,7 @@ class Results:
 
     @staticmethod
     def from_json(source: str | Path) -> Results:
-        """Reads what :meth:`to_json` wrote: a path, or the text itself."""
+        """Reads what :meth:`to_json` wrote, from a path or from the text itself."""
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         text = str(source) if is_text else Path(source).read_text(encoding="utf-8")
         try:
@@ -209,10 +210,10 @@ class Results:
         )
 
     def to_frame(self) -> Any:
-        """The table of inputs as a pandas data frame.
+        """Returns the table of inputs as a pandas data frame.
 
         Raises:
-            UnsupportedError: pandas is not installed.
+            UnsupportedError: The package pandas is not installed.
         """
         try:
             pandas = import_module("pandas")
@@ -224,12 +225,13 @@ class Results:
         """Writes these results as one self-contained HTML file (needs ``pip install 'aftermap[plot]'``).
 
         Args:
-            path: of the file.
-            map: the evaluation of the network alone on the same data, to compare with.
-            options: of `aftermap.analysis.report.write_report`: where, title, settings, images, classes, threshold, figures.
+            path: The file to write.
+            map: The evaluation of the network alone on the same data, to compare with.
+            options: Options of `aftermap.analysis.report.write_report`: where, title, settings, images, classes,
+                threshold, figures.
 
         Returns:
-            The path.
+            The path of the file.
         """
         write = lazy_attribute("aftermap.analysis.report", "write_report")
         return Path(write(path, bayesian=self, map=map, **options))
@@ -246,7 +248,7 @@ def _metric(content: Mapping[str, Any]) -> Metric:
 
 
 def provenance(**facts: Any) -> dict[str, Any]:
-    """Versions of what computed the numbers, the time, and the given facts.
+    """Returns the versions of what computed the numbers, the time, and the given facts.
 
     >>> sorted(provenance(seed=3))
     ['aftermap', 'numpy', 'platform', 'python', 'seed', 'time', 'torch']
@@ -268,12 +270,12 @@ def provenance(**facts: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Several predictors side by side.
+    """Several predictors side by side, with one row each.
 
     Attributes:
-        columns: names of numbers.
-        rows: predictor -> number by name; a missing one is left out.
-        extras: predictor -> more facts, such as seconds and megabytes.
+        columns: The names of the numbers that are compared.
+        rows: For each predictor its numbers by name; missing ones are left out.
+        extras: For each predictor more facts, such as seconds and megabytes.
     """
 
     columns: tuple[str, ...]
@@ -281,11 +283,11 @@ class Comparison:
     extras: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Plain values: predictor -> number -> {value, lower, upper}."""
+        """Returns plain values: for each predictor and number a dict of value, lower and upper."""
         return {name: {**to_plain(row), **to_plain(self.extras.get(name, {}))} for name, row in self.rows.items()}
 
     def best(self, column: str) -> str:
-        """The predictor with the best value: the highest accuracy or AUROC, the lowest of anything else."""
+        """The predictor with the best value: the highest for an accuracy or AUROC, the lowest for anything else."""
         values = {n: row[column].value for n, row in self.rows.items() if column in row}
         if not values:
             raise InputError(f"no predictor has a number called {column!r}; there are: {', '.join(self.columns)}")
@@ -319,18 +321,19 @@ def compare(
     *,
     extras: Mapping[str, Mapping[str, float]] | None = None,
 ) -> Comparison:
-    """Several evaluations on the same data in one table.
+    """Puts several evaluations on the same data into one table.
 
     Args:
-        results: of several predictors; a mapping names them anew.
-        columns: names of numbers, as in ``Results.flat``; None: all metrics, and the AUROC of every detection.
-        extras: predictor -> more numbers to show.
+        results: The results of several predictors; a mapping gives them new names.
+        columns: The names of numbers, as in ``Results.flat``. None means all metrics, and the AUROC of every detection.
+        extras: More numbers to show, for each predictor by name.
 
     Returns:
-        The table; ``str`` draws it, ``to_dict`` gives its numbers.
+        The table; ``str`` draws it, and ``to_dict`` gives its numbers.
 
     Raises:
-        InputError: nothing to compare, a name twice, evaluations on different data, or an unknown column.
+        InputError: There is nothing to compare, a name stands twice, the evaluations are on different data, or a column
+            is unknown.
     """
     named = dict(results) if isinstance(results, Mapping) else {r.name: r for r in results}
     if not named or len(named) != len(results):

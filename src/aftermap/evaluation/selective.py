@@ -20,15 +20,15 @@ _STEPS = 200
 
 @dataclass(frozen=True)
 class Threshold:
-    """Flag an input if its score is **above** ``value``.
+    """A rule that flags an input if its score is **above** ``value``.
 
     Attributes:
-        value: the threshold; infinity where the data are too few for the promise.
-        score: the kind of score, as in ``Prediction.score``.
-        false_alarm_rate: α, the rate that is promised on data like the calibration data.
-        confidence: None: the rate holds on average over calibration sets (conformal); a number δ: it holds for this one
-            with probability δ.
-        n_data: size of the calibration data.
+        value: The threshold; infinite where the data are too few for the promise.
+        score: The kind of score, as in ``Prediction.score``.
+        false_alarm_rate: The rate α that is promised on data like the calibration data.
+        confidence: With None the rate holds on average over calibration sets (conformal); with a number δ it holds for
+            this calibration set with probability δ.
+        n_data: The number of calibration data.
     """
 
     value: float
@@ -38,11 +38,11 @@ class Threshold:
     n_data: int
 
     def flag(self, scores: Tensor) -> Tensor:
-        """Which inputs to flag [N]."""
+        """Tells which inputs [N] to flag."""
         return scores > self.value
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; an infinite threshold is null."""
+        """Returns plain values for JSON; an infinite threshold is null."""
         return {**asdict(self), "value": self.value if math.isfinite(self.value) else None}
 
     @staticmethod
@@ -54,7 +54,7 @@ class Threshold:
 def choose_threshold(
     scores: Tensor, *, false_alarm_rate: float = 0.05, confidence: float | None = None, score: str = "entropy"
 ) -> Threshold:
-    r"""The lowest threshold whose false alarms on data like these are bounded.
+    r"""Returns the lowest threshold whose false alarms on data like these are bounded.
 
     With sorted scores s₍₁₎ ≤ … ≤ s₍ₙ₎ of usual data, the threshold is s₍ₖ₎ with
 
@@ -64,17 +64,18 @@ def choose_threshold(
       calibration set, its false-alarm rate is at most α (the one-sided Clopper-Pearson bound).
 
     Args:
-        scores: of held-out usual data [N], higher = more unusual; not of the training data.
-        false_alarm_rate: α, in (0, 1).
-        confidence: δ in (0, 1), or None.
-        score: the kind of score, kept with the threshold.
+        scores: The scores of held-out usual data [N], not of the training data; a higher score means more unusual.
+        false_alarm_rate: The rate α of false alarms to promise, in (0, 1).
+        confidence: The probability δ in (0, 1) that the promise holds for this calibration set, or None for a promise
+            on average.
+        score: The kind of score, which is kept with the threshold.
 
     Returns:
-        The threshold; infinite, so that nothing is flagged, if n is too small for the promise.
+        The threshold. It is infinite, so that nothing is flagged, if n is too small for the promise.
 
     Raises:
-        DataError: no scores, or NaN.
-        InputError: rates outside (0, 1).
+        DataError: There are no scores, or some are NaN.
+        InputError: A rate lies outside (0, 1).
 
     References:
         Vovk, Gammerman, Shafer 2005, Algorithmic learning in a random world; Wilks 1941 (tolerance limits).
@@ -94,7 +95,7 @@ def choose_threshold(
         rank = math.ceil((n + 1) * (1 - false_alarm_rate) - 1e-9)
     else:
         checks.fraction("confidence", confidence, advice="Write 5 % as 0.05")
-        cumulative = _binomial_cdf(n, 1 - false_alarm_rate)  # P(Bin ≤ j), j = 0..n
+        cumulative = _binomial_cdf(n, 1 - false_alarm_rate)  # P(Bin ≤ j) for j = 0..n
         enough = (cumulative[:n] >= confidence).nonzero()
         rank = int(enough[0]) + 1 if len(enough) else n + 1
     value = float(ordered[rank - 1]) if rank <= n else math.inf
@@ -109,18 +110,18 @@ def _binomial_cdf(n: int, p: float) -> Tensor:
 
 
 def clopper_pearson(events: int, trials: int, *, level: float = 0.95) -> tuple[float, float]:
-    """Exact two-sided confidence interval for a rate, from ``events`` in ``trials``.
+    """Returns the exact two-sided confidence interval for a rate, from ``events`` in ``trials``.
 
     Args:
-        events: k.
-        trials: n, at least 1.
-        level: probability that the interval holds the rate.
+        events: The number k of events.
+        trials: The number n of trials, at least 1.
+        level: The probability that the interval holds the rate.
 
     Returns:
-        Lower and upper end: P(Bin(n, lower) ≥ k) = P(Bin(n, upper) ≤ k) = (1 − level) / 2.
+        The lower and the upper end: P(Bin(n, lower) ≥ k) = P(Bin(n, upper) ≤ k) = (1 − level) / 2.
 
     Raises:
-        InputError: k not in 0..n, or a level outside (0, 1).
+        InputError: The number k is not in 0..n, or the level lies outside (0, 1).
 
     References:
         Clopper, Pearson 1934, The use of confidence or fiducial limits illustrated in the case of the binomial.
@@ -138,7 +139,7 @@ def clopper_pearson(events: int, trials: int, *, level: float = 0.95) -> tuple[f
 
 
 def _solve(increasing: Any) -> float:
-    """The zero in (0, 1) of an increasing function."""
+    """Finds the zero in (0, 1) of an increasing function."""
     low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = 0.5 * (low + high)
@@ -150,15 +151,15 @@ def _solve(increasing: Any) -> float:
 
 @dataclass(frozen=True)
 class SelectiveReport:
-    """What a threshold does on test data; rates with exact 95 % intervals.
+    """What a threshold does on test data; the rates have exact 95 % intervals.
 
     Attributes:
-        threshold: that was applied.
-        flagged: share of inputs flagged.
-        flagged_interval: its interval.
-        errors_answered: error rate among inputs that are answered; NaN if none is.
-        errors_answered_interval: its interval.
-        errors_flagged: share of all errors that are flagged; NaN if there is none.
+        threshold: The threshold that was applied.
+        flagged: The share of inputs that are flagged.
+        flagged_interval: The interval of the share of flagged inputs.
+        errors_answered: The error rate among inputs that are answered; NaN if none is.
+        errors_answered_interval: The interval of that error rate.
+        errors_flagged: The share of all errors that are flagged; NaN if there are no errors.
     """
 
     threshold: Threshold
@@ -170,15 +171,15 @@ class SelectiveReport:
 
 
 def selective_report(threshold: Threshold, scores: Tensor, errors: Tensor) -> SelectiveReport:
-    """Applies a threshold to test data.
+    """Applies a threshold to test data and reports what it flags.
 
     Args:
-        threshold: chosen on other data.
-        scores: of the test inputs [N].
-        errors: which answers are wrong [N], booleans.
+        threshold: A threshold that was chosen on other data.
+        scores: The scores of the test inputs [N].
+        errors: Booleans [N] that say which answers are wrong.
 
     Returns:
-        Shares and error rates with their intervals.
+        The shares and error rates with their intervals.
 
     >>> t = Threshold(0.5, "entropy", 0.05, None, 100)
     >>> selective_report(

@@ -17,5 +17,5 @@ __all__ = [
     "VarianceReport",
 ]
 
-# The name of 0.x for one more release.
+# This is the name of 0.x for one more release.
 StepReport = PushReport

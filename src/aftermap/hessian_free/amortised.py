@@ -1,8 +1,9 @@
 r"""One fine-tuning for many inputs: row sums of the covariance as a score, and variances by random signs.
 
-Pushing Σ_j s_j ψ_j(θ) for reference inputs x_j moves the output at any x by λ Σ_j s_j C(x, x_j) (McInerney and Kallus). That is
-a **row sum** of the covariance, not a variance: it can be several times larger, or negative. With s_j = 1 it is a score that
-needs a scale, found on validation data. With random signs s_j = ±1 it is unbiased for the variance at x_j itself,
+Pushing Σ_j s_j ψ_j(θ) for reference inputs x_j moves the output at any x by λ Σ_j s_j C(x, x_j) (McInerney and Kallus).
+That is a **row sum** of the covariance, not a variance: it can be several times larger, or negative. With s_j = 1 it is
+a score that needs a scale, found on validation data. With random signs s_j = ±1 it is unbiased for the variance at x_j
+itself,
 
 .. math:: E\Big[s_j \sum_k s_k C_{jk}\Big] = C_{jj}, \qquad \mathrm{sd} = \sqrt{\textstyle\sum_{k\ne j} C_{jk}^2 / R},
 
@@ -40,7 +41,7 @@ _DECADES = torch.logspace(-4, 3, 29, dtype=torch.float64)
 
 
 class _Sum(FunctionalSet):
-    """Σ_j a_j ψ_j as one functional."""
+    """The sum Σ_j a_j ψ_j as one functional."""
 
     def __init__(self, outputs: OutputSet, weights: Tensor):
         self.outputs, self.weights, self.count = outputs, weights, 1
@@ -57,13 +58,13 @@ class AmortisedScore:
     """A score for every input from one pair of pushed networks: two forward passes each.
 
     Attributes:
-        objective: the network and where its weights are.
-        centre, plus, minus: weights [P].
-        width: 2λ (or λ, one-sided).
-        likelihood: with its noise.
-        report: of the fine-tuning.
-        scale: variance = scale · |score|; None before `calibrate`.
-        reference: how many inputs were pushed.
+        objective: The network and where its weights are.
+        centre, plus, minus: The weights [P] at the centre and after the two pushes.
+        width: The distance 2λ between the pushes (or λ, one-sided).
+        likelihood: The likelihood, with its noise.
+        report: The report of the fine-tuning.
+        scale: The factor in variance = scale · |score|; None before `calibrate`.
+        reference: The number of inputs that were pushed.
 
     The score is Σ_j s_j C(x, x_j), summed over the reference inputs: of every output for regression and the like [N, ..., C]; of
     the contrast between the network's own top class and the mean logit for classification [N, ...], as a sum of all logits
@@ -82,7 +83,7 @@ class AmortisedScore:
     _watch: WeightsFingerprint | None = field(default=None, repr=False)
 
     def _moved(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Outputs at the centre, and their derivative in λ, both [N, ..., C]."""
+        """Returns the outputs at the centre, and their derivative in λ, both [N, ..., C]."""
         objective = self.objective
         if self._watch is not None:
             self._watch.check(objective.model)
@@ -96,7 +97,7 @@ class AmortisedScore:
         return centre, (plus - minus) / self.width
 
     def score(self, x: Any) -> Tensor:
-        """The signed row sum: [N, ..., C], or [N, ...] for classification."""
+        """Returns the signed row sum [N, ..., C], or [N, ...] for classification."""
         outputs, moved = self._moved(x)
         return self._scored(outputs, moved)
 
@@ -106,11 +107,11 @@ class AmortisedScore:
         return (moved * _contrast(outputs)).sum(-1)
 
     def calibrate(self, data: Iterable[Any], *, unpack: Any = None) -> AmortisedScore:
-        """Finds the scale that makes |score| a variance: the best predictive log-likelihood on validation data.
+        """Finds the scale that makes |score| a variance, by the best predictive log-likelihood on validation data.
 
         Args:
-            data: labelled batches, held out.
-            unpack: turns a batch of another form into (inputs, targets).
+            data: Labelled batches that were held out.
+            unpack: A function that turns a batch of another form into (inputs, targets).
 
         Returns:
             The same score with its scale.
@@ -148,7 +149,7 @@ class AmortisedScore:
         """Predicts with the calibrated score as the variance of each output.
 
         Raises:
-            NotFittedError: the score has no scale yet.
+            NotFittedError: The score has no scale yet.
         """
         if self.scale is None:
             raise NotFittedError(
@@ -164,7 +165,7 @@ class AmortisedScore:
 
 
 def _contrast(outputs: Tensor) -> Tensor:
-    """e_k − 1/C with k the top class."""
+    """Returns e_k − 1/C with k the top class."""
     top = torch.nn.functional.one_hot(outputs.argmax(-1), outputs.shape[-1]).to(outputs)
     return top - 1 / outputs.shape[-1]
 
@@ -205,12 +206,12 @@ def amortise(
 
 @dataclass(frozen=True)
 class Probes:
-    """Variances from random-sign pushes.
+    """Variances from pushes with random signs.
 
     Attributes:
-        variance: [N, ..., C], unbiased, so it may be negative.
-        standard_error: [N, ..., C], from the spread over probes.
-        reports: of each push.
+        variance: The variances [N, ..., C]; they are unbiased, so they may be negative.
+        standard_error: The standard errors [N, ..., C], from the spread over probes.
+        reports: The report of each push.
     """
 
     variance: Tensor
@@ -228,7 +229,7 @@ def probe_variances(
     probes: int,
     generator: torch.Generator | None,
 ) -> Probes:
-    """Random-sign (Hutchinson) variances of all outputs of a batch; see `HessianFree.probe_variances`."""
+    """Returns random-sign (Hutchinson) variances of all outputs of a batch; see `HessianFree.probe_variances`."""
     probes = checks.count("probes", probes, 2)
     functionals = OutputSet(batch, outputs[0].numel())
     device = torch.device("cpu") if generator is None else generator.device

@@ -46,16 +46,17 @@ class MapReport:
     """How well the trained weights minimise the objective.
 
     Attributes:
-        n_data: examples (with weights: their sum).
-        loss: L at the trained weights.
-        gradient_norm: ‖∇L‖ there.
-        decrement: √(2(L(θ*) − L(θ₀))) with θ₀ the fine-tuned weights: to leading order Newton's decrement √(∇LᵀH⁻¹∇L), the
-            distance to the minimum in posterior standard deviations. No functional drifts by more than this many of its own.
-        final_gradient_norm: after fine-tuning.
-        steps: of the fine-tuning.
-        converged: the fine-tuning reached its goal (methods on all data).
-        polished: whether the fine-tuned copy, not the trained weights, is the centre of the posterior.
-        method: the optimiser.
+        n_data: The number of examples (with weights, their sum).
+        loss: The objective L at the trained weights.
+        gradient_norm: The norm ‖∇L‖ at the trained weights.
+        decrement: The distance √(2(L(θ*) − L(θ₀))) with θ₀ the fine-tuned weights: to leading order Newton's decrement
+            √(∇LᵀH⁻¹∇L), the distance to the minimum in posterior standard deviations. No functional drifts by more than
+            this many of its own.
+        final_gradient_norm: The norm of the gradient after fine-tuning.
+        steps: The number of steps of the fine-tuning.
+        converged: Whether the fine-tuning reached its goal (methods on all data).
+        polished: Whether the fine-tuned copy, not the trained weights, is the centre of the posterior.
+        method: The name of the optimiser.
     """
 
     n_data: float
@@ -71,12 +72,12 @@ class MapReport:
 
 @dataclass(frozen=True)
 class VarianceReport:
-    """How variances were found.
+    """How the variances of some functionals were found.
 
     Attributes:
-        functionals: one report each; for predictions in the order of the flattened outputs.
-        asymmetry: the largest |C_ij − C_ji| relative to √(C_ii C_jj): zero for exact derivatives.
-        projected: negative eigenvalues that were set to zero, relative to the trace.
+        functionals: One report for each functional; for predictions in the order of the flattened outputs.
+        asymmetry: The largest |C_ij − C_ji| relative to √(C_ii C_jj), which is zero for exact derivatives.
+        projected: The negative eigenvalues that were set to zero, relative to the trace.
     """
 
     functionals: tuple[PushReport, ...]
@@ -85,11 +86,11 @@ class VarianceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was flagged."""
+        """Whether all functionals went without a flag."""
         return all(r.status == "ok" for r in self.functionals)
 
     def summary(self) -> str:
-        """A table, one line per functional."""
+        """Returns a table with one line per functional."""
         head = f"{'':>4}{'variance':>11}{'λ':>10}{'move/sd':>9}{'bend':>8}{'rise':>7}{'bias':>9}{'residual':>10}{'steps':>7}  status"
         lines = [
             f"{i:4}{r.variance:11.4g}{r.step:10.3g}{r.deviation:9.2g}{r.curvature:8.1g}{r.energy:7.3f}{r.bias:9.1g}{r.residual:10.1g}"
@@ -100,7 +101,7 @@ class VarianceReport:
 
 
 def check_common(n_data: float, loss: float) -> None:
-    """In a group of processes all must have the same data: functionals are shared out, not data."""
+    """Checks that all processes of a group have the same data, since functionals are shared out, not data."""
     local = torch.tensor([n_data, loss], dtype=torch.float64)
     sums = torch.stack([local, local.square()])
     all_reduce_([sums])
@@ -119,7 +120,7 @@ def check_minimum(report: MapReport, rise: float, settings: Settings, polish: bo
             f"fine-tuning without a push made the loss larger, by {rise:.3g} from {report.loss:.6g}: {settings.method} does not settle. "
             "Lower lr, use larger batches or more steps, or a method on all data (lbfgs, newton_cg)"
         )
-    if not report.converged and report.steps >= settings.max_steps:  # one that is stuck at rounding has converged
+    if not report.converged and report.steps >= settings.max_steps:  # One that is stuck at rounding has converged.
         warnings.warn(
             f"fine-tuning without a push stopped after {report.steps} steps at a gradient of {report.final_gradient_norm:.3g} (trained "
             f"weights: {report.gradient_norm:.3g}): the minimum is not reached, and the measured distance to it may be too small. "
@@ -155,15 +156,18 @@ class HessianFree:
     formed or inverted. It needs what training needs, and a minimum: the distance to it is measured in `fit`.
 
     Args:
-        model: a trained network with outputs [N, ..., C], in eval mode. It is never changed.
-        likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
-        params: which weights are uncertain: "all", "last_layer", names, a regular expression or a function.
-        prior_precision: one number, one per layer, or a mapping; see `posteriors.Prior`. The one that the weights were
-            trained with.
-        prior_mean: a number or tensors by name.
-        temperature: divides the log-likelihood.
-        method: "lbfgs" or "newton_cg" (all data, small networks), "sgd" or "adam" (batches, large ones), or "auto".
-        settings: everything else, see `Settings`: step, deviation, symmetric, tolerance, steps, lr, queries, strict, ...
+        model: A trained network with outputs [N, ..., C], in eval mode. It is never changed.
+        likelihood: The likelihood: "classification", "binary", "regression", "counts", or an object from
+            `aftermap.likelihoods`.
+        params: The weights that are uncertain: "all", "last_layer", names, a regular expression or a function.
+        prior_precision: The precision of the prior that the weights were trained with: one number, one per layer, or a
+            mapping; see `posteriors.Prior`.
+        prior_mean: The mean of the prior: a number or tensors by name.
+        temperature: The number that the log-likelihood is divided by.
+        method: The optimiser: "lbfgs" or "newton_cg" (all data, small networks), "sgd" or "adam" (batches, large ones),
+            or "auto".
+        settings: All other options, see `Settings`: step, deviation, symmetric, tolerance, steps, lr, queries, strict,
+            ...
 
     In a group of processes the functionals are shared out; every process must hold **all** data.
 
@@ -217,18 +221,21 @@ class HessianFree:
         """Reads the data and measures how far the trained weights are from the minimum, by fine-tuning a copy with λ = 0.
 
         Args:
-            data: batches. Methods on all data read them once and keep them; sgd and adam go through them again and again.
-            unpack: turns a batch of another form into (inputs, targets).
-            polish: take the fine-tuned copy as the centre of the posterior, however far it is; the model stays as it is.
-            force: go on although the weights are farther from the minimum than ``max_decrement``.
+            data: Batches of (x, y). Methods on all data read them once and keep them; sgd and adam go through them
+                again and again.
+            unpack: A function that turns a batch of another form into (inputs, targets).
+            polish: Whether to take the fine-tuned copy as the centre of the posterior, however far it is; the model
+                stays as it is.
+            force: Whether to go on although the weights are farther from the minimum than ``max_decrement``.
 
         Returns:
-            self; see ``map_report``.
+            This object; ``map_report`` says what was measured.
 
         Raises:
-            DataError: the data can be read only once where they are needed again: for sgd and adam, and to find the last layer.
-            NumericalError: the optimiser does not settle.
-            InputError: the weights are not a minimum of this objective, and neither ``polish`` nor ``force`` is given.
+            DataError: The data can be read only once where they are needed again: for sgd and adam, and to find the
+                last layer.
+            NumericalError: The optimiser does not settle.
+            InputError: The weights are not a minimum of this objective, and neither ``polish`` nor ``force`` is given.
         """
         check_modes(self.model)
         _, dtype = check_device(self.model)
@@ -253,7 +260,7 @@ class HessianFree:
             fine_tuner = FullDataFineTuner(objective, settings)
         else:
             fine_tuner = BatchFineTuner(objective, data, settings, unpack)
-        # Far below any push: what is left of the gradient moves nothing by more than 1e-5 standard deviations.
+        # This is far below any push: what is left of the gradient moves nothing by more than 1e-5 standard deviations.
         goal = 100 * settings.relative_tolerance(work) * float(objective.precision.min().sqrt())
         fine_tuned, before = fine_tuner.control(objective.centre, goal)
         check_common(objective.n_data, float(before.loss[0]))
@@ -299,24 +306,26 @@ class HessianFree:
 
     @torch.inference_mode(False)
     def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
-        """The variance of a scalar functional ψ of the network under the Laplace posterior with the exact Hessian.
+        """Returns the variance of a scalar functional ψ of the network under the Laplace posterior with the exact Hessian.
 
         Args:
-            functional: a function of the network f: ``lambda f: f(x)[0, 1] - f(x)[0, 0]``; or several, for their covariance.
+            functional: A function of the network f, such as ``lambda f: f(x)[0, 1] - f(x)[0, 0]``, or several, for
+                their covariance.
 
         Returns:
-            A number, 0-d; for a sequence of Q functionals their covariance [Q, Q]; float64. See ``report`` for how it went.
+            The variance as a 0-d float64 tensor; for a sequence of Q functionals their covariance [Q, Q]. ``report``
+            says how it went.
 
         Raises:
-            InputError: a functional that is not scalar or does not depend on the parameters.
-            NumericalError: a functional runs away: the weights are no minimum.
+            InputError: A functional is not scalar or does not depend on the parameters.
+            NumericalError: A functional runs away, because the weights are no minimum.
         """
         functionals, single = parse_functionals(functional)
         covariance = self._covariances([functionals], allow_zero=False)[0]
         return covariance[0, 0] if single else covariance
 
     def _covariances(self, sets: Sequence[FunctionalSet], *, allow_zero: bool) -> list[Tensor]:
-        """Covariances [Q, Q] of each set; the rows are shared out over processes."""
+        """Returns the covariances [Q, Q] of each set; the rows are shared out over processes."""
         objective, fine_tuner, origin = self._fitted()
         settings = self._settings
         most = settings.members(objective.size)
@@ -361,7 +370,7 @@ class HessianFree:
         return batch
 
     def _outputs(self, batch: Batch) -> Tensor:
-        """The network's own answer at the posterior's centre, in the dtype of the work."""
+        """Returns the network's own answer at the posterior's centre, in the dtype of the work."""
         objective, _, _ = self._fitted()
         assert self._centre is not None
         with torch.no_grad(), evaluating(self.model), explain_model_errors(self.model, lambda: batch.inputs):
@@ -378,13 +387,13 @@ class HessianFree:
         samples: int = 100,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """Predicts with uncertainty: two fine-tunings for every output of every input.
+        """Predicts with uncertainty, by two fine-tunings for every output of every input.
 
         Args:
-            x: inputs as the model takes them.
-            link: from latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
-            samples: of the link (mc).
-            generator: for the samples.
+            x: The inputs as the model takes them.
+            link: The way from a latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
+            samples: The number of samples of the link (mc).
+            generator: The source of the random samples.
 
         Returns:
             The prediction, with the full covariance over the outputs of each input at each position.
@@ -406,7 +415,7 @@ class HessianFree:
 
     @torch.inference_mode(False)
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together."""
+        """Returns mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together."""
         batch = self._inputs(x)
         outputs = self._outputs(batch)
         if outputs.dim() != 2:
@@ -419,13 +428,13 @@ class HessianFree:
 
     @torch.inference_mode(False)
     def amortise(self, x: Any, *, signs: Tensor | None = None) -> AmortisedScore:
-        """One pair of fine-tunings, pushed at all of ``x`` at once, that gives a score for **any** input.
+        """Runs one pair of fine-tunings, pushed at all of ``x`` at once, that gives a score for **any** input.
 
         The score is a row sum of the covariance, Σ_j s_j C(x, x_j): not a variance. See `AmortisedScore`.
 
         Args:
-            x: the reference inputs.
-            signs: s_j, one number per reference input [N]; None: ones.
+            x: The reference inputs.
+            signs: The numbers s_j, one per reference input [N]. None means ones.
         """
         objective, fine_tuner, origin = self._fitted()
         assert self._centre is not None
@@ -444,12 +453,12 @@ class HessianFree:
 
     @torch.inference_mode(False)
     def probe_variances(self, x: Any, probes: int = 32, generator: torch.Generator | None = None) -> Probes:
-        """Unbiased variances of all outputs of ``x`` from pushes with random signs: E[s_j Σ_k s_k C_jk] = C_jj.
+        """Returns unbiased variances of all outputs of ``x`` from pushes with random signs: E[s_j Σ_k s_k C_jk] = C_jj.
 
         Args:
-            x: inputs.
-            probes: R, pairs of fine-tunings, however many inputs there are.
-            generator: for the signs.
+            x: The inputs as the model takes them.
+            probes: The number R of pairs of fine-tunings, however many inputs there are.
+            generator: The source of the random signs.
         """
         objective, fine_tuner, origin = self._fitted()
         batch = self._inputs(x)
@@ -464,7 +473,7 @@ class HessianFree:
 
 
 def _positive(matrix: Tensor) -> tuple[Tensor, float]:
-    """The nearest positive semi-definite matrix, and what was cut off relative to the trace."""
+    """Returns the nearest positive semi-definite matrix, and what was cut off relative to the trace."""
     if not bool(matrix.isfinite().all()):
         return matrix, 0.0
     values, vectors = torch.linalg.eigh(matrix)

@@ -36,37 +36,37 @@ __all__ = [
     "newton_cg",
 ]
 
-# Armijo's and Wolfe's constants; the second is loose, as quasi-Newton steps want it.
+# These are Armijo's and Wolfe's constants; the second is loose, as quasi-Newton steps want it.
 _DECREASE, _CURVATURE = 1e-4, 0.9
 _TRIALS = 30
 
 
 class Point(Protocol):
-    """A value and its gradient, for several members."""
+    """A value and its gradient, for each of several members."""
 
     @property
     def value(self) -> Tensor:
-        """The objectives φ of the rows [m]."""
+        """The objectives φ of the members [m]."""
 
     @property
     def gradient(self) -> Tensor:
-        """The gradients of the rows [m, P]."""
+        """The gradients of the members [m, P]."""
 
 
-Evaluate = Callable[[Tensor, Tensor], Point]  # (weights [k, P], which members [k]) -> their values
+Evaluate = Callable[[Tensor, Tensor], Point]  # From (weights [k, P], which members [k]) to their values.
 
 
 @dataclass(frozen=True)
 class Minimum:
-    """Where the members ended.
+    """The points where the members ended.
 
     Attributes:
-        theta: [m, P].
-        value: φ [m].
-        gradient: of φ [m, P].
-        steps: [m].
-        converged: [m], the gradient's norm is below the goal.
-        negative: [m], a direction of negative curvature was met (Newton-CG only).
+        theta: The weights of the members [m, P].
+        value: The value of φ of each member [m].
+        gradient: The gradient of φ of each member [m, P].
+        steps: The number of steps of each member [m].
+        converged: Whether the norm of each gradient is below the goal [m].
+        negative: Whether a direction of negative curvature was met [m] (Newton-CG only).
     """
 
     theta: Tensor
@@ -79,7 +79,7 @@ class Minimum:
 
 @dataclass
 class _State:
-    """Members on their way."""
+    """The state of the members on their way."""
 
     theta: Tensor
     value: Tensor
@@ -105,14 +105,14 @@ class _State:
 
 
 def lbfgs(evaluate: Evaluate, start: Tensor, goal: Tensor, *, max_steps: int, history: int) -> Minimum:
-    """Limited-memory BFGS (Liu and Nocedal 1989) for every member.
+    """Minimises every member by limited-memory BFGS (Liu and Nocedal 1989).
 
     Args:
-        evaluate: (weights [k, P], members [k]) -> values and gradients.
-        start: [m, P].
-        goal: gradient norm at which a member is done [m].
-        max_steps: of one member.
-        history: pairs that are kept.
+        evaluate: A function of weights [k, P] and members [k] that returns their values and gradients.
+        start: The weights that the members start from [m, P].
+        goal: The gradient norm at which each member is done [m].
+        max_steps: The greatest number of steps of one member.
+        history: The number of pairs that are kept.
 
     >>> from types import SimpleNamespace
     >>> bowl = lambda t, _: SimpleNamespace(value=((t - 3) ** 2).sum(1), gradient=2 * (t - 3))
@@ -122,8 +122,8 @@ def lbfgs(evaluate: Evaluate, start: Tensor, goal: Tensor, *, max_steps: int, hi
     state = _State.at(evaluate, start)
     moves = start.new_zeros(history, *start.shape)
     changes = torch.zeros_like(moves)
-    rho = start.new_zeros(history, len(start))  # 0: no pair there
-    gamma = start.new_zeros(len(start))  # 0: no pair yet
+    rho = start.new_zeros(history, len(start))  # A 0 means that there is no pair.
+    gamma = start.new_zeros(len(start))  # A 0 means that there is no pair yet.
     for step in range(max_steps):
         index = state.active(goal)
         if not len(index):
@@ -134,7 +134,7 @@ def lbfgs(evaluate: Evaluate, start: Tensor, goal: Tensor, *, max_steps: int, hi
         )
         before, slope = state.theta[index], state.gradient[index]
         first = gamma[index] == 0
-        # Without a pair the scale is unknown: begin with a move of length one at most.
+        # Without a pair the scale is unknown, so it begins with a move of length one at most.
         length = torch.where(first, (1 / slope.norm(dim=1)).clamp_max(1.0), torch.ones_like(gamma[index]))
         _search(evaluate, state, index, direction, length)
         move, change = state.theta[index] - before, state.gradient[index] - slope
@@ -149,7 +149,7 @@ def lbfgs(evaluate: Evaluate, start: Tensor, goal: Tensor, *, max_steps: int, hi
 
 
 def _two_loops(gradient: Tensor, pairs: list[tuple[Tensor, Tensor, Tensor]], gamma: Tensor) -> Tensor:
-    """The inverse Hessian that the pairs (newest first) stand for, times the gradient."""
+    """Returns the inverse Hessian that the pairs (newest first) stand for, times the gradient."""
     q, alphas = gradient.clone(), []
     for move, change, rho in pairs:
         alpha = rho * (move * q).sum(1)
@@ -170,14 +170,15 @@ def newton_cg(
     *,
     max_steps: int,
 ) -> Minimum:
-    """Newton's method with truncated conjugate gradients (Nocedal and Wright 2006, algorithm 7.1) for every member.
+    """Minimises every member by Newton's method with truncated conjugate gradients (Nocedal and Wright 2006, algorithm 7.1).
 
     Args:
-        evaluate: (weights [k, P], members [k]) -> values and gradients.
-        product: (weights [k, P], vectors [k, P], members [k]) -> Hessian times vectors [k, P].
-        start: [m, P].
-        goal: gradient norm at which a member is done [m].
-        max_steps: Newton steps.
+        evaluate: A function of weights [k, P] and members [k] that returns their values and gradients.
+        product: A function of weights [k, P], vectors [k, P] and members [k] that returns the Hessian times the vectors
+            [k, P].
+        start: The weights that the members start from [m, P].
+        goal: The gradient norm at which each member is done [m].
+        max_steps: The greatest number of Newton steps.
     """
     state = _State.at(evaluate, start)
     for _ in range(max_steps):
@@ -186,7 +187,7 @@ def newton_cg(
             break
         gradient = state.gradient[index]
         norm = gradient.norm(dim=1)
-        # Never solve further than the goal asks for: the last step is as cheap as it can be.
+        # This never solves further than the goal asks for: the last step is as cheap as it can be.
         wanted = torch.maximum(0.3 * goal[index], norm * torch.minimum(norm.sqrt(), torch.full_like(norm, 0.1)))
         theta = state.theta[index]
         direction, negative = _solve(
@@ -200,8 +201,8 @@ def newton_cg(
 
 
 def _solve(product: Callable[[Tensor, Tensor], Tensor], gradient: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """A direction of descent −H⁻¹g up to a residual, and where negative curvature was met."""
-    x, r = torch.zeros_like(gradient), gradient.clone()  # residual of H x = −g, negated
+    """Returns a direction of descent −H⁻¹g up to a residual, and where negative curvature was met."""
+    x, r = torch.zeros_like(gradient), gradient.clone()  # r is the residual of H x = −g, negated.
     p, rr = -r, r.square().sum(1)
     negative = torch.zeros(len(gradient), dtype=torch.bool, device=gradient.device)
     going = rr.sqrt() > wanted
@@ -251,7 +252,7 @@ def _search(evaluate: Evaluate, state: _State, index: Tensor, direction: Tensor,
         level = (new <= value[some] + rounding[some]) & (grown <= (2 * _DECREASE - 1) * slope[some])
         falls = (falls | level) & new.isfinite() & point.gradient.isfinite().all(1)
         flat = grown >= _CURVATURE * slope[some]
-        falling = some[falls]  # a fall is always taken, also where the slope asks for more
+        falling = some[falls]  # A fall is always taken, also where the slope asks for more.
         state.theta[index[falling]] = trial[falls]
         state.value[index[falling]], state.gradient[index[falling]] = new[falls], point.gradient[falls]
         low[falling], low_slope[falling] = t[falling], grown[falls]
@@ -264,7 +265,7 @@ def _search(evaluate: Evaluate, state: _State, index: Tensor, direction: Tensor,
 
 
 def _next(t: Tensor, low: Tensor, high: Tensor, low_slope: Tensor, high_slope: Tensor) -> Tensor:
-    """Where the slope should vanish between the ends, kept away from both; farther out where there is no upper end."""
+    """Returns where the slope should vanish between the ends, kept away from both, or farther out where there is no upper end."""
     width = torch.where(high.isfinite(), high - low, 1.0)
     share = low_slope / (low_slope - high_slope)
     share = torch.where(share.isfinite() & (high_slope > 0), share.clamp(0.1, 0.9), torch.full_like(share, 0.5))
@@ -273,17 +274,17 @@ def _next(t: Tensor, low: Tensor, high: Tensor, low_slope: Tensor, high_slope: T
 
 @dataclass(frozen=True)
 class FineTuned:
-    """Where fine-tuning ended.
+    """The points where fine-tuning ended.
 
     Attributes:
-        theta: [m, P].
-        loss: L without the push [m].
-        gradient: of the pushed objective over all data [m, P].
-        steps: [m].
-        converged: [m]; True for methods with a fixed number of steps.
-        control: the λ = 0 run [P].
-        control_loss: its L, 0-d.
-        control_gradient: of L there [P].
+        theta: The weights of the members [m, P].
+        loss: The objective L of each member, without the push [m].
+        gradient: The gradient of the pushed objective over all data [m, P].
+        steps: The number of steps of each member [m].
+        converged: Whether each member reached its goal [m]; True for methods with a fixed number of steps.
+        control: The weights after the λ = 0 run [P].
+        control_loss: The objective L of the λ = 0 run, 0-d.
+        control_gradient: The gradient of L after the λ = 0 run [P].
     """
 
     theta: Tensor
@@ -301,7 +302,7 @@ class FineTuner(ABC):
 
     @abstractmethod
     def control(self, start: Tensor, goal: float) -> tuple[FineTuned, Evaluation]:
-        """The λ = 0 run from weights [P], and what was at the start: the result of one member."""
+        """Returns the λ = 0 run from weights [P] as the result of one member, and what was at the start."""
 
     @abstractmethod
     def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
@@ -312,8 +313,8 @@ class FullDataFineTuner(FineTuner):
     """Minimises over all data, which the objective keeps.
 
     Args:
-        objective: with its data read.
-        settings: method "lbfgs" or "newton_cg".
+        objective: The objective, with its data read.
+        settings: The settings, with method "lbfgs" or "newton_cg".
     """
 
     def __init__(self, objective: Objective, settings: Settings):
@@ -345,25 +346,25 @@ class FullDataFineTuner(FineTuner):
         return fine_tuned, before
 
     def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
-        assert self._control is not None  # fit made it
+        assert self._control is not None  # The fit made it.
         minimum = self._minimise(start, push, goal)
         loss = self.objective.losses(minimum.theta, self.objective.batches)
         return FineTuned(minimum.theta, loss, minimum.gradient, minimum.steps, minimum.converged, *self._control)
 
 
 class BatchFineTuner(FineTuner):
-    """A fixed number of steps of SGD or Adam; every member sees the same batches, and so does the λ = 0 control.
+    """Takes a fixed number of steps of SGD or Adam; every member sees the same batches, and so does the λ = 0 control.
 
     Args:
-        objective: with its data counted.
-        data: batches that can be gone through again and again.
-        settings: method "sgd" or "adam".
-        unpack: of the data.
+        objective: The objective, with its data counted.
+        data: Batches that can be gone through again and again.
+        settings: The settings, with method "sgd" or "adam".
+        unpack: A function that turns a batch of another form into (inputs, targets).
     """
 
     def __init__(self, objective: Objective, data: Iterable[Any], settings: Settings, unpack: Unpack | None):
         self.objective, self.data, self.unpack = objective, data, unpack
-        self.origin = objective.centre  # where the control of every run begins
+        self.origin = objective.centre  # The control of every run begins here.
         if settings.lr is None and settings.method == "sgd":
             with evaluating(objective.model):
                 top = largest_curvature(objective, self.batches)
@@ -373,7 +374,7 @@ class BatchFineTuner(FineTuner):
         self.settings = settings
 
     def batches(self) -> Iterator[Batch]:
-        """One pass over the data."""
+        """Yields the batches of one pass over the data."""
         dtype = next(iter(self.objective.like.values())).dtype
         for batch in iterate(self.data, device=self.objective.device, dtype=dtype, unpack=self.unpack):
             yield self.objective.cast(batch)
@@ -396,9 +397,10 @@ class BatchFineTuner(FineTuner):
         stream = self._endless()
         with evaluating(objective.model):
             for step in range(settings.steps):
-                # Times the number of batches: over a pass that is the sum over all data, also where batches are unequal.
+                # Times the number of batches this is, over a pass, the sum over all data, also where batches are
+                # unequal.
                 evaluation = objective.evaluate(theta, push, batch=next(stream), scale=float(objective.n_batches))
-                slope = evaluation.gradient / objective.n_data  # of the mean loss + prior/N ∓ λψ/N
+                slope = evaluation.gradient / objective.n_data  # This is the slope of the mean loss + prior/N ∓ λψ/N.
                 if settings.method == "sgd":
                     first = settings.momentum * first + slope
                     theta = theta - lr * first
@@ -414,10 +416,10 @@ class BatchFineTuner(FineTuner):
         return average
 
     def _over_all(self, theta: Tensor, push: Push | None) -> Evaluation:
-        """Over one pass of the data."""
+        """Evaluates the members over one pass of the data."""
         objective = self.objective
         with evaluating(objective.model):
-            prior = objective.evaluate(theta)  # nothing is kept: the prior alone
+            prior = objective.evaluate(theta)  # Nothing is kept, so this is the prior alone.
             total = objective.evaluate(theta, push)
             for batch in self.batches():
                 part = objective.evaluate(theta, batch=batch)
@@ -432,7 +434,7 @@ class BatchFineTuner(FineTuner):
         return self._result(theta, after, theta[0], after), before
 
     def run(self, start: Tensor, push: Push, goal: Tensor) -> FineTuned:
-        # The control goes along: the same batches, hence the same drift and the same noise.
+        # The control goes along with the same batches, hence the same drift and the same noise.
         none = Push(push.functionals, torch.cat([push.weights, torch.zeros_like(push.weights[:1])]))
         pairs = len(start) // 2 if self.settings.symmetric else 0
         theta = self._descend(torch.cat([start, self.origin[None]]), none, pairs)
@@ -448,7 +450,7 @@ class BatchFineTuner(FineTuner):
 
 
 def _shared_squares(slope: Tensor, pairs: int) -> Tensor:
-    """Squares of gradients, one mean for the two members k and k + pairs of a pair.
+    """Returns squares of gradients, one mean for the two members k and k + pairs of a pair.
 
     With a common scale the difference of the two is a linear function of their gradients' difference: the noise of the
     batches, which is common, cancels.
@@ -459,12 +461,12 @@ def _shared_squares(slope: Tensor, pairs: int) -> Tensor:
 
 
 def largest_curvature(objective: Objective, batches: Callable[[], Iterator[Batch]], rounds: int = 10) -> float:
-    """The largest curvature that a step on a batch meets, by power iteration on differences of gradients alone.
+    """Returns the largest curvature that a step on a batch meets, by power iteration on differences of gradients alone.
 
     Args:
-        objective: L, at its centre.
-        batches: makes a pass over the data.
-        rounds: of the iteration; each is one pass.
+        objective: The objective L, at its centre.
+        batches: A function that makes a pass over the data.
+        rounds: The number of rounds of the iteration; each is one pass.
 
     Returns:
         The largest eigenvalue of L's Hessian, or the curvature of the worst single batch, times the number of batches, along

@@ -26,7 +26,7 @@ from aftermap.prior import Prior
 
 __all__ = ["Evaluation", "Objective", "Push"]
 
-# Examples that go through the network at once, if they came in smaller batches.
+# This many examples go through the network at once, if they came in smaller batches.
 _MERGED = 512
 
 Scalar = Callable[[Tensor], Tensor]
@@ -34,29 +34,29 @@ Scalar = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Push:
-    """What is added to the objective of each member: −Σ_q w_q ψ_q.
+    """The term −Σ_q w_q ψ_q that is added to the objective of each member.
 
     Attributes:
-        functionals: ψ, Q of them.
-        weights: w [m, Q]; λ and its sign are in them.
+        functionals: The Q functionals ψ.
+        weights: The weights w [m, Q], which include λ and its sign.
     """
 
     functionals: FunctionalSet
     weights: Tensor
 
     def of(self, index: Tensor) -> Push:
-        """The push of some members."""
+        """Returns the push of some members."""
         return Push(self.functionals, self.weights[index])
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Values at some members.
+    """Values and gradients at some members.
 
     Attributes:
-        loss: L [m], without the push.
-        shift: Σ_q w_q ψ_q [m].
-        gradient: of φ = loss − shift [m, P].
+        loss: The objective L of each member [m], without the push.
+        shift: The push Σ_q w_q ψ_q of each member [m].
+        gradient: The gradient of φ = loss − shift of each member [m, P].
     """
 
     loss: Tensor
@@ -65,20 +65,20 @@ class Evaluation:
 
     @property
     def value(self) -> Tensor:
-        """The objectives φ of the rows [m]."""
+        """The objectives φ of the members [m]."""
         return self.loss - self.shift
 
 
 class Objective:
-    """L and its pushed versions.
+    """The objective L and its pushed versions.
 
     Args:
-        model: in eval mode; never written to.
-        names: the parameters that move.
-        likelihood: with its noise.
-        prior: over these parameters.
-        power: what the log-likelihood is multiplied by, 1/T.
-        dtype: of the work; weights, buffers and inputs are copied to it.
+        model: The network in eval mode, which is never written to.
+        names: The names of the parameters that move.
+        likelihood: The likelihood, with its noise.
+        prior: The prior over these parameters.
+        power: The factor 1/T of the log-likelihood.
+        dtype: The dtype of the work; weights, buffers and inputs are copied to it.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class Objective:
         return len(self.centre)
 
     def network(self, theta: Tensor) -> Network:
-        """The network under weights [P]."""
+        """Returns the network under weights [P]."""
         return Network(self.model, unflatten(theta, self.like), self.fixed)
 
     def read(self, data: Iterable[Any], unpack: Unpack | None, *, keep: bool) -> None:
         """Goes through the data once: counts and checks them, and keeps them if asked to.
 
         Raises:
-            DataError: no targets, or data that do not fit the likelihood.
+            DataError: There are no targets, or the data do not fit the likelihood.
         """
         dtype = next((v.dtype for v in self.like.values()), None)
         self.batches, self.n_data, self.n_batches = [], 0.0, 0
@@ -135,7 +135,7 @@ class Objective:
         self.batches = _merged(self.batches)
 
     def cast(self, batch: Batch) -> Batch:
-        """The batch in the dtype of the work."""
+        """Returns the batch in the dtype of the work."""
 
         def to(tree: Any) -> Any:
             if isinstance(tree, Tensor):
@@ -177,7 +177,7 @@ class Objective:
 
     @autograd_errors_explained()
     def _mapped(self, single: Callable[..., Any], *rows: Tensor) -> Any:
-        """``single`` for every row: vectorised, or one by one where an operation has no batching rule."""
+        """Runs ``single`` for every row: vectorised, or one by one where an operation has no batching rule."""
         if self._vectorised:
             try:
                 return vmap(single)(*rows)
@@ -193,19 +193,20 @@ class Objective:
     def evaluate(
         self, theta: Tensor, push: Push | None = None, *, batch: Batch | None = None, scale: float = 1.0
     ) -> Evaluation:
-        """Values and gradients at members [m, P].
+        """Returns values and gradients at members [m, P].
 
         Args:
-            theta: [m, P].
-            push: of each member; None: the objective itself.
-            batch: only this one, weighted by ``scale`` to stand for all data; None: the kept data.
-            scale: the number of batches.
+            theta: The weights of the members [m, P].
+            push: The push of each member. None means the objective itself.
+            batch: One batch, weighted by ``scale`` to stand for all data. None means the kept data.
+            scale: The number of batches.
         """
         loss, gradient = self._energy(theta), self.precision * (theta - self.prior_mean)
         shift = torch.zeros_like(loss)
         parts = self.batches if batch is None else [batch]
         if push is not None and parts:
-            # One pass through the vectorised network for a batch and the push together: it is what takes the time.
+            # One pass through the vectorised network serves a batch and the push together, since it is what takes the
+            # time.
             both = grad(self._pushed_part(parts[0], push.functionals, scale), has_aux=True)
             slope, (value, shift) = self._mapped(both, theta, push.weights)
             loss, gradient, shift = loss + scale * value.detach(), gradient + slope.detach(), shift.detach()
@@ -220,7 +221,7 @@ class Objective:
         return Evaluation(loss, shift, gradient)
 
     def hessian_products(self, theta: Tensor, vectors: Tensor, push: Push | None = None) -> Tensor:
-        """∇²φ v for each member: [m, P]."""
+        """Returns ∇²φ v for each member: [m, P]."""
 
         def along(function: Scalar) -> Callable[[Tensor, Tensor], Tensor]:
             return lambda t, v: grad(lambda s: (grad(function)(s) * v).sum())(t)
@@ -238,12 +239,12 @@ class Objective:
         return product
 
     def values(self, theta: Tensor, functionals: FunctionalSet) -> Tensor:
-        """ψ [m, Q] at members [m, P]."""
+        """Returns ψ [m, Q] at members [m, P]."""
         with torch.no_grad(), evaluating(self.model):
             return self._mapped(lambda t: functionals(self.network(t)), theta)
 
     def losses(self, theta: Tensor, data: Iterable[Batch]) -> Tensor:
-        """L [m] over given batches, without gradients."""
+        """Returns L [m] over given batches, without gradients."""
         total = self._energy(theta)
         with torch.no_grad(), evaluating(self.model):
             for batch in data:
@@ -252,7 +253,7 @@ class Objective:
 
 
 def _merged(batches: list[Batch]) -> list[Batch]:
-    """Small batches of plain tensors as larger ones: fewer, not larger, steps take the time."""
+    """Joins small batches of plain tensors to larger ones: fewer, not larger, steps take the time."""
     merged: list[Batch] = []
     for batch in batches:
         last = merged[-1] if merged else None

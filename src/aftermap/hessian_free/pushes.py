@@ -45,14 +45,14 @@ class PushReport:
     """How the variance of one functional was found.
 
     Attributes:
-        value: ψ at the trained weights.
-        control: ψ after fine-tuning without a push (λ = 0). Its difference to ``value`` is the drift.
-        plus: ψ after the push by +λ.
-        minus: ψ after the push by −λ; NaN if there was none.
-        step: λ, the size of the last push.
-        variance: v, the variance that the last push gave.
-        deviation: λ√v, how far the push moved ψ, in posterior standard deviations.
-        curvature: |ψ₊ + ψ₋ − 2ψ₀| / |ψ₊ − ψ₋|, which is 0 for a functional that is linear in λ.
+        value: The value of ψ at the trained weights.
+        control: The value of ψ after fine-tuning without a push (λ = 0). Its difference to ``value`` is the drift.
+        plus: The value of ψ after the push by +λ.
+        minus: The value of ψ after the push by −λ; NaN if there was none.
+        step: The size λ of the last push.
+        variance: The variance v that the last push gave.
+        deviation: The distance λ√v that the push moved ψ, in posterior standard deviations.
+        curvature: The ratio |ψ₊ + ψ₋ − 2ψ₀| / |ψ₊ − ψ₋|, which is 0 for a functional that is linear in λ.
         energy: The rise of L relative to λ²v/2. It is 1 at a converged minimum, and less if the fine-tuning stopped early.
         bias: The share by which the variance is too large (negative: too small) because the push was not infinitely small. Along
             the pushed minima dL = λ dψ, so that with ψ = ψ₀ + vλ + aλ² + bλ³ the mean rise of both sides is vλ²/2 + 3bλ⁴/4, and
@@ -67,7 +67,8 @@ class PushReport:
         steps: The steps of the optimiser in the last attempt, on the side that needed more.
         attempts: How often the functional was pushed, each time with another λ.
         halvings: How often λ was made smaller, to half or less.
-        status: "ok", "not converged", "curved" (λ is too large for the curvature or the bias to the end) or "runaway".
+        status: The outcome: "ok", "not converged", "curved" (λ is too large for the curvature or the bias to the end)
+            or "runaway".
     """
 
     value: float
@@ -89,24 +90,24 @@ class PushReport:
 
     @property
     def status(self) -> str:
-        """In a word."""
+        """The outcome in a word."""
         return STATUS[int(self.code)]
 
     @property
     def drift(self) -> float:
-        """ψ₀ − ψ(θ*): how far the trained weights are from the minimum, in units of ψ."""
+        """The drift ψ₀ − ψ(θ*): how far the trained weights are from the minimum, in units of ψ."""
         return self.control - self.value
 
 
 @dataclass(frozen=True)
 class Perturbed:
-    """Weights after pushes in both directions.
+    """The weights after pushes in both directions.
 
     Attributes:
-        plus: [R, P].
-        minus: [R, P]; the control where only one side was pushed.
-        width: 2λ, or λ where only one side was pushed [R].
-        reports: one per row.
+        plus: The weights after the push by +λ [R, P].
+        minus: The weights after the push by −λ [R, P]; those of the control where only one side was pushed.
+        width: The distance 2λ, or λ where only one side was pushed [R].
+        reports: One report per row.
     """
 
     plus: Tensor
@@ -116,7 +117,7 @@ class Perturbed:
 
 
 def pack(reports: tuple[PushReport, ...]) -> Tensor:
-    """Reports as numbers [R, fields], to be sent between processes."""
+    """Returns reports as numbers [R, fields], to be sent between processes."""
     return torch.tensor([astuple(r) for r in reports], dtype=torch.float64)
 
 
@@ -127,7 +128,7 @@ def unpack_reports(numbers: Tensor) -> tuple[PushReport, ...]:
 
 @dataclass
 class _Rows:
-    """Pushes on their way."""
+    """The state of the pushes on their way."""
 
     step: Tensor
     plus: Tensor
@@ -136,7 +137,7 @@ class _Rows:
     going: Tensor
     attempts: Tensor
     halvings: Tensor
-    moved: Tensor  # λ at which plus and minus were reached; 0: never
+    moved: Tensor  # This is the λ at which plus and minus were reached, or 0 if never.
 
 
 def perturb(
@@ -152,17 +153,17 @@ def perturb(
     """Pushes each functional, or each given combination of them, and fine-tunes.
 
     Args:
-        objective: L.
-        fine_tuner: fine-tunes.
-        functionals: ψ, Q of them.
-        origin: where fine-tuning starts [P]: the λ = 0 minimum, or the trained weights.
-        settings: λ, tolerances, limits.
-        combine: [R, Q]; row r pushes Σ_q combine_rq ψ_q. None: each functional by itself, R = Q.
-        allow_zero: a functional with a gradient of zero is no error; its variance is 0.
+        objective: The objective L.
+        fine_tuner: The optimiser that fine-tunes.
+        functionals: The Q functionals ψ.
+        origin: The weights where fine-tuning starts [P]: the λ = 0 minimum, or the trained weights.
+        settings: The settings with λ, tolerances and limits.
+        combine: The combinations [R, Q]: row r pushes Σ_q combine_rq ψ_q. None pushes each functional by itself, R = Q.
+        allow_zero: Whether a functional with a gradient of zero is no error, but has the variance 0.
 
     Raises:
-        InputError: a functional that is not scalar or does not depend on the parameters.
-        NumericalError: a functional runs away, and the settings are strict.
+        InputError: A functional is not scalar or does not depend on the parameters.
+        NumericalError: A functional runs away, and the settings are strict.
     """
     mixing = torch.eye(functionals.count, dtype=objective.dtype, device=objective.device)
     mixing = mixing if combine is None else combine.to(mixing)
@@ -210,9 +211,9 @@ def _attempt(
     rows: _Rows,
     index: Tensor,
 ) -> None:
-    """One fine-tuning of the rows ``index`` with their present λ; decides for each whether it is done."""
+    """Fine-tunes the rows ``index`` once with their present λ, and decides for each whether it is done."""
     step, mix = rows.step[index], mixing[index]
-    # What was reached with another λ, stretched: exact where the objective is quadratic.
+    # What was reached with another λ is stretched, which is exact where the objective is quadratic.
     stretch = torch.where(rows.moved[index] > 0, step / rows.moved[index].clamp_min(1e-300), 0.0)[:, None]
     starts = [origin + stretch * (rows.plus[index] - origin)]
     weights, goal = [step[:, None] * mix], [step * slopes[index].norm(dim=1)]
@@ -237,7 +238,7 @@ def _attempt(
         rows.going[row] = better is not None
         if better is not None:
             rows.halvings[row] += int(better < float(rows.step[row]))
-            if code == _RUNAWAY:  # what was reached is no guide to where the next one should begin
+            if code == _RUNAWAY:  # What was reached is no guide to where the next one should begin.
                 rows.moved[row] = 0.0
             rows.step[row] = better
 
@@ -252,7 +253,7 @@ def _measure(
     precision: Tensor,
     n_data: float,
 ) -> Tensor:
-    """For each row the numbers of a PushReport from ``control`` to ``steps``: [r, 12], float64."""
+    """Returns for each row the numbers of a PushReport from ``control`` to ``steps``: [r, 12], float64."""
     count = len(step)
     plus, control = (values[:count] * mix).sum(1), (values[-1] * mix).sum(1)
     taken = fine_tuned.steps[:count]
@@ -270,7 +271,7 @@ def _measure(
         minus, variance = torch.full_like(plus, float("nan")), (plus - control) / step
         common = 0.0 if settings.on_all_data else fine_tuned.control_gradient
         left, move = fine_tuned.gradient[:count] - common, fine_tuned.theta[:count] - fine_tuned.control
-        curvature = torch.zeros_like(plus)  # one side alone does not show it
+        curvature = torch.zeros_like(plus)  # One side alone does not show it.
     deviation = step * variance.abs().sqrt()
     energy = rise / (0.5 * step.square() * variance)
     residual = left.norm(dim=1) / push
@@ -301,12 +302,13 @@ def _measure(
 def _decide(
     numbers: Tensor, settings: Settings, tolerance: float, halvings: int, attempts: int
 ) -> tuple[int, float | None]:
-    """The status of an attempt, and the λ of the next one; None: it is done."""
+    """Returns the status of an attempt, and the λ of the next one, or None if it is done."""
     _, plus, _, step, variance, deviation, curvature, energy, bias, residual, missing, _ = numbers.tolist()
     wanted = settings.wanted_deviation
     finite = all(x == x and abs(x) != float("inf") for x in (plus, variance, energy))
     lost = not finite or variance <= 0 or energy < _FALL
-    # On batches the losses of both sides are noisy, and a smaller push would be lost in the noise: only flagged, if it is gross.
+    # On batches the losses of both sides are noisy, and a smaller push would be lost in the noise: it is only flagged,
+    # if it is gross.
     limit = settings.bias_limit if settings.on_all_data else max(settings.bias_limit, _MISSING)
     biased = not abs(bias) <= limit
     bent = not curvature <= settings.curvature_limit
@@ -315,7 +317,7 @@ def _decide(
     if lost or bent or (biased and settings.on_all_data):
         code = _RUNAWAY if lost else _CURVED
         if automatic and gentle and attempts <= _RESCALES and not settings.on_all_data:
-            return code, 10 * step  # lost in the noise of the batches: push harder
+            return code, 10 * step  # It is lost in the noise of the batches: push harder.
         return code, _gentler(
             step, 0.0 if lost or bent else bias, settings
         ) if halvings < settings.max_halvings else None
@@ -331,7 +333,7 @@ def _decide(
 
 
 def _gentler(step: float, bias: float, settings: Settings) -> float:
-    """A smaller λ: half, or less where the bias, which falls with λ² (with one side: λ), tells how much is needed."""
+    """Returns a smaller λ: half, or less where the bias, which falls with λ² (with one side: λ), tells how much is needed."""
     if not settings.bias_limit < abs(bias) < float("inf"):
         return step / 2
     share = 0.5 * settings.bias_limit / abs(bias)
@@ -339,7 +341,7 @@ def _gentler(step: float, bias: float, settings: Settings) -> float:
 
 
 def _judge(reports: tuple[PushReport, ...], settings: Settings) -> None:
-    """Raises or warns about what did not work."""
+    """Raises an error or warns about what did not work."""
     for place, report in enumerate(reports):
         if report.status == "runaway":
             message = (

@@ -1,4 +1,4 @@
-"""How a Hessian-free posterior minimises, how far it pushes, and when it gives up."""
+"""The settings of a Hessian-free posterior: how it minimises, how far it pushes, and when it gives up."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from aftermap.errors import InputError
 __all__ = ["METHODS", "Settings", "choose_method"]
 
 METHODS = ("auto", "newton_cg", "lbfgs", "sgd", "adam")
-# Up to so many parameters the pairs of L-BFGS fit, and a full pass for every step is affordable.
+# Up to this many parameters the pairs of L-BFGS fit, and a full pass for every step is affordable.
 _LBFGS_PARAMETERS = 1_000_000
-# How far a functional is moved, in posterior standard deviations: the error of the variance falls with its square.
+# A functional is moved this far, in posterior standard deviations: the error of the variance falls with its square.
 _EXACT_DEVIATION, _NOISY_DEVIATION = 0.02, 0.1
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a Hessian-free posterior.
+    """The settings of a Hessian-free posterior.
 
     Attributes:
         method: The optimiser that fine-tunes. "newton_cg" and "lbfgs" minimise over all data, to a tolerance; "sgd" and "adam"
             take a fixed number of steps on batches; "auto" chooses by the number of parameters.
-        step: λ, how hard the functional is pushed. None chooses it so that the functional moves by ``deviation``.
+        step: The size λ of the push. None chooses it so that the functional moves by ``deviation``.
         deviation: How far a functional is moved, in posterior standard deviations: ε of λ = ε/√v̂. None takes 0.02 where the work
             is in float64 over all data, which costs nothing, and 0.1 where rounding or the noise of batches would drown a
             smaller move.
@@ -99,7 +99,7 @@ class Settings:
 
     @property
     def wanted_deviation(self) -> float:
-        """How far a functional is moved, in posterior standard deviations, once it is resolved."""
+        """The distance that a functional is moved, in posterior standard deviations, once it is resolved."""
         assert self.deviation is not None
         return self.deviation
 
@@ -109,11 +109,11 @@ class Settings:
         return self.method in ("newton_cg", "lbfgs")
 
     def relative_tolerance(self, dtype: torch.dtype) -> float:
-        """The tolerance, by default what the dtype can reach."""
+        """Returns the tolerance, by default what the dtype can reach."""
         return self.tolerance if self.tolerance is not None else (1e-7 if dtype == torch.float64 else 1e-3)
 
     def members(self, n_params: int) -> int:
-        """How many functionals go at once: two weight vectors each, with what the optimiser remembers of them."""
+        """Returns how many functionals go at once: two weight vectors each, with what the optimiser remembers of them."""
         if self.queries is not None:
             return self.queries
         vectors = 2 * (2 * self.history + 8 if self.method == "lbfgs" else 8)
@@ -121,7 +121,7 @@ class Settings:
 
 
 def choose_method(method: str, n_params: int) -> str:
-    """The method that "auto" stands for.
+    """Returns the method that "auto" stands for.
 
     >>> choose_method("auto", 500), choose_method("auto", 10**8), choose_method("sgd", 500)
     ('lbfgs', 'adam', 'sgd')

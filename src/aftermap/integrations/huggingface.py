@@ -41,20 +41,20 @@ _LIKELIHOODS = {
 
 
 def likelihood(model: nn.Module) -> str:
-    """The likelihood that a model's configuration asks for.
+    """Returns the likelihood that a model's configuration asks for.
 
     ``config.problem_type`` decides; without it one label is a regression and several are classes, as in transformers' own
     losses. (Whether several labels exclude one another is otherwise known from their dtype only.)
 
     Args:
-        model: with a ``config``.
+        model: A model with a ``config``.
 
     Returns:
-        "classification", "binary" or "regression".
+        The name "classification", "binary" or "regression".
 
     Raises:
-        InputError: the model has no such configuration.
-        UnsupportedError: the model is a causal language model.
+        InputError: The model has no such configuration.
+        UnsupportedError: The model is a causal language model.
 
     >>> from transformers import BertConfig
     >>> net = nn.Linear(3, 2)
@@ -77,17 +77,17 @@ def likelihood(model: nn.Module) -> str:
 
 
 def adapters(model: nn.Module, *, head: bool = False) -> list[str]:
-    """Names of the active adapters' weights, for ``params=``; they need not require a gradient (a loaded adapter does not).
+    """Returns the names of the active adapters' weights, for ``params=``, whether they require a gradient or not.
 
     Args:
-        model: a model with peft's adapters.
-        head: also the modules that are trained and saved whole, such as the classifier.
+        model: A model with peft's adapters.
+        head: Whether to include the modules that are trained and saved whole, such as the classifier.
 
     Returns:
-        Parameter names, in the model's order.
+        The names of the parameters, in the model's order.
 
     Raises:
-        InputError: there is no adapter.
+        InputError: There is no adapter.
     """
     tuners = optional("peft.tuners.tuners_utils", "hf", "adapters")
     others = optional("peft.utils.other", "hf", "adapters")
@@ -111,11 +111,11 @@ def adapters(model: nn.Module, *, head: bool = False) -> list[str]:
 
 
 class Batches:
-    """A loader's batches with what the model understands, and the labels; as often as wanted.
+    """The batches of a loader with what the model understands, and the labels, as often as wanted.
 
     Args:
-        loader: an iterable of mappings (a DataLoader over tokenised data).
-        names: keys that the model takes.
+        loader: An iterable of mappings (a DataLoader over tokenised data).
+        names: The keys that the model takes.
     """
 
     def __init__(self, loader: Iterable[Any], names: Iterable[str]):
@@ -138,11 +138,11 @@ class Batches:
 
 
 def batches(loader: Iterable[Any], model: nn.Module) -> Batches:
-    """Tokenised batches without the columns that the model does not take: texts, identifiers, lengths.
+    """Returns tokenised batches without the columns that the model does not take: texts, identifiers, lengths.
 
     Args:
-        loader: batches as mappings: input_ids, attention_mask, labels (or label), and anything else.
-        model: whose ``forward`` names what it takes; adapters are seen through.
+        loader: Batches as mappings: input_ids, attention_mask, labels (or label), and anything else.
+        model: The model whose ``forward`` names what it takes; adapters are seen through.
 
     >>> class Net(nn.Module):
     ...     def forward(self, input_ids, **kwargs): ...
@@ -159,13 +159,14 @@ def save(laplace: Laplace, folder: str | Path, *, tokenizer: Any = None, overwri
     """Writes model and posterior into one folder: what ``save_pretrained`` writes, and a subfolder ``posterior``.
 
     Args:
-        laplace: fitted, of a model with ``save_pretrained``; of an adapter only the adapter's files are written.
-        folder: where; it may hold the model already.
-        tokenizer: saved there, too.
-        overwrite: replace a posterior that is there.
+        laplace: A fitted approximation of a model with ``save_pretrained``; of an adapter only the adapter's files are
+            written.
+        folder: The folder to write to, which may hold the model already.
+        tokenizer: A tokenizer to save there, too.
+        overwrite: Whether to replace a posterior that is already there.
 
     Returns:
-        The posterior's folder.
+        The folder of the posterior.
     """
     write = getattr(laplace.model, "save_pretrained", None)
     if write is None:
@@ -184,15 +185,15 @@ def save(laplace: Laplace, folder: str | Path, *, tokenizer: Any = None, overwri
 
 
 def load(folder: str | Path, model: nn.Module, *, device: torch.device | str | None = None) -> Laplace:
-    """The posterior beside a saved model.
+    """Reads the posterior beside a saved model.
 
     Args:
-        folder: written by `save`.
-        model: loaded with ``from_pretrained`` (or peft's), in evaluation mode.
-        device: where the posterior goes; None: the model's.
+        folder: A folder that `save` wrote.
+        model: The model, loaded with ``from_pretrained`` (or peft's), in evaluation mode.
+        device: The device that the posterior goes to. None means the model's.
 
     Raises:
-        InputError: there is no posterior, or the model is another one: every mismatch is named.
+        InputError: There is no posterior, or the model is another one; every mismatch is named.
     """
     place = Path(folder) / POSTERIOR
     if not place.is_dir():

@@ -41,11 +41,11 @@ __all__ = ["AccumulateDraws", "LaplaceCallback", "PosteriorCallback"]
 
 
 class _SavingCallback(_Callback, ABC):  # type: ignore[misc]
-    """Makes something at the end of training and saves it; abstract.
+    """An abstract callback that makes something at the end of training and saves it.
 
     Args:
-        folder: where; None: "posterior" in the logger's folder, or in ``default_root_dir``.
-        overwrite: replace a posterior that is there.
+        folder: The folder to save to. None means "posterior" in the logger's folder, or in ``default_root_dir``.
+        overwrite: Whether to replace a posterior that is already there.
     """
 
     def __init__(self, folder: str | Path | None, overwrite: bool):
@@ -53,19 +53,19 @@ class _SavingCallback(_Callback, ABC):  # type: ignore[misc]
         self.folder, self.overwrite = folder, overwrite
 
     def place(self, trainer: Any) -> Path:
-        """The folder of this run."""
+        """Returns the folder of this run."""
         return Path(
             self.folder if self.folder is not None else Path(trainer.log_dir or trainer.default_root_dir, "posterior")
         )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Complains before the training, not after it."""
+        """Complains about an existing folder before the training, not after it."""
         place = self.place(trainer)
         if place.exists() and (not place.is_dir() or (any(place.iterdir()) and not self.overwrite)):
             raise InputError(f"{place} exists already; choose another folder=, or pass overwrite=True to replace it")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Here the model is still on its device, and other processes are still there."""
+        """Makes and saves the posterior, while the model is still on its device and other processes are still there."""
         if trainer.fast_dev_run:
             return
         if trainer.interrupted:
@@ -81,7 +81,7 @@ class _SavingCallback(_Callback, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def make(self, trainer: Any, pl_module: Any) -> Any:
-        """What is saved."""
+        """Returns the object that is saved."""
 
 
 class LaplaceCallback(_SavingCallback):
@@ -91,19 +91,21 @@ class LaplaceCallback(_SavingCallback):
     folder is read by ``aftermap.load(folder, model)`` into a model with the same weights.
 
     Args:
-        likelihood: as for `Laplace`.
-        folder: where it is saved; None: "posterior" in the logger's folder, or in ``default_root_dir``.
-        module: path of the network inside the LightningModule, such as "net"; None: the LightningModule itself, whose
-            ``forward`` must give the outputs.
-        validation: tune on the Trainer's (first) validation data if there are any; False: by the evidence.
-        structure: None chooses by the cost; see `fit`.
-        params: which weights.
-        unpack: for batches of an unusual form.
-        overwrite: replace a posterior that is there.
-        options: for `Laplace`.
+        likelihood: The likelihood, as for `Laplace`.
+        folder: The folder that it is saved in. None means "posterior" in the logger's folder, or in
+            ``default_root_dir``.
+        module: The path of the network inside the LightningModule, such as "net". None means the LightningModule
+            itself, whose ``forward`` must give the outputs.
+        validation: Whether to tune on the Trainer's (first) validation data if there are any; False tunes by the
+            evidence.
+        structure: The structure of the posterior. None chooses by the cost; see `fit`.
+        params: The weights that are uncertain; see `Laplace`.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        overwrite: Whether to replace a posterior that is already there.
+        options: Options that are passed to `Laplace`.
 
     Attributes:
-        laplace: the fitted approximation; None before the end of training.
+        laplace: The fitted approximation; None before the end of training.
 
     >>> LaplaceCallback("regression", "run/posterior", module="net").laplace is None
     True
@@ -132,7 +134,7 @@ class LaplaceCallback(_SavingCallback):
         self.network(pl_module)
 
     def network(self, pl_module: nn.Module) -> nn.Module:
-        """The module that is made Bayesian."""
+        """Returns the module that is made Bayesian."""
         if self.module is None:
             return pl_module
         network = dict(pl_module.named_modules()).get(self.module)
@@ -142,7 +144,7 @@ class LaplaceCallback(_SavingCallback):
         return network
 
     def make(self, trainer: Any, pl_module: Any) -> Laplace:
-        """Fits, in evaluation mode; the modes are as before afterwards."""
+        """Fits in evaluation mode and returns the approximation; afterwards the modes are as before."""
         network = self.network(pl_module)
         held_out = trainer.val_dataloaders if self.validation else None
         if isinstance(held_out, list | tuple):
@@ -162,7 +164,7 @@ class LaplaceCallback(_SavingCallback):
         return self.laplace
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Lightning has moved the model off an accelerator: the posterior follows it."""
+        """Moves the posterior to where Lightning has moved the model, off an accelerator."""
         if self.laplace is not None:
             network = self.network(pl_module)
             device = next(network.parameters()).device
@@ -174,12 +176,14 @@ class PosteriorCallback(_SavingCallback):
     """Saves the posterior that an optimiser of `aftermap.optim` has built during training.
 
     Args:
-        likelihood: for predictions; None: the one given to the optimiser. (Lightning's closure hides the loss.)
-        folder: where it is saved; None: "posterior" in the logger's folder, or in ``default_root_dir``.
-        overwrite: replace a posterior that is there.
+        likelihood: The likelihood for predictions. None means the one given to the optimiser. (Lightning's closure
+            hides the loss.)
+        folder: The folder that it is saved in. None means "posterior" in the logger's folder, or in
+            ``default_root_dir``.
+        overwrite: Whether to replace a posterior that is already there.
 
     Attributes:
-        posterior: a `TrainedPosterior`; None before the end of training.
+        posterior: A `TrainedPosterior`; None before the end of training.
 
     >>> PosteriorCallback("classification").posterior is None
     True
@@ -193,7 +197,7 @@ class PosteriorCallback(_SavingCallback):
         self.posterior: TrainedPosterior | None = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses what would train wrongly without a word; lets ``training_step`` return None to leave a batch out."""
+        """Refuses what would train wrongly without a word, and lets ``training_step`` return None to leave a batch out."""
         optimizer = _optimizer_of(trainer)
         optimizer.skip_without_loss = pl_module.automatic_optimization
         groups = optimizer.settings.sample_groups
@@ -210,7 +214,7 @@ class PosteriorCallback(_SavingCallback):
             )
 
     def make(self, trainer: Any, pl_module: Any) -> TrainedPosterior:
-        """The optimiser's posterior at the end."""
+        """Returns the optimiser's posterior at the end."""
         self.posterior = _optimizer_of(trainer).posterior(self.likelihood)
         return self.posterior
 
@@ -243,7 +247,7 @@ class AccumulateDraws(_Precision):  # type: ignore[misc]
         self._block: ExitStack | None = None
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Looks at the optimisers of a new training."""
+        """Looks at the optimisers of a new training, and returns what it got."""
         variational = [o for o in optimizers if isinstance(o, VariationalOptimizer)]
         self._module, self._optimizer = model, variational[0] if variational else None
         for optimizer in variational:
@@ -251,7 +255,7 @@ class AccumulateDraws(_Precision):  # type: ignore[misc]
         return super().connect(model, optimizers, lr_schedulers)
 
     def _drawing(self) -> tuple[VariationalOptimizer, int] | None:
-        """The optimiser and the number of micro-batches, where this plugin has something to do."""
+        """Returns the optimiser and the number of micro-batches, where this plugin has something to do."""
         optimizer = self._optimizer
         count = 1 if self._module is None else self._module.trainer.accumulate_grad_batches
         if optimizer is None or count == 1:
@@ -265,7 +269,7 @@ class AccumulateDraws(_Precision):  # type: ignore[misc]
 
     @contextmanager
     def train_step_context(self) -> Iterator[None]:
-        """Around ``training_step``: opens a block, which the backward pass closes."""
+        """Opens a block around ``training_step``, which the backward pass closes."""
         drawing = self._drawing()
         if drawing is None:
             with super().train_step_context():
@@ -279,7 +283,7 @@ class AccumulateDraws(_Precision):  # type: ignore[misc]
 
     @contextmanager
     def val_step_context(self) -> Iterator[None]:
-        """Around ``validation_step``, which must see the mean."""
+        """Runs around ``validation_step``, which must see the mean."""
         self._refuse_open_block()
         with super().val_step_context():
             yield
@@ -304,7 +308,7 @@ class AccumulateDraws(_Precision):  # type: ignore[misc]
             )
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """The backward pass of a micro-batch, after which the weights are the mean again."""
+        """Runs the backward pass of a micro-batch, after which the weights are the mean again."""
         drawing = self._drawing()
         # Lightning has divided the loss by the number of micro-batches; the blocks average on their own.
         loss = tensor if drawing is None else tensor * drawing[1]
@@ -315,12 +319,12 @@ class AccumulateDraws(_Precision):  # type: ignore[misc]
             block.close()
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """The last micro-batch, then a step from all of them."""
+        """Runs the last micro-batch, then takes a step from all of them."""
         drawing = self._drawing()
         if drawing is None or drawing[0] is not optimizer:
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         self._refuse_open_block()
-        self._after_closure(model, optimizer)  # the hooks before a step, and clipping
+        self._after_closure(model, optimizer)  # This runs the hooks before a step, and clipping.
         optimizer.step()
         return result

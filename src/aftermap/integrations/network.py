@@ -27,12 +27,12 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {"gelu": nn.GELU, "relu": nn.ReLU, 
 
 @dataclass(frozen=True)
 class Table:
-    """Data in memory.
+    """A table of data in memory.
 
     Attributes:
-        x: inputs [N, ...].
-        y: class numbers [N], or targets [N, D].
-        weight: [N], above 0: how many data each stands for.
+        x: The inputs [N, ...].
+        y: The class numbers [N], or targets [N, D].
+        weight: The number of data that each datum stands for [N], above 0.
     """
 
     x: Tensor
@@ -43,13 +43,13 @@ class Table:
         return len(self.x)
 
     def batches(self, size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The data in order, ``size`` at a time."""
+        """Returns the data in order, ``size`` at a time."""
         parts = (t.split(size) for t in (self.x, self.y, self.weight))
         return list(zip(*parts, strict=True))
 
 
 def moments(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted mean and standard deviation over the first dimension; a constant column has the deviation 1.
+    """Returns weighted mean and standard deviation over the first dimension; a constant column has the deviation 1.
 
     >>> moments(torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 3.0]))
     (tensor([2.5000]), tensor([0.8660]))
@@ -63,12 +63,12 @@ def moments(values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Standardised(nn.Module):
-    """y = mean_y + scale_y · network((x − mean_x)/scale_x): data in their own units outside, near 1 inside.
+    """A network y = mean_y + scale_y · network((x − mean_x)/scale_x), with data in their own units outside and near 1 inside.
 
     Args:
-        network: any module.
-        x: (mean, scale) of the inputs; None: they go in as they are.
-        y: (mean, scale) of the outputs; None: they come out as they are.
+        network: Any module from inputs to outputs.
+        x: The (mean, scale) of the inputs. With None they go in as they are.
+        y: The (mean, scale) of the outputs. With None they come out as they are.
     """
 
     mean_x: Tensor | None
@@ -86,7 +86,7 @@ class Standardised(nn.Module):
                 self.register_buffer(f"{part}_{name}", None if pair is None else pair[place])
 
     def forward(self, x: Tensor) -> Tensor:
-        """Outputs [N, C] of inputs [N, ...]."""
+        """Returns the outputs [N, C] of inputs [N, ...]."""
         if self.mean_x is not None and self.scale_x is not None:
             x = (x - self.mean_x) / self.scale_x
         outputs: Tensor = self.network(x)
@@ -98,7 +98,7 @@ class Standardised(nn.Module):
 def mlp(
     inputs: int, hidden: Sequence[int], outputs: int, activation: str, generator: torch.Generator, dtype: torch.dtype
 ) -> nn.Sequential:
-    """A fully connected network whose weights come from ``generator``: uniform in ±1/√(inputs of the layer).
+    """Returns a fully connected network whose weights come from ``generator``: uniform in ±1/√(inputs of the layer).
 
     >>> net = mlp(3, (5,), 2, "tanh", torch.Generator().manual_seed(0), torch.float64)
     >>> [tuple(p.shape) for p in net.parameters()]
@@ -128,19 +128,19 @@ def train(
     lr: float,
     generator: torch.Generator,
 ) -> None:
-    """Moves the weights towards the maximum of the posterior: Adam, its rate falling along a cosine to 0.
+    """Moves the weights towards the maximum of the posterior by Adam, whose rate falls along a cosine to 0.
 
     Data that fit into one batch are never shuffled: then a datum of weight k counts exactly like k copies of it.
 
     Args:
-        model: trained in training mode and left in evaluation mode.
-        data: all of them.
-        loss: (outputs, targets) -> [N], negative log-likelihoods.
-        precision: of the prior, one number or by parameter name.
-        epochs: passes through the data.
-        batch_size: data in a step.
-        lr: Adam's rate at the start.
-        generator: for the order.
+        model: The network, which is trained in training mode and left in evaluation mode.
+        data: All training data.
+        loss: A function of (outputs, targets) that returns negative log-likelihoods [N].
+        precision: The precision of the prior, one number or tensors by parameter name.
+        epochs: The number of passes through the data.
+        batch_size: The number of data in a step.
+        lr: The rate of Adam at the start.
+        generator: The source of the random order of the data.
     """
     named = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not named:

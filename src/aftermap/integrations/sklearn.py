@@ -37,19 +37,19 @@ _check_random_state = optional("sklearn.utils", "sklearn", _PURPOSE).check_rando
 _validation = optional("sklearn.utils.validation", "sklearn", _PURPOSE)
 Array = npt.NDArray[Any]
 Factory = Callable[[int, int], nn.Module]
-PIECE = 1024  # examples in one pass of a fit or a prediction
-_PATIENCE = 3  # rounds without a higher evidence, after which there are no more
-_SMALL = 1500  # up to this many weights their full covariance is cheap
+PIECE = 1024  # The number of examples in one pass of a fit or a prediction.
+_PATIENCE = 3  # After this many rounds without a higher evidence there are no more.
+_SMALL = 1500  # Up to this many weights their full covariance is cheap.
 _base = optional("sklearn.base", "sklearn", "the scikit-learn estimators")
 _ClassifierMixin: Any = _base.ClassifierMixin
 _RegressorMixin: Any = _base.RegressorMixin
 _multiclass = optional("sklearn.utils.multiclass", "sklearn", "the scikit-learn estimators")
-_FIRST_NOISE = 0.3  # of the targets' deviation, before anything is known
-_LEAST_NOISE = 1e-3  # where the residuals vanish
+_FIRST_NOISE = 0.3  # As a share of the targets' deviation, before anything is known.
+_LEAST_NOISE = 1e-3  # Where the residuals vanish.
 
 
 class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
-    """What both estimators share; abstract."""
+    """The abstract base of both estimators, with what they share."""
 
     def __init__(
         self,
@@ -89,15 +89,15 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
 
     @abstractmethod
     def _encoded(self, y: Array, keep: Array) -> tuple[Array, int]:
-        """Targets as the network sees them, of the examples that count; and the number of outputs."""
+        """Returns the targets as the network sees them, of the examples that count, and the number of outputs."""
 
     @abstractmethod
     def _scaling(self, data: Table) -> tuple[Tensor, Tensor] | None:
-        """Mean and scale of the network's outputs."""
+        """Returns the mean and the scale of the network's outputs."""
 
     @abstractmethod
     def _likelihood(self, model: nn.Module, data: Table, *, trained: bool) -> Likelihood:
-        """The likelihood at the start, or at the present weights."""
+        """Returns the likelihood at the start, or at the present weights."""
 
     # Fitting
 
@@ -105,12 +105,12 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
         """Trains the network and the posterior over its weights.
 
         Args:
-            X: inputs [N, features].
-            y: labels [N], or the targets [N] or [N, outputs] of a regression.
-            sample_weight: [N]: how many data each stands for; None: one.
+            X: The inputs [N, features].
+            y: The labels [N], or the targets [N] or [N, outputs] of a regression.
+            sample_weight: The number of data that each datum stands for [N]. None means one.
 
         Returns:
-            self.
+            This estimator, which is now fitted.
         """
         self._check_settings()
         X, y = _validation.validate_data(
@@ -123,7 +123,7 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
             y_numeric=self._numeric_targets,
         )
         weight = _validation._check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-        keep = weight > 0  # a datum that stands for none is not there
+        keep = weight > 0  # A datum that stands for none is not there.
         if not keep.any():
             raise DataError("every sample_weight is 0, so no datum is left to fit")
         targets, outputs = self._encoded(y, keep)
@@ -153,7 +153,7 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
             checks.choice("structure", self.structure, STRUCTURES, otherwise="None to choose by size")
 
     def _network(self, features: int, outputs: int, generator: torch.Generator) -> tuple[nn.Module, torch.dtype]:
-        """The network at its start, and its dtype: float64 for the default one."""
+        """Returns the network at its start, and its dtype, which is float64 for the default one."""
         if self.module is None:
             return mlp(features, self.hidden, outputs, self.activation, generator, torch.float64), torch.float64
         if isinstance(self.module, nn.Module):
@@ -170,7 +170,7 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
         return network, check_device(network)[1]
 
     def _rounds(self, model: nn.Module, data: Table, generator: torch.Generator) -> Laplace:
-        """Training and evidence in turn; the round with the highest evidence is kept."""
+        """Runs training and evidence in turn, and returns the round with the highest evidence."""
         evidence = self.prior_precision == "evidence"
         start = 1.0 if evidence else float(self.prior_precision)
         precision: dict[str, Any] = dict.fromkeys(named_parameters(model), start)
@@ -193,7 +193,7 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
             likelihood = self._likelihood(model, data, trained=True)
             if not evidence and left:
                 continue
-            # A copy, because training goes on with the weights that the posterior stands around.
+            # This is a copy, because training goes on with the weights that the posterior stands around.
             laplace = Laplace(
                 copy.deepcopy(model), likelihood, structure=structure, params=params, prior_precision=start
             ).fit(data.batches(PIECE), progress=False)
@@ -209,16 +209,16 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
     # Prediction
 
     def predictive(self, X: Any) -> Prediction:
-        """The whole predictive distribution: mean, epistemic and aleatoric parts, intervals.
+        """Returns the whole predictive distribution: mean, epistemic and aleatoric parts, intervals.
 
         Args:
-            X: inputs [N, features].
+            X: The inputs [N, features].
 
         Returns:
             A `Prediction`, in the units of the targets.
         """
         model, laplace = self._fitted()
-        # The same points for every piece: what is said of an input does not depend on its neighbours.
+        # Every piece uses the same points, so that what is said of an input does not depend on its neighbours.
         parts = [
             laplace.predict(x, generator=torch.Generator().manual_seed(0)) for x in self._inputs(X, model).split(PIECE)
         ]
@@ -245,7 +245,7 @@ def _value(pair: tuple[float, Laplace]) -> float:
 
 @contextmanager
 def _forked(seed: int, needed: bool) -> Iterator[None]:
-    """PyTorch's own randomness, where a foreign module draws from it: seeded inside, and as before outside."""
+    """Seeds PyTorch's own randomness inside, where a foreign module draws from it, and puts it back afterwards."""
     if not needed:
         yield
         return
@@ -275,27 +275,30 @@ class BayesianClassifier(_ClassifierMixin, BayesianEstimator):  # type: ignore[m
     tells where the network is unsure; it need not improve probabilities that the evidence has already regularised.
 
     Args:
-        module: a torch module (copied; trained from its weights), a function (features, outputs) -> module, or None for a
-            fully connected network in float64. It takes [N, features] and gives [N, outputs].
-        hidden: widths of the default network's hidden layers.
-        activation: of the default network: tanh, relu, gelu or silu.
-        rounds: how often at most training and evidence take turns; the round with the highest evidence is kept, and three
-            without a higher one are the last.
-        epochs: passes through the data in each round.
-        batch_size: data in a step of training.
+        module: A torch module (which is copied, and trained from its weights), a function of (features, outputs) that
+            makes one, or None for a fully connected network in float64. It takes [N, features] and gives [N, outputs].
+        hidden: The widths of the default network's hidden layers.
+        activation: The activation of the default network: tanh, relu, gelu or silu.
+        rounds: The greatest number of turns of training and evidence. The round with the highest evidence is kept, and
+            after three without a higher one there are no more.
+        epochs: The number of passes through the data in each round.
+        batch_size: The number of data in a step of training.
         lr: Adam's learning rate at the start of a round.
-        structure: of the posterior: kron, ekfac, diagonal or full; None: full for small networks, kron for others.
-        params: which weights are uncertain; see `Laplace`. None: the last layer of a classifier, all of a regressor.
-        prior_precision: "evidence", or one fixed number for all weights.
-        standardise: bring inputs (and the targets of a regression) to mean 0 and deviation 1 inside.
-        device: where it runs.
-        random_state: start, order of the data, and whatever a foreign module draws; None: numpy's.
+        structure: The structure of the posterior: kron, ekfac, diagonal or full. None means full for small networks and
+            kron for others.
+        params: The weights that are uncertain; see `Laplace`. None means the last layer of a classifier, and all layers
+            of a regressor.
+        prior_precision: The prior's precision: "evidence" finds it, and a number is fixed for all weights.
+        standardise: Whether to bring inputs (and the targets of a regression) to mean 0 and deviation 1 inside.
+        device: The device to compute on.
+        random_state: The seed of the start, of the order of the data, and of whatever a foreign module draws. None
+            means numpy's.
 
     Attributes:
-        classes_: the labels.
-        n_features_in_: columns of X.
-        laplace_: the fitted `Laplace` approximation.
-        model_: the trained network with its standardisation.
+        classes_: The labels of the classes.
+        n_features_in_: The number of columns of X.
+        laplace_: The fitted `Laplace` approximation.
+        model_: The trained network with its standardisation.
 
     >>> X, y = np.array([[0.0], [0.2], [0.8], [1.0]]), np.array(["no", "no", "yes", "yes"])
     >>> BayesianClassifier(epochs=20, random_state=0).fit(X, y).predict([[0.1], [0.9]])
@@ -324,12 +327,12 @@ class BayesianClassifier(_ClassifierMixin, BayesianEstimator):  # type: ignore[m
         return Categorical()
 
     def predict_proba(self, X: Any) -> Array:
-        """Probabilities of the classes: [N, classes], in the order of ``classes_``."""
+        """Returns the probabilities of the classes [N, classes], in the order of ``classes_``."""
         mean = self.predictive(X).mean.to(torch.float64)
         return (mean / mean.sum(-1, keepdim=True)).cpu().numpy()
 
     def predict(self, X: Any) -> Array:
-        """The most probable label of each input: [N]."""
+        """Returns the most probable label of each input [N]."""
         chosen = self.predict_proba(X).argmax(1)
         return self.classes_[chosen]
 
@@ -341,27 +344,30 @@ class BayesianRegressor(_RegressorMixin, BayesianEstimator):  # type: ignore[mis
     learnt. Conformal methods that divide by it (MAPIE's ``StdConformityScore``) give intervals that widen far from the data.
 
     Args:
-        module: a torch module (copied; trained from its weights), a function (features, outputs) -> module, or None for a
-            fully connected network in float64. It takes [N, features] and gives [N, outputs].
-        hidden: widths of the default network's hidden layers.
-        activation: of the default network: tanh, relu, gelu or silu.
-        rounds: how often at most training and evidence take turns; the round with the highest evidence is kept, and three
-            without a higher one are the last.
-        epochs: passes through the data in each round.
-        batch_size: data in a step of training.
+        module: A torch module (which is copied, and trained from its weights), a function of (features, outputs) that
+            makes one, or None for a fully connected network in float64. It takes [N, features] and gives [N, outputs].
+        hidden: The widths of the default network's hidden layers.
+        activation: The activation of the default network: tanh, relu, gelu or silu.
+        rounds: The greatest number of turns of training and evidence. The round with the highest evidence is kept, and
+            after three without a higher one there are no more.
+        epochs: The number of passes through the data in each round.
+        batch_size: The number of data in a step of training.
         lr: Adam's learning rate at the start of a round.
-        structure: of the posterior: kron, ekfac, diagonal or full; None: full for small networks, kron for others.
-        params: which weights are uncertain; see `Laplace`. None: the last layer of a classifier, all of a regressor.
-        prior_precision: "evidence", or one fixed number for all weights.
-        standardise: bring inputs (and the targets of a regression) to mean 0 and deviation 1 inside.
-        device: where it runs.
-        random_state: start, order of the data, and whatever a foreign module draws; None: numpy's.
+        structure: The structure of the posterior: kron, ekfac, diagonal or full. None means full for small networks and
+            kron for others.
+        params: The weights that are uncertain; see `Laplace`. None means the last layer of a classifier, and all layers
+            of a regressor.
+        prior_precision: The prior's precision: "evidence" finds it, and a number is fixed for all weights.
+        standardise: Whether to bring inputs (and the targets of a regression) to mean 0 and deviation 1 inside.
+        device: The device to compute on.
+        random_state: The seed of the start, of the order of the data, and of whatever a foreign module draws. None
+            means numpy's.
 
     Attributes:
-        n_features_in_: columns of X.
-        noise_: deviation of the observation noise of each output, in the units of y.
-        laplace_: the fitted `Laplace` approximation.
-        model_: the trained network with its standardisation.
+        n_features_in_: The number of columns of X.
+        noise_: The deviation of the observation noise of each output, in the units of y.
+        laplace_: The fitted `Laplace` approximation.
+        model_: The trained network with its standardisation.
 
     >>> X = np.linspace(-1, 1, 20)[:, None]
     >>> regressor = BayesianRegressor(epochs=20, random_state=0).fit(X, X[:, 0] ** 3)
@@ -396,18 +402,19 @@ class BayesianRegressor(_RegressorMixin, BayesianEstimator):  # type: ignore[mis
 
     @property
     def noise_(self) -> Array:
-        """Deviation of the observation noise, of each output."""
+        """The deviation of the observation noise of each output."""
         likelihood = self._fitted()[1].likelihood
-        assert isinstance(likelihood, Gaussian)  # the regressor's own
+        assert isinstance(likelihood, Gaussian)  # It is the regressor's own.
         return torch.as_tensor(likelihood.noise, dtype=torch.float64).reshape(-1).numpy()
 
     def predict(self, X: Any, return_std: bool = False, return_cov: bool = False) -> Any:
-        """Means, and on request how uncertain new targets are.
+        """Returns means, and on request how uncertain new targets are.
 
         Args:
-            X: inputs [N, features].
-            return_std: also the deviation of a new target, [N] or [N, outputs].
-            return_cov: also the covariance of new targets at all inputs together, [N, N] or [N, N, outputs].
+            X: The inputs [N, features].
+            return_std: Whether to return also the deviation of a new target, [N] or [N, outputs].
+            return_cov: Whether to return also the covariance of new targets at all inputs together, [N, N] or [N, N,
+                outputs].
 
         Returns:
             The mean [N] or [N, outputs], alone or in a tuple.

@@ -4,7 +4,7 @@ Every few epochs the curvature at the present weights gives the evidence; MacKay
 precision of each layer and the noise there, and training goes on under them. No validation data are used. What comes back is
 the point of the best evidence, not the last one.
 
-The temperature T of p(y | f) = softmax(f/T) or sigmoid(f/T), by the evidence.
+The temperature T of p(y | f) = softmax(f/T) or sigmoid(f/T) can be found by the evidence, too.
 
 A power of the likelihood cannot be learned: it leaves no normalised density, and its evidence always prefers a smaller power. Dividing
 the outputs does leave one. The Gauss-Newton matrix depends on T through every Λ(f/T)/T², so the evidence at another T is that of
@@ -47,35 +47,36 @@ __all__ = [
 ]
 
 TEMPERATURES = (0.05, 20.0)
-_FIRST, _LEAST, _MOST = 0.3, 0.03, math.log(2.0)  # of a step in log T
+_FIRST, _LEAST, _MOST = 0.3, 0.03, math.log(2.0)  # These are steps in log T.
 PRIORS = ("layerwise", "scalar")
-_SMALL = 300  # parameters, or data × outputs, up to which the exact Gauss-Newton matrix is quick
-_IMPROVED = 1e-3  # nats: a smaller rise of the evidence is not worth waiting for
+_SMALL = 300  # Up to this many parameters, or data × outputs, the exact Gauss-Newton matrix is quick.
+_IMPROVED = 1e-3  # A smaller rise of the evidence, in nats, is not worth waiting for.
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass
 class TemperatureSearch:
-    """A maximum of the evidence in log T by parabolas through three values, the step of one look being the spread of the next.
+    """A search for the maximum of the evidence in log T by parabolas through three values, whose spread follows the last step.
 
     Attributes:
-        spread: h, how far the outer two values are from the present T in log T.
+        spread: The distance h of the outer two values from the present T, in log T.
     """
 
     spread: float = _FIRST
 
     def improve(self, start: Laplace, fitted: Callable[[float], Laplace]) -> Laplace:
-        """The best of the present T, T·e^±h and the top of their parabola, prior precisions fixed.
+        """Returns the best of the present T, T·e^±h and the top of their parabola, with prior precisions fixed.
 
         Args:
-            start: at the present temperature.
-            fitted: makes the same at another temperature, with the same prior; a pass over the data. It is called up to three times.
+            start: The approximation at the present temperature.
+            fitted: A function that makes the same approximation at another temperature, with the same prior, by a pass
+                over the data. It is called up to three times.
 
         Returns:
-            The one with the largest evidence; never worse than the start.
+            The approximation with the largest evidence, which is never worse than the start.
         """
         now = temperature_of(start.likelihood)
-        assert now is not None  # at_temperature refused all others
+        assert now is not None  # at_temperature refused all others.
         middle = math.log(now)
         tried: dict[float, tuple[float, Laplace]] = {middle: (float(start.log_evidence()), start)}
 
@@ -89,7 +90,7 @@ class TemperatureSearch:
         h = self.spread
         low, centre, high = value(middle - h), value(middle), value(middle + h)
         bend = low + high - 2 * centre
-        onwards = 2 * h if high > low else -2 * h  # where there is no top in sight
+        onwards = 2 * h if high > low else -2 * h  # This is for where there is no top in sight.
         step = 0.5 * h * (low - high) / bend if bend < 0 else onwards
         value(middle + min(max(step, -_MOST), _MOST))
         best = max((at for at in tried if math.isfinite(tried[at][0])), key=lambda at: tried[at][0], default=middle)
@@ -98,7 +99,7 @@ class TemperatureSearch:
 
 
 def warn_at_the_end(temperature: float) -> None:
-    """A temperature at the end of its range says nothing but that there is no maximum."""
+    """Warns of a temperature at the end of its range, which says only that there is no maximum."""
     if TEMPERATURES[0] * 1.001 < temperature < TEMPERATURES[1] * 0.999:
         return
     why = (
@@ -119,14 +120,15 @@ class EvidenceRecord:
     """The state after one look at the evidence.
 
     Attributes:
-        epoch: how many epochs were done.
-        train_loss: mean negative log-likelihood of a datum during the last epoch, under the noise of that time.
-        log_evidence: of the weights at this epoch, under the precisions and the noise that were found for them.
-        precision: layer -> prior precision.
-        noise: σ of a regression; None where there is none.
-        temperature: what the log-likelihood is divided by; fixed.
-        effective_parameters: γ.
-        output_temperature: T of softmax(f/T) or sigmoid(f/T); None for other likelihoods.
+        epoch: The number of epochs that were done.
+        train_loss: The mean negative log-likelihood of a datum during the last epoch, under the noise of that time.
+        log_evidence: The evidence of the weights at this epoch, under the precisions and the noise that were found for
+            them.
+        precision: The prior precision of each layer.
+        noise: The noise σ of a regression; None where there is none.
+        temperature: The fixed number that the log-likelihood is divided by.
+        effective_parameters: The number γ of parameters that the data determine.
+        output_temperature: The temperature T of softmax(f/T) or sigmoid(f/T); None for other likelihoods.
     """
 
     epoch: int
@@ -141,15 +143,15 @@ class EvidenceRecord:
 
 @dataclass(frozen=True)
 class EvidenceTraining:
-    """What training by evidence gave.
+    """The network, posterior and history that training by evidence gave.
 
     Attributes:
-        model: the network with the weights of the best evidence, in eval mode.
-        laplace: its posterior, fitted and tuned.
-        history: one record per look at the evidence.
-        losses: the mean training loss of every epoch.
-        best: the record of what came back.
-        stationarity: how far the weights are from a mode of their log joint.
+        model: The network with the weights of the best evidence, in eval mode.
+        laplace: The posterior of the model, fitted and tuned.
+        history: One record per look at the evidence.
+        losses: The mean training loss of every epoch.
+        best: The record of the point that came back.
+        stationarity: The distance of the weights from a mode of their log joint.
     """
 
     model: nn.Module
@@ -161,12 +163,12 @@ class EvidenceTraining:
 
     @property
     def log_evidence(self) -> float:
-        """Of the best point."""
+        """The log evidence of the best point."""
         return self.best.log_evidence
 
     @property
     def curves(self) -> dict[str, list[float]]:
-        """The history as columns, for a figure.
+        """Returns the history as columns, for a figure.
 
         They are epoch, train_loss, log_evidence, effective_parameters, temperature, noise (regression), output_temperature
         (classification) and a "precision: layer" each.
@@ -214,45 +216,51 @@ def train_by_evidence(
     curvature and on return. After an error its old weights are back.
 
     Args:
-        model: the network; outputs [N, ..., C].
-        data: batches that can be passed over again and again: a DataLoader or a list.
-        likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
-        epochs: passes over the data.
-        lr: of Adam, which falls to a hundredth along a cosine, if ``optimizer`` is None.
-        optimizer: a function of the parameters that makes an optimiser, without weight decay: the prior is that.
-        burn_in: epochs before the first look at the evidence.
-        frequency: epochs between looks. On small networks a look costs as much as 20 (kron) to 75 (low_rank) steps of Adam.
-        hyper_steps: iterations of the fixed point at each look.
-        structure: of the curvature; see `Laplace`. "auto": the exact Gauss-Newton matrix for up to 300 parameters ("full") or 300 data ×
-            outputs ("low_rank" of that size); above, "kron", which penalises every model more.
-        params: which weights are under the prior and uncertain.
-        prior: "layerwise" (a precision per layer) or "scalar" (one for all).
-        prior_precision: to start with. Weak: under a strong one, or a noise far too large, the first evidence may be best without any
-            weights at all, and a layer that was switched off stays so.
-        noise: learn the noise of a regression.
-        temperature: learn T of softmax(f/T) or sigmoid(f/T), by the evidence of up to three more passes at each look, each with its own
-            curvature. False: under prior="layerwise" T says nothing that the last layer and its precision do not say
-            (T, W, τ and 1, W/T, τT² are the same model), and where the network separates its training data the evidence may rise
-            without end as T falls, which is warned of. It pays with prior="scalar", or where ``params`` leaves the last layer out.
-        likelihood_power: p, what the log-likelihood is multiplied by, in training and in the posterior alike. It stays fixed: an
+        model: The network, with outputs [N, ..., C].
+        data: Batches that can be passed over again and again: a DataLoader or a list.
+        likelihood: The likelihood: "classification", "binary", "regression", "counts", or an object from
+            `aftermap.likelihoods`.
+        epochs: The number of passes over the data.
+        lr: The learning rate of Adam, which falls to a hundredth along a cosine, if ``optimizer`` is None.
+        optimizer: A function of the parameters that makes an optimiser, without weight decay, whose part the prior
+            takes.
+        burn_in: The number of epochs before the first look at the evidence.
+        frequency: The number of epochs between looks. On small networks a look costs as much as 20 (kron) to 75
+            (low_rank) steps of Adam.
+        hyper_steps: The number of iterations of the fixed point at each look.
+        structure: The structure of the curvature; see `Laplace`. "auto" means the exact Gauss-Newton matrix for up to
+            300 parameters ("full") or 300 data × outputs ("low_rank" of that size); above, "kron", which penalises
+            every model more.
+        params: The weights that are under the prior and uncertain.
+        prior: The form of the prior: "layerwise" (a precision per layer) or "scalar" (one for all).
+        prior_precision: The precision to start with. It is weak: under a strong one, or a noise far too large, the
+            first evidence may be best without any weights at all, and a layer that was switched off stays so.
+        noise: Whether to learn the noise of a regression.
+        temperature: Whether to learn T of softmax(f/T) or sigmoid(f/T), by the evidence of up to three more passes at
+            each look, each with its own curvature. It is off because under prior="layerwise" T says nothing that the
+            last layer and its precision do not say (T, W, τ and 1, W/T, τT² are the same model), and where the network
+            separates its training data the evidence may rise without end as T falls, which is warned of. It pays with
+            prior="scalar", or where ``params`` leaves the last layer out.
+        likelihood_power: The factor p of the log-likelihood, in training and in the posterior alike. It stays fixed: an
             evidence of a likelihood that is not normalised says nothing about its power.
-        patience: end after so many looks without a better evidence; None: never.
-        rank: of structure="low_rank", if that was asked for.
-        unpack: for batches of an unusual form.
-        generator: for random vectors of the curvature.
-        progress: show a bar; None: on a terminal.
+        patience: The number of looks without a better evidence after which training ends. None never ends early.
+        rank: The rank of structure="low_rank", if that was asked for.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        generator: The source of the random vectors of the curvature.
+        progress: Whether to show a progress bar. None shows it on a terminal.
 
     Returns:
         Model, posterior and history at the best evidence.
 
     Raises:
-        InputError: numbers out of range, an unknown prior or structure, a temperature where the likelihood has none.
-        DataError: data that cannot be passed over again.
-        NumericalError: training diverged.
+        InputError: A number is out of range, the prior or structure is unknown, or the likelihood has no temperature to
+            learn.
+        DataError: The data cannot be passed over again.
+        NumericalError: The training diverged.
 
     Warns:
-        StatisticalWarning: the weights are far from a mode, so that the evidence is not to be trusted, or the temperature has no
-            maximum; the message says what to do.
+        StatisticalWarning: The weights are far from a mode, so that the evidence is not to be trusted, or the
+            temperature has no maximum; the message says what to do.
 
     >>> x = torch.linspace(-1, 1, 30)[:, None]
     >>> net = nn.Sequential(nn.Linear(1, 1))
@@ -268,7 +276,7 @@ def train_by_evidence(
     _check(epochs, lr, burn_in, frequency, hyper_steps, prior, prior_precision, likelihood_power, patience, data)
     parsed = parse_likelihood(likelihood)
     if temperature:
-        at_temperature(parsed, 1.0)  # refuses one without
+        at_temperature(parsed, 1.0)  # This refuses a likelihood without one.
     run = _Run(
         model,
         data,
@@ -300,7 +308,7 @@ def train_by_evidence(
                 best = (record, laplace, copy.deepcopy(model.state_dict()))
             if patience is not None and waited >= patience:
                 break
-        assert best is not None  # the last epoch looks
+        assert best is not None  # The last epoch looks.
         model.load_state_dict(best[2])
         reached = check_stationarity(best[1], data, unpack=unpack)
     except BaseException:
@@ -321,7 +329,7 @@ def train_by_evidence(
 def _optimiser(
     model: nn.Module, factory: OptimizerFactory | None, lr: float, epochs: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler | None]:
-    """The user's own, or Adam with a falling rate: an evidence holds at a mode, and a constant rate does not settle there."""
+    """Returns the user's own optimiser, or Adam with a falling rate, since a constant rate does not settle at a mode."""
     if factory is not None:
         return factory(model.parameters()), None
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr)
@@ -362,7 +370,7 @@ def _check(
 
 @dataclass
 class _Run:
-    """What changes while training: noise and precisions."""
+    """The noise and precisions that change while training."""
 
     model: nn.Module
     data: Iterable[Any]
@@ -377,7 +385,7 @@ class _Run:
     n_outputs: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        # Seen, not len(dataset): a loader may drop or repeat examples.
+        # This counts the data that are seen, not len(dataset), since a loader may drop or repeat examples.
         self.n_data = float(sum(_count(b) for b in self.batches()))
 
     def batches(self) -> Iterable[Batch]:
@@ -394,11 +402,11 @@ class _Run:
         return {"structure": "low_rank", "rank": int(numbers)} if numbers <= _SMALL else {"structure": "kron"}
 
     def epoch(self, stepper: torch.optim.Optimizer, number: int) -> float:
-        """One pass over the data in train mode; the mean loss of a datum."""
+        """Makes one pass over the data in train mode, and returns the mean loss of a datum."""
         self.model.train()
         likelihood, unit = with_noise(self.base_likelihood, self.noise), float(self.noise) ** 2
         own = named_parameters(self.model)
-        # The gradient of ½‖θ‖²_{P₀} is added by hand: no graph for it.
+        # The gradient of ½‖θ‖²_{P₀} is added by hand, which needs no graph.
         decay = [(own[n], self.precision[n] * unit / (self.likelihood_weight * self.n_data)) for n in self.names]
         total = count = 0.0
         for batch in self.batches():
@@ -435,13 +443,13 @@ class _Run:
         steps: int,
         generator: torch.Generator | None,
     ) -> tuple[EvidenceRecord, Laplace]:
-        """The evidence at the present weights, and the hyperparameters that maximise it."""
+        """Returns the evidence at the present weights, and the posterior with the hyperparameters that maximise it."""
         self.model.eval()
         options = {**options, **self._structure(options["structure"], options["rank"])}
         laplace = self._fitted(with_noise(self.base_likelihood, self.noise), options, generator)
         result = self._tuned(laplace, per_layer, noise, steps)
         if self.search is not None:
-            # The same draws at every temperature, or their noise would decide.
+            # Every temperature gets the same draws, or their noise would decide.
             seed = torch.initial_seed() if generator is None else generator.initial_seed()
             base = laplace.likelihood
             moved = self.search.improve(
@@ -458,7 +466,7 @@ class _Run:
         return record, laplace
 
     def _fitted(self, likelihood: Likelihood, options: Mapping[str, Any], generator: torch.Generator | None) -> Laplace:
-        """The posterior at the present weights and precisions."""
+        """Returns the posterior at the present weights and precisions."""
         precision = {n: self.precision[n] for n in self.names}
         laplace = Laplace(
             self.model, likelihood, prior_precision=precision, temperature=1 / self.likelihood_weight, **options
@@ -472,7 +480,7 @@ class _Run:
         )
         laplace.adopt(tuned)
         self.precision.update({n: float(v) for n, v in laplace.posterior.prior.precision.items()})
-        assert isinstance(tuned.result, EvidenceResult)  # by the evidence
+        assert isinstance(tuned.result, EvidenceResult)  # It was tuned by the evidence.
         return tuned.result
 
 

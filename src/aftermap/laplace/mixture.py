@@ -46,14 +46,15 @@ class Mixture:
     Networks may have any architectures as long as their outputs agree. The weights are taken when the mixture is made.
 
     Args:
-        components: fitted Laplace approximations of one kind of task; they are never changed.
-        weights: "evidence", "uniform", or K numbers that are not negative; scaled to sum to one.
+        components: Fitted Laplace approximations of one kind of task, which are never changed.
+        weights: The weights of the components: "evidence", "uniform", or K numbers that are not negative, which are
+            scaled to sum to one.
 
     Raises:
-        InputError: no components, what is no Laplace approximation, kinds that differ, bad weights, or evidences of different
-            data.
-        NotFittedError: a component without a posterior.
-        NumericalError: an evidence that is not finite.
+        InputError: There are no components, one is no Laplace approximation, kinds differ, weights are bad, or
+            evidences are of different data.
+        NotFittedError: A component has no posterior.
+        NumericalError: An evidence is not finite.
 
     References:
         MacKay 1992, Bayesian interpolation, section 2; Hoeting et al. 1999, Bayesian model averaging: a tutorial, eq. (1)-(3);
@@ -76,7 +77,7 @@ class Mixture:
                 )
             if weights == "evidence":
                 self.log_evidences = _log_evidences(self.components)
-                self.weights = self.log_evidences.softmax(0)  # log-sum-exp in float64
+                self.weights = self.log_evidences.softmax(0)  # The softmax is a log-sum-exp in float64.
             else:
                 self.weights = torch.full((len(self),), 1 / len(self), dtype=torch.float64)
         else:
@@ -92,7 +93,7 @@ class Mixture:
 
     @property
     def model(self) -> nn.Module:
-        """The first network: where the inputs go, and in which dtype."""
+        """The first network, which tells where the inputs go, and in which dtype."""
         return self.components[0].model
 
     @property
@@ -100,7 +101,7 @@ class Mixture:
         """The components' likelihood, where it is the same in all of them.
 
         Raises:
-            UnsupportedError: components of different noise have none in common.
+            UnsupportedError: The components have different noise, and so no common likelihood.
         """
         first = self.components[0].likelihood
         if any(part.likelihood.config() != first.config() for part in self.components):
@@ -111,16 +112,16 @@ class Mixture:
 
     @property
     def effective_number(self) -> float:
-        """exp H[w]: K for equal weights, 1 if one component has them all."""
+        """The number exp H[w], which is K for equal weights and 1 if one component has all weight."""
         return float(torch.special.entr(self.weights).sum().exp())
 
     def log_evidence(self) -> Tensor:
-        """log (1/K) Σ_k exp log q_k(D): of the data under the whole mixture, with equal prior probabilities (0-d, float64)."""
+        """Returns log (1/K) Σ_k exp log q_k(D), the evidence of components that are equally probable before (0-d, float64)."""
         evidences = _log_evidences(self.components) if self.log_evidences is None else self.log_evidences
         return torch.logsumexp(evidences, 0) - torch.tensor(float(len(self)), dtype=torch.float64).log()
 
     def _used(self) -> list[tuple[Laplace, float]]:
-        """Components that count: one of weight zero is not run."""
+        """Returns the components that count; one of weight zero is not run."""
         return [(part, float(w)) for part, w in zip(self.components, self.weights, strict=True) if w > 0]
 
     def predict(
@@ -174,7 +175,7 @@ class Mixture:
         return mix(predictions, [w for _, w in used])
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together: law of total covariance."""
+        """Returns mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together."""
         used = self._used()
         moments = [part.joint(x) for part, _ in used]
         _check_shapes([mean for mean, _ in moments], "outputs")
@@ -186,7 +187,7 @@ class Mixture:
         return mean.to(moments[0][0].dtype), cov.to(moments[0][0].dtype)
 
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Joint samples [count, N, ..., C] of the linearised networks' outputs; each is of a component drawn by its weight."""
+        """Returns joint samples [count, N, ..., C] of linearised outputs, each of a component drawn by its weight."""
         count = checks.count("count", count)
         device = torch.device("cpu") if generator is None else generator.device
         drawn = torch.multinomial(self.weights.to(device), count, replacement=True, generator=generator).cpu()
@@ -205,8 +206,8 @@ class Mixture:
         """Writes a folder of folders, one per component; the networks themselves are not in it.
 
         Args:
-            folder: where.
-            overwrite: replace what is there; on a failure it stays.
+            folder: The folder to write.
+            overwrite: Whether to replace what is there; on a failure it stays.
         """
         place = Path(folder)
         names = [f"component_{k}" for k in range(len(self))]
@@ -237,13 +238,13 @@ def load_mixture(
     """Reads a saved mixture for its networks.
 
     Args:
-        folder: written by `Mixture.save`.
-        models: the networks in the order of the components, with the weights of the fit; they are not changed.
-        device: where the posteriors go; None: the models'.
+        folder: A folder that `Mixture.save` wrote.
+        models: The networks in the order of the components, with the weights of the fit; they are not changed.
+        device: The device that the posteriors go to. None means the models'.
 
     Raises:
-        InputError: another number of networks, or one that does not fit.
-        DataError: the folder is damaged or foreign.
+        InputError: The number of networks is another one, or a network does not fit.
+        DataError: The folder is damaged or foreign.
     """
     file = Path(folder) / _CONFIG
     try:
@@ -261,14 +262,14 @@ def load_mixture(
         )
     parts = [load_laplace(Path(folder) / name, model, device=device) for name, model in zip(names, given, strict=True)]
     mixture = Mixture(parts, weights)
-    mixture.weights = torch.tensor(weights, dtype=torch.float64)  # as saved: scaling them again would move the last bit
+    mixture.weights = torch.tensor(weights, dtype=torch.float64)  # Scaling them again would move the last bit.
     if evidences is not None:
         mixture.log_evidences = torch.tensor(evidences, dtype=torch.float64)
     return mixture
 
 
 def mix(predictions: Sequence[Prediction], weights: Sequence[float]) -> Prediction:
-    r"""One prediction of a mixture from those of its components, exactly.
+    r"""Makes one prediction of a mixture from those of its components, exactly.
 
     Means are averaged: probabilities, rates, regression means. With p_k the mean probabilities of component k, the entropies of
     classes are
@@ -277,22 +278,22 @@ def mix(predictions: Sequence[Prediction], weights: Sequence[float]) -> Predicti
         \text{epistemic} = \sum_k w_k\, I_k[y; f] + \sum_k w_k\, \mathrm{KL}(p_k \,\|\, \bar p), \qquad
         \text{aleatoric} = \sum_k w_k\, E_k H[y \mid f],
 
-    that is the information within and between components; their sum is H[p̄]. Variances follow from the law of total
-    variance: epistemic Σ w_k (v_k + (μ_k − μ̄)²), aleatoric Σ w_k E_k Var[y | f].
+    These are the information within and between components, and their sum is H[p̄]. Variances follow from the law of
+    total variance: epistemic Σ w_k (v_k + (μ_k − μ̄)²), aleatoric Σ w_k E_k Var[y | f].
 
     The samples of the components are kept together with their weights. A regression without samples keeps the components in
     their place, μ_k with **total** variance, so that `log_prob` and `distribution` are the exact mixture of Gaussians; counts
     without samples keep 128 equally probable rates of each component.
 
     Args:
-        predictions: K of one kind, of the same inputs.
-        weights: K numbers, positive, summing to one.
+        predictions: The K predictions of one kind, of the same inputs.
+        weights: The K positive weights, summing to one.
 
     Returns:
         The prediction, with link "mixture" and without a latent Gaussian, which a mixture does not have.
 
     Raises:
-        ShapeError: outputs of different shapes.
+        ShapeError: The outputs have different shapes.
 
     >>> one, two = (
     ...     Prediction("regression", m * torch.ones(1, 1), *(torch.ones(1, 1) for _ in "ea"), torch.full((1, 1), 2.0))
@@ -341,7 +342,7 @@ def mix(predictions: Sequence[Prediction], weights: Sequence[float]) -> Predicti
 
 
 def _samples(parts: list[Prediction], share: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Samples [S, N, ..., D] of all components, their variances, and their weights [S]."""
+    """Returns the samples [S, N, ..., D] of all components, their variances, and their weights [S]."""
     kind, dtype = parts[0].kind, parts[0].mean.dtype
     values, variances, weights = [], [], []
     for part, w in zip(parts, share, strict=True):
@@ -377,7 +378,7 @@ def _check_components(components: object) -> list[Laplace]:
                 f"component {place} of a mixture is {type(part).__name__}, not a Laplace approximation; "
                 "for plain networks use aftermap.Ensemble"
             )
-        _ = part.posterior  # raises before a fit
+        _ = part.posterior  # This raises before a fit.
     parts: list[Laplace] = given
     kinds = sorted({part.likelihood.kind for part in parts})
     if len(kinds) > 1:
@@ -422,7 +423,7 @@ def _log_evidences(components: list[Laplace]) -> Tensor:
 
 
 def _evidence_weight(laplace: Laplace) -> float:
-    """What the log-likelihood is multiplied by in the evidence: without the factor that the covariance was divided by."""
+    """Returns what multiplies the log-likelihood in the evidence: without the factor that the covariance was divided by."""
     return float(f"{laplace.likelihood_weight / laplace.fitted.narrowing:.12g}")
 
 

@@ -35,12 +35,12 @@ def save_laplace(
     """Writes a fitted Laplace approximation: json and safetensors in a folder, whole or not at all.
 
     Args:
-        laplace: fitted.
-        folder: where.
-        overwrite: replace what is there; on a failure it stays.
-        extras: the caller's own, of plain JSON values, such as thresholds; `read_extras` reads it back.
-        reference: tensors by name to compare new inputs with, such as quantiles of scores.
-        with_model: keep the network's weights and buffers in the folder, too.
+        laplace: A fitted approximation.
+        folder: The folder to write.
+        overwrite: Whether to replace what is there; on a failure it stays.
+        extras: The caller's own plain JSON values, such as thresholds; `read_extras` reads them back.
+        reference: Tensors by name to compare new inputs with, such as quantiles of scores.
+        with_model: Whether to keep the network's weights and buffers in the folder, too.
     """
     if not isinstance(laplace.posterior, GaussianPosterior):
         raise UnsupportedError(
@@ -80,7 +80,7 @@ def read_extras(folder: str | Path) -> dict[str, Any]:
     """The ``extras`` that were saved with a posterior; empty if there were none. The posterior itself is not read.
 
     Raises:
-        DataError: no saved posterior is there.
+        DataError: No saved posterior is there.
     """
     return dict(read_saved_config(folder).get("extras", {}))
 
@@ -91,16 +91,16 @@ def load(
     """Reads a saved posterior for a model with the same architecture and weights.
 
     Args:
-        folder: written by `Laplace.save`, or by `save` of an optimiser's posterior.
-        model: the network, with the weights of the fit; it is not changed.
-        device: where the posterior goes; None: the model's.
+        folder: A folder that `Laplace.save` wrote, or `save` of an optimiser's posterior.
+        model: The network, with the weights of the fit; it is not changed.
+        device: The device that the posterior goes to. None means the model's.
 
     Returns:
         A `Laplace`, or the `TrainedPosterior` of the optimiser that built it.
 
     Raises:
-        InputError: the model has other parameters, shapes, dtypes or weights; every mismatch is named.
-        DataError: the folder is damaged or foreign.
+        InputError: The model has other parameters, shapes, dtypes or weights; every mismatch is named.
+        DataError: The folder is damaged or foreign.
     """
     parameters = named_parameters(model)
     if device is None:
@@ -170,7 +170,7 @@ def load_laplace(folder: str | Path, model: nn.Module, *, device: torch.device |
     """As `load`, where nothing but a Laplace approximation will do.
 
     Raises:
-        DataError: another method made the posterior; also as `load`.
+        DataError: Another method made the posterior, or one of the faults that `load` names.
     """
     loaded = load(folder, model, device=device)
     if not isinstance(loaded, Laplace):

@@ -23,16 +23,16 @@ __all__ = ["Candidate", "Ranking", "select"]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One trained model.
+    """One trained candidate for a model.
 
     Attributes:
-        name: as given.
-        log_evidence: of the best restart, in nats.
-        test_log_likelihood: mean log predictive probability of a test datum; None without test data.
-        n_params: uncertain parameters.
-        seconds: of training, all restarts.
-        training: the best restart: model, posterior and history.
-        restarts: the log evidence of every restart.
+        name: The name that was given.
+        log_evidence: The log evidence of the best restart, in nats.
+        test_log_likelihood: The mean log predictive probability of a test datum; None without test data.
+        n_params: The number of uncertain parameters.
+        seconds: The time of training, over all restarts.
+        training: The best restart, with its model, posterior and history.
+        restarts: The log evidence of every restart.
     """
 
     name: str
@@ -51,38 +51,38 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Candidates from the best evidence to the worst.
+    """The candidates from the best evidence to the worst.
 
     Attributes:
-        candidates: in this order.
+        candidates: The candidates in this order.
     """
 
     candidates: tuple[Candidate, ...]
 
     @property
     def best(self) -> Candidate:
-        """The one with the largest evidence."""
+        """The candidate with the largest evidence."""
         return self.candidates[0]
 
     @property
     def names(self) -> list[str]:
-        """From best to worst."""
+        """The names from best to worst."""
         return [c.name for c in self.candidates]
 
     @property
     def evidences(self) -> dict[str, float]:
-        """Log evidence by name, best first."""
+        """The log evidence by name, best first."""
         return {c.name: c.log_evidence for c in self.candidates}
 
     @property
     def probabilities(self) -> dict[str, float]:
-        """Posterior probability of each candidate if all were equally likely before: softmax of the log evidences."""
+        """The posterior probability of each candidate if all were equally likely before: the softmax of the log evidences."""
         values = torch.tensor([c.log_evidence for c in self.candidates], dtype=torch.float64).softmax(0)
         return dict(zip(self.names, values.tolist(), strict=True))
 
     @property
     def table(self) -> list[dict[str, Any]]:
-        """One row per candidate, best first.
+        """Returns one row per candidate, best first.
 
         Its keys are name, log_evidence, difference (to the best), test_log_likelihood, n_params, effective_parameters, stationary and
         seconds.
@@ -141,23 +141,25 @@ def select(
     Evidences are compared on the same data and with the same structure of the curvature, so both are common to all candidates.
 
     Args:
-        factories: name -> a function that makes the untrained network.
-        data: training batches: a DataLoader or a list.
-        likelihood: as in `Laplace`.
-        test: batches to compute the mean test log-likelihood on, for the table only; it has no part in the ranking.
-        restarts: how often each is made and trained anew; the best evidence counts.
-        unpack: for batches of an unusual form.
-        generator: for the initial weights (PyTorch's own generator is put back afterwards) and the curvature; None: PyTorch's.
-        options: for `train_by_evidence`: epochs, lr, structure, …
+        factories: For each name a function that makes the untrained network.
+        data: Training batches: a DataLoader or a list.
+        likelihood: The likelihood, as in `Laplace`.
+        test: Batches to compute the mean test log-likelihood on, for the table only; it has no part in the ranking.
+        restarts: The number of times that each candidate is made and trained anew; the best evidence counts.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        generator: The source of the initial weights (PyTorch's own generator is put back afterwards) and of the
+            curvature. None means PyTorch's own.
+        options: Options of `train_by_evidence`: epochs, lr, structure and so on.
 
     Returns:
         The ranking; `print(ranking)` shows the table, `ranking.best.training.laplace` predicts.
 
     Raises:
-        InputError: no candidates, or a network where a function is wanted.
+        InputError: There are no candidates, or a network stands where a function is wanted.
 
     Warns:
-        StatisticalWarning: evidences of networks that are not at a mode; one warning with their names.
+        StatisticalWarning: Some networks are not at a mode, so that their evidences are uncertain; one warning has
+            their names.
 
     >>> x = torch.linspace(-1, 1, 20)[:, None]
     >>> ranking = select(
@@ -182,7 +184,7 @@ def select(
         for _ in range(restarts):
             model = _made(name, factory, generator)
             with warnings.catch_warnings():
-                # Told once, for all of them, below.
+                # This is told once, for all of them, below.
                 warnings.filterwarnings("ignore", "the network is not at a mode", StatisticalWarning)
                 runs.append(train_by_evidence(model, data, parsed, unpack=unpack, generator=generator, **options))
         best = max(runs, key=lambda r: r.log_evidence)

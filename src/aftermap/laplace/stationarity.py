@@ -1,4 +1,4 @@
-r"""Is the network at a mode, as the evidence assumes? And the evidence of the linear model, which always is.
+r"""Whether the network is at a mode, as the evidence assumes, and the evidence of the linear model, which always is.
 
 The Laplace evidence expands the log joint around a maximum. Elsewhere its gradient g is not zero, and to first order the linear
 model f + J(θ − θ*) would gain ½ gᵀP⁻¹g nats by moving: a measure that does not depend on the scale of weights. Refinement moves:
@@ -31,20 +31,21 @@ if TYPE_CHECKING:
 
 __all__ = ["RefinedEvidence", "Stationarity", "check_stationarity", "refined_evidence", "warn_unless_stationary"]
 
-# Nats that a mode may be away: models are compared by differences of nats, and large data forgive more.
+# A mode may be this many nats away: models are compared by differences of nats, and large data forgive more.
 _GAIN = 1.0
 _GAIN_PER_DATUM = 0.01
 
 
 @dataclass(frozen=True)
 class Stationarity:
-    """How far weights are from a mode of their log joint.
+    """How far the weights are from a mode of their log joint.
 
     Attributes:
-        gradient_norm: ‖g‖ of the log joint.
-        relative: ‖g‖ over the norms of its two parts, likelihood and prior: 0 at a mode, about 1 where they do not balance.
-        gain: ½ gᵀP⁻¹g, the nats that the linear model gains by moving to its mode (to second order).
-        limit: the gain up to which weights count as a mode.
+        gradient_norm: The norm ‖g‖ of the gradient of the log joint.
+        relative: The norm ‖g‖ over the norms of its two parts, likelihood and prior: 0 at a mode, about 1 where they do
+            not balance.
+        gain: The nats ½ gᵀP⁻¹g that the linear model gains by moving to its mode (to second order).
+        limit: The gain up to which weights count as a mode.
     """
 
     gradient_norm: float
@@ -59,7 +60,7 @@ class Stationarity:
 
     @property
     def message(self) -> str:
-        """What was found, in one sentence."""
+        """The finding in one sentence."""
         return (
             f"the gradient of the log joint has norm {self.gradient_norm:.3g} ({self.relative:.2g} of its parts); the linear model would gain "
             f"{self.gain:.3g} nats by moving to its mode (limit {self.limit:.3g})"
@@ -73,16 +74,16 @@ def check_stationarity(
     limit: float | None = None,
     unpack: Unpack | None = None,
 ) -> Stationarity:
-    """Measures whether a fitted Laplace approximation stands at a mode; one pass over the data.
+    """Measures whether a fitted Laplace approximation stands at a mode, by one pass over the data.
 
     Args:
-        laplace: fitted.
-        data: the training data; None: those of the fit.
-        limit: nats; None: 1, or 0.01 per datum if that is more.
-        unpack: for batches of an unusual form.
+        laplace: A fitted approximation.
+        data: The training data. None means those of the fit.
+        limit: The gain, in nats, up to which weights count as a mode. None means 1, or 0.01 per datum if that is more.
+        unpack: A function that turns a batch of another form into (inputs, targets).
 
     Raises:
-        InputError: no data, or a limit that is not positive.
+        InputError: There are no data, or the limit is not positive.
 
     >>> from aftermap.laplace import Laplace
     >>> net = nn.Linear(1, 1, bias=False)
@@ -95,7 +96,7 @@ def check_stationarity(
     if limit is not None and not limit > 0:
         raise InputError(f"limit={limit!r} must be a positive number of nats")
     laplace.check_weights()
-    fitted = laplace.fitted.without_narrowing()  # the evidence is that of the data as they are
+    fitted = laplace.fitted.without_narrowing()  # The evidence is that of the data as they are.
     posterior, weight = fitted.posterior, fitted.hyperparameters.likelihood_weight
     slope: Params = {n: torch.zeros_like(v, dtype=torch.float64) for n, v in posterior.mean.items()}
     with evaluating(laplace.model), torch.enable_grad():
@@ -117,10 +118,10 @@ def check_stationarity(
 
 
 def warn_unless_stationary(stationarity: Stationarity) -> None:
-    """Says what to do about an evidence that was taken away from a mode.
+    """Warns of an evidence that was taken away from a mode, and says what to do.
 
     Warns:
-        StatisticalWarning: not at a mode.
+        StatisticalWarning: The weights are not at a mode.
     """
     if not stationarity.stationary:
         warnings.warn(
@@ -141,7 +142,7 @@ def _batches(laplace: Laplace, data: Iterable[Any] | None, unpack: Unpack | None
 
 
 def _loss(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> Tensor:
-    """−Σ log p(y|f); in float64 for the sum."""
+    """Returns −Σ log p(y|f), summed in float64."""
     values = likelihood.nll(outputs, batch.targets).to(torch.float64)
     if batch.weight is not None:
         values = values * batch.weight.to(values)
@@ -149,7 +150,7 @@ def _loss(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> Tensor:
 
 
 def _prior_gradient(posterior: GaussianPosterior, at: Params) -> Params:
-    """P₀(θ − μ₀)."""
+    """Returns the gradient P₀(θ − μ₀) of the prior's energy."""
     prior = posterior.prior
     return {
         n: prior.precision[n].detach().to(v.device) * (v.to(torch.float64) - prior.mean[n].to(v.device))
@@ -159,14 +160,14 @@ def _prior_gradient(posterior: GaussianPosterior, at: Params) -> Params:
 
 @dataclass(frozen=True)
 class RefinedEvidence:
-    """The linear model at its own mode.
+    """The evidence of the linear model at its own mode.
 
     Attributes:
-        log_evidence: there, with the curvature of the loss taken there.
-        mean: the mode v*, by name.
-        posterior: N(v*, (sH + P₀)⁻¹) of the linear model.
-        gain: nats of log joint that moving gave.
-        converged: whether the gradient at v* is small.
+        log_evidence: The log evidence at the mode, with the curvature of the loss taken there.
+        mean: The mode v*, by name.
+        posterior: The posterior N(v*, (sH + P₀)⁻¹) of the linear model.
+        gain: The nats of log joint that moving gave.
+        converged: Whether the gradient at v* is small.
     """
 
     log_evidence: float
@@ -195,20 +196,21 @@ def refined_evidence(
     iterations: int = 100,
     unpack: Unpack | None = None,
 ) -> RefinedEvidence:
-    """The evidence of the linear model f(x, θ*) + J(x)(v − θ*) at its own mode v*, under the present prior and noise.
+    """Returns the evidence of the linear model f(x, θ*) + J(x)(v − θ*) at its own mode v*, under the present prior and noise.
 
-    v* minimises the convex −p Σ log p(y|f + J(v − θ*)) + ½‖v − μ₀‖²_{P₀} by L-BFGS, preconditioned with the posterior's covariance.
-    Where θ* is a mode, v* = θ* and the evidence is the usual one; where it is not, only this one is an evidence.
+    The mode v* minimises the convex −p Σ log p(y|f + J(v − θ*)) + ½‖v − μ₀‖²_{P₀} by L-BFGS, preconditioned with the
+    posterior's covariance. Where θ* is a mode, v* = θ* and the evidence is the usual one; where it is not, only this
+    one is an evidence.
 
     Args:
-        laplace: fitted, with Kronecker, full, low-rank or diagonal blocks.
-        data: the training data, held in memory; None: those of the fit.
-        iterations: of L-BFGS; each is one pass forward and back.
-        unpack: for batches of an unusual form.
+        laplace: A fitted approximation with Kronecker, full, low-rank or diagonal blocks.
+        data: The training data, which are held in memory. None means those of the fit.
+        iterations: The number of iterations of L-BFGS; each is one pass forward and back.
+        unpack: A function that turns a batch of another form into (inputs, targets).
 
     Raises:
-        InputError: no data.
-        UnsupportedError: a matrix-free posterior.
+        InputError: There are no data.
+        UnsupportedError: The posterior is matrix-free.
 
     References:
         Antorán et al. 2022, Adapting the linearised Laplace model evidence for modern deep learning, section 4.
@@ -269,7 +271,7 @@ def _with_offset(inputs: Any, offset: Tensor) -> Any:
 def _minimise(
     function: Any, posterior: GaussianPosterior, start: Params, iterations: int
 ) -> tuple[Tensor, float, bool]:
-    """L-BFGS by hand on d = v − θ*, with Σ as the first inverse Hessian: exact in one step where Σ is."""
+    """Minimises by L-BFGS on d = v − θ*, with Σ as the first inverse Hessian: exact in one step where Σ is."""
     names = list(start)
     size = sum(v.numel() for v in start.values())
     device = next(iter(start.values())).device
@@ -284,7 +286,7 @@ def _minimise(
     for _ in range(iterations):
         step = -_two_loops(slope, pairs, precondition)
         expected = float(-(slope * step).sum())
-        if expected <= 1e-9:  # nats
+        if expected <= 1e-9:  # In nats.
             converged = True
             break
         length = 1.0
@@ -321,7 +323,7 @@ def _evidence_at(
     start: Params,
     direction: Params,
 ) -> tuple[float, GaussianPosterior]:
-    """log q(D) of the linear model with the curvature of the loss at its outputs."""
+    """Returns log q(D) of the linear model with the curvature of the loss at its outputs, and its posterior."""
     prefix = "model."
     trimmed = [(x, y) if w is None else (x, y, w) for x, y, w in data]
     factors = fit_curvature(

@@ -34,14 +34,14 @@ SCORES = ("variance", "magnitude")
 
 @dataclass(frozen=True)
 class Subnetwork:
-    """Which single weights are uncertain.
+    """A choice of the single weights that are uncertain.
 
     Attributes:
-        size: S, how many; the covariance has S² numbers.
-        score: "variance": the largest marginal variances of a diagonal posterior fitted first (the choice that is nearest to the
-            full posterior in Wasserstein distance among diagonal ones; Daxberger et al. 2021, section 5); "magnitude": the
-            largest absolute values.
-        params: where to choose from.
+        size: The number S of weights; the covariance has S² numbers.
+        score: The score to choose by: "variance" takes the largest marginal variances of a diagonal posterior fitted
+            first (the choice that is nearest to the full posterior in Wasserstein distance among diagonal ones;
+            Daxberger et al. 2021, section 5); "magnitude" takes the largest absolute values.
+        params: The parameters to choose from.
 
     >>> Subnetwork(size=100)
     Subnetwork(size=100, score='variance', params='all')
@@ -61,12 +61,12 @@ class Subnetwork:
 
 
 def is_subnetwork(factors: Factors) -> bool:
-    """Whether factors are over single weights."""
+    """Tells whether factors are over single weights."""
     return isinstance(factors.blocks[0], SubnetworkBlock)
 
 
 def subnetwork_structure(structure: str, damping: str) -> str:
-    """The structure of a subnetwork: always "full"; the default "kron" of a whole network gives way to it."""
+    """Returns the structure of a subnetwork, always "full"; the default "kron" of a whole network gives way to it."""
     if structure not in ("kron", "full") or damping != "exact":
         raise InputError(
             f"a subnetwork has a full covariance: structure={structure!r} with damping={damping!r} is not possible; "
@@ -84,16 +84,16 @@ def chosen_entries(
     scale: Tensor,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Parameter -> places of the chosen weights in its flattened values, ascending; equal scores by order.
+    """Returns for each parameter the places of the chosen weights in its flattened values, ascending; equal scores go by order.
 
     Args:
-        subnetwork: how many, and by which score.
-        model: the network.
-        data: batches for the diagonal fit of score="variance".
-        likelihood: of their targets.
-        prior: its precision.
-        scale: what multiplies its curvature.
-        options: for `fit_curvature`.
+        subnetwork: The number of weights, and the score to choose by.
+        model: The network itself.
+        data: Batches for the diagonal fit of score="variance".
+        likelihood: The likelihood of the targets.
+        prior: The precision of the diagonal posterior's prior.
+        scale: The factor of the diagonal posterior's curvature.
+        options: Options that are passed to `fit_curvature`.
     """
     names = select(model, subnetwork.params)
     weights: Params = {n: named_parameters(model)[n].detach() for n in names}
@@ -136,12 +136,12 @@ def fit_subnetwork(
 
 
 def with_fixed_means(factors: Factors, weights: Params, prior_mean: float | Params) -> float | Params:
-    """The prior's mean, where a fixed weight is its own: it then adds nothing to the prior's energy.
+    """Returns the prior's mean, where a fixed weight is its own mean: it then adds nothing to the prior's energy.
 
     Args:
-        factors: of a subnetwork; others change nothing.
-        weights: the trained ones.
-        prior_mean: a number or tensors by name.
+        factors: The factors of a subnetwork; others change nothing.
+        weights: The trained weights.
+        prior_mean: The mean of the prior: a number or tensors by name.
     """
     block = factors.blocks[0]
     if not isinstance(block, SubnetworkBlock):

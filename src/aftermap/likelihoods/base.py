@@ -25,15 +25,15 @@ __all__ = [
     "unit_vectors",
 ]
 
-_SHOWN = 6  # longer lists are shortened in a repr
+_SHOWN = 6  # Longer lists are shortened in a repr.
 
 
 class Likelihood(ABC):
     r"""A likelihood p(y | f) of targets y given the outputs f of a network, with its curvature in f.
 
-    Every quantity is a **sum**, never a mean, and belongs to one example: splitting a batch changes nothing.
-    The law that every child obeys, per example and position, with Λ the Hessian of -log p(y | f) in f
-    (or its Fisher matrix, where the Hessian is not positive semi-definite):
+    Every quantity is a **sum**, never a mean, and belongs to one example: splitting a batch changes nothing. The law
+    that every child obeys, per example and position, with Λ the Hessian of -log p(y | f) in f (or its Fisher matrix,
+    where the Hessian is not positive semi-definite):
 
     .. math::
         S S^\top = \Lambda, \qquad \mathbb E_{\tilde y \sim p(\cdot | f)}[\tilde g \tilde g^\top] = \Lambda
@@ -70,130 +70,131 @@ class Likelihood(ABC):
 
     @property
     def kind(self) -> str:
-        """What the targets are: "classification", "binary", "regression", "counts" or "custom"."""
+        """The kind of targets: "classification", "binary", "regression", "counts" or "custom"."""
         return "custom"
 
     @abstractmethod
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise if outputs and targets do not fit this likelihood; the other methods check no values.
+        """Raises an error if outputs and targets do not fit this likelihood; the other methods check no values.
 
         Args:
-            outputs: [N, ..., C].
-            targets: as the class says.
+            outputs: The network's outputs [N, ..., C].
+            targets: The targets, in the form that the class describes.
 
         Raises:
-            ShapeError: the shapes do not fit.
-            DataError: a dtype or a value is not allowed; the message names the value and its index.
+            ShapeError: The shapes do not fit.
+            DataError: A dtype or a value is not allowed; the message names the value and its index.
         """
 
     @abstractmethod
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The full, normalised -log p(y | f), summed over positions; differentiable in the outputs.
+        """Returns the full, normalised -log p(y | f), summed over positions and differentiable in the outputs.
 
         Args:
-            outputs: [N, ..., C].
-            targets: as the class says.
+            outputs: The network's outputs [N, ..., C].
+            targets: The targets, in the form that the class describes.
 
         Returns:
-            [N].
+            The negative log-likelihood of each example [N].
         """
 
     @abstractmethod
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient of ``nll(outputs, targets).sum()`` in the outputs, in closed form.
+        """Returns the gradient of ``nll(outputs, targets).sum()`` in the outputs, in closed form.
 
         Args:
-            outputs: [N, ..., C].
-            targets: as the class says.
+            outputs: The network's outputs [N, ..., C].
+            targets: The targets, in the form that the class describes.
 
         Returns:
-            [N, ..., C].
+            The gradient in the outputs [N, ..., C].
         """
 
     @abstractmethod
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """A root S of the curvature Λ in the outputs: S Sᵀ = Λ at every position.
+        """Returns a root S of the curvature Λ in the outputs: S Sᵀ = Λ at every position.
 
         Args:
-            outputs: [N, ..., C].
-            targets: only where Λ depends on them (class weights, ignored positions); None leaves these out.
+            outputs: The network's outputs [N, ..., C].
+            targets: The targets, only where Λ depends on them (class weights, ignored positions); None leaves these
+                out.
 
         Returns:
-            [N, ..., C, K] with K = ``columns(C)``.
+            The root [N, ..., C, K] with K = ``columns(C)``.
         """
 
     @abstractmethod
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The gradient of the nll at labels drawn from p(· | f), independent at every position: E[g gᵀ] = Λ.
+        """Returns the gradient of the nll at labels drawn from p(· | f), independent at every position: E[g gᵀ] = Λ.
 
         Args:
-            outputs: [N, ..., C].
-            targets: only where Λ depends on them; the drawn labels do not.
-            generator: the source of randomness; None is torch's default one.
+            outputs: The network's outputs [N, ..., C].
+            targets: The targets, only where Λ depends on them; the drawn labels do not.
+            generator: The source of the random draws. None means torch's default generator.
 
         Returns:
-            [N, ..., C].
+            The gradient at the drawn labels [N, ..., C].
         """
 
     @abstractmethod
     def mean(self, outputs: Tensor) -> Tensor:
-        """The expected target E[y | f]: probabilities, mean or rate.
+        """Returns the expected target E[y | f]: probabilities, mean or rate.
 
         Args:
-            outputs: [N, ..., C].
+            outputs: The network's outputs [N, ..., C].
 
         Returns:
-            [N, ..., D], where D is C unless the class says otherwise.
+            The mean [N, ..., D], where D is C unless the class says otherwise.
         """
 
     def variance(self, outputs: Tensor) -> Tensor:
-        """The variance of each target given the outputs, Var[y | f]: the noise, not the uncertainty of f.
+        """Returns the variance of each target given the outputs, Var[y | f]: the noise, not the uncertainty of f.
 
         Args:
-            outputs: [N, ..., C].
+            outputs: The network's outputs [N, ..., C].
 
         Returns:
-            [N, ..., D], the shape of :meth:`mean`.
+            The variance [N, ..., D], of the shape of :meth:`mean`.
 
         Raises:
-            UnsupportedError: a likelihood of your own that does not give it.
+            UnsupportedError: The likelihood is your own and does not give it.
         """
         raise UnsupportedError(f"{type(self).__name__} has no variance; give it a method variance(outputs).")
 
     def columns(self, n_outputs: int) -> int:
-        """K, the number of columns of the root for C = ``n_outputs`` outputs."""
+        """Returns the number K of columns of the root for C = ``n_outputs`` outputs."""
         return n_outputs
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Products S v of the root with vectors; the built-in likelihoods do it without forming S.
+        """Returns products S v of the root with vectors; the built-in likelihoods do it without forming S.
 
         Args:
-            outputs: [N, ..., C].
-            vectors: [V, N, ..., K], V vectors for every example.
-            targets: as in :meth:`hessian_root`.
+            outputs: The network's outputs [N, ..., C].
+            vectors: The vectors [V, N, ..., K], V for every example.
+            targets: The targets, as in :meth:`hessian_root`.
 
         Returns:
-            [V, N, ..., C].
+            The products [V, N, ..., C].
         """
         return torch.einsum("...ck,v...k->v...c", self.hessian_root(outputs, targets), vectors)
 
     def hessian(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The curvature Λ = S Sᵀ in the outputs.
+        """Returns the curvature Λ = S Sᵀ in the outputs.
 
         Args:
-            outputs: [N, ..., C].
-            targets: as in :meth:`hessian_root`.
+            outputs: The network's outputs [N, ..., C].
+            targets: The targets, as in :meth:`hessian_root`.
 
         Returns:
-            [N, ..., C, C].
+            The curvature [N, ..., C, C].
         """
         root = self.hessian_root(outputs, targets)
         return root @ root.mT
 
     def config(self) -> dict[str, Any]:
-        """The settings as plain values for JSON; ``likelihood_from_config`` is the inverse."""
+        """Returns the settings as plain values for JSON; ``likelihood_from_config`` is the inverse."""
         return {"name": type(self).__name__}
 
     def __repr__(self) -> str:
@@ -210,7 +211,7 @@ class Likelihood(ABC):
 
 
 def sum_positions(values: Tensor) -> Tensor:
-    """Sum [N, ..., C] or [N, ...] over every dimension between the first and the last.
+    """Sums [N, ..., C] or [N, ...] over every dimension between the first and the last.
 
     >>> sum_positions(torch.ones(2, 3, 4, 5)).shape
     torch.Size([2, 5])
@@ -219,14 +220,14 @@ def sum_positions(values: Tensor) -> Tensor:
 
 
 def unit_vectors(outputs: Tensor, columns: int) -> Tensor:
-    """The K unit vectors, the same at every example and position of [N, ..., C], without a copy.
+    """Returns the K unit vectors, the same at every example and position of [N, ..., C], without a copy.
 
     Args:
-        outputs: [N, ..., C], gives the leading shape, the dtype and the device.
-        columns: K.
+        outputs: The outputs [N, ..., C], which give the leading shape, the dtype and the device.
+        columns: The number K of vectors.
 
     Returns:
-        [K, N, ..., K].
+        The unit vectors [K, N, ..., K].
 
     >>> unit_vectors(torch.zeros(5, 2, 3), 4).shape
     torch.Size([4, 5, 2, 4])
@@ -237,19 +238,19 @@ def unit_vectors(outputs: Tensor, columns: int) -> Tensor:
 
 
 def aligned(outputs: Tensor, targets: Tensor, width: int, name: str) -> Tensor:
-    """Targets in the shape [N, ..., width] and in the outputs' dtype; never by broadcasting.
+    """Returns targets in the shape [N, ..., width] and in the outputs' dtype; never by broadcasting.
 
     Args:
-        outputs: [N, ..., C].
-        targets: [N, ..., width]; or [N, ...] if width is 1.
-        width: number of target values per position.
-        name: the likelihood, for the message.
+        outputs: The network's outputs [N, ..., C].
+        targets: The targets [N, ..., width], or [N, ...] if width is 1.
+        width: The number of target values per position.
+        name: The name of the likelihood, for the message.
 
     Returns:
-        [N, ..., width].
+        The targets [N, ..., width].
 
     Raises:
-        ShapeError: any other shape.
+        ShapeError: The targets have any other shape.
 
     >>> aligned(torch.zeros(4, 1), torch.zeros(4), 1, "Gaussian").shape
     torch.Size([4, 1])
@@ -267,11 +268,11 @@ def aligned(outputs: Tensor, targets: Tensor, width: int, name: str) -> Tensor:
 
 
 def check_outputs(outputs: Tensor, name: str) -> None:
-    """Raise unless outputs are a floating-point [N, ..., C] without NaN.
+    """Raises an error unless outputs are a floating-point [N, ..., C] without NaN.
 
     Raises:
-        ShapeError: fewer than two dimensions.
-        DataError: not floating point, or NaN.
+        ShapeError: The outputs have fewer than two dimensions.
+        DataError: The outputs are not floating point, or have a NaN.
 
     >>> check_outputs(torch.zeros(3, 2), "Gaussian")
     """
@@ -282,22 +283,22 @@ def check_outputs(outputs: Tensor, name: str) -> None:
             f"{name}: outputs must have shape [N, ..., C], got {list(outputs.shape)}; "
             "if the network has one output per example, add the last dimension with outputs.unsqueeze(-1)."
         )
-    if math.isnan(float(outputs.detach().sum())):  # of a NaN, or of infinities of both signs
+    if math.isnan(float(outputs.detach().sum())):  # This is the sum of a NaN, or of infinities of both signs.
         check_values(outputs, torch.isnan(outputs), "outputs", "a number; the network produced NaN", name)
 
 
 def check_values(values: Tensor, bad: Tensor, what: str, allowed: str, name: str) -> None:
-    """Raise a DataError that names the first bad value and its index.
+    """Raises a DataError that names the first bad value and its index.
 
     Args:
-        values: any tensor.
-        bad: bool, the same shape: True where a value is not allowed.
-        what: the name of the tensor in the message, such as "targets".
-        allowed: what would be allowed, for the message.
-        name: the likelihood, for the message.
+        values: Any tensor of values.
+        bad: A boolean tensor of the same shape, True where a value is not allowed.
+        what: The name of the tensor in the message, such as "targets".
+        allowed: The values that would be allowed, for the message.
+        name: The name of the likelihood, for the message.
 
     Raises:
-        DataError: if any entry of ``bad`` is True.
+        DataError: Some entry of ``bad`` is True.
 
     >>> check_values(torch.tensor([1.0, 7.0]), torch.tensor([False, True]), "targets", "in [0, 1]", "Bernoulli")
     Traceback (most recent call last):
@@ -314,14 +315,14 @@ def check_values(values: Tensor, bad: Tensor, what: str, allowed: str, name: str
 
 
 def check_temperature(value: object, name: str) -> float:
-    """The temperature of a likelihood as a number.
+    """Returns the temperature of a likelihood as a number.
 
     Args:
-        value: what the user gave.
-        name: the likelihood, for the message.
+        value: The value that the user gave.
+        name: The name of the likelihood, for the message.
 
     Raises:
-        InputError: anything but a positive and finite number.
+        InputError: The value is anything but a positive and finite number.
 
     >>> check_temperature(2, "Categorical")
     2.0

@@ -54,13 +54,13 @@ class Categorical(Likelihood):
     Weights are those of ``torch.nn.functional.cross_entropy(..., reduction="sum")``.
 
     Args:
-        weight: [C], non-negative weight of each class; None means 1.
-        ignore_index: the target value of positions to leave out.
-        temperature: T, what the outputs are divided by. Unlike a power of the likelihood it leaves p normalised, so that it
-            can be learned by the evidence.
+        weight: The non-negative weight of each class [C]; None means 1.
+        ignore_index: The target value of positions to leave out.
+        temperature: The temperature T that the outputs are divided by. Unlike a power of the likelihood it leaves p
+            normalised, so that it can be learned by the evidence.
 
     Raises:
-        InputError: a weight that is not a vector of finite, non-negative numbers; a temperature that is not positive.
+        InputError: The weight is not a vector of finite, non-negative numbers, or the temperature is not positive.
 
     >>> likelihood = Categorical()
     >>> f = torch.zeros(1, 2)
@@ -82,7 +82,7 @@ class Categorical(Likelihood):
         if self.weight is None:
             return
         if isinstance(self.weight, Tensor):
-            weight = self.weight.detach().clone()  # a later change of the user's tensor must not change this one
+            weight = self.weight.detach().clone()  # A later change of the user's tensor must not change this one.
         else:
             weight = torch.tensor([float(value) for value in self.weight], dtype=torch.float64)
         if weight.dim() != 1 or not bool((torch.isfinite(weight) & (weight >= 0)).all()):
@@ -98,11 +98,11 @@ class Categorical(Likelihood):
         return "classification"
 
     def columns(self, n_outputs: int) -> int:
-        """C - 1: the Householder reflection removes one column."""
+        """Returns C - 1, since the Householder reflection removes one column."""
         return n_outputs - 1
 
     def config(self) -> dict[str, Any]:
-        """Name, weight (a list or None), ignore_index, and the temperature unless it is 1."""
+        """Returns name, weight (a list or None), ignore_index, and the temperature unless it is 1."""
         weight = self.weight.tolist() if isinstance(self.weight, Tensor) else None
         found = {"name": "categorical", "weight": weight, "ignore_index": self.ignore_index}
         return found if self.temperature == 1 else {**found, "temperature": self.temperature}
@@ -133,7 +133,7 @@ class Categorical(Likelihood):
             )
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless targets are class indices [N, ...] in 0 ... C - 1 or ``ignore_index``."""
+        """Raises an error unless targets are class indices [N, ...] in 0 ... C - 1 or ``ignore_index``."""
         check_outputs(outputs, "Categorical")
         if targets.dtype not in _INTEGERS:
             raise DataError(
@@ -149,15 +149,15 @@ class Categorical(Likelihood):
         check_values(targets, bad, "targets", allowed, "Categorical")
 
     def _labels(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Labels that are safe to gather with: [N, ...]."""
+        """Returns labels [N, ...] that are safe to gather with."""
         self._check_shapes(outputs, targets)
         return targets.masked_fill(targets == self.ignore_index, 0).long()
 
     def _weighted(self, outputs: Tensor, targets: Tensor, values: Tensor, power: float = 1.0) -> Tensor:
-        """Values [..., N, ..., K] times a power of w_y, with exact zeros where w_y = 0 or the target is ignored."""
+        """Returns values [..., N, ..., K] times a power of w_y, with exact zeros where w_y = 0 or the target is ignored."""
         if isinstance(self.weight, Tensor):
             factor = self.weight.to(outputs)[self._labels(outputs, targets)].pow(power).unsqueeze(-1)
-            # where, not a product: 0 * inf would be NaN
+            # This is where(), not a product, since 0 * inf would be NaN.
             values = torch.where(factor == 0, 0, factor * values)
         return values.masked_fill((targets == self.ignore_index).unsqueeze(-1), 0)
 
@@ -178,10 +178,10 @@ class Categorical(Likelihood):
         """The gradient √w_y (p - e_ỹ) / T with ỹ drawn from p: [N, ..., C]."""
         self._check_shapes(outputs, targets)
         probabilities = self.mean(outputs)
-        wide = torch.promote_types(outputs.dtype, torch.float32)  # half precision is too coarse to sum in
+        wide = torch.promote_types(outputs.dtype, torch.float32)  # Half precision is too coarse to sum in.
         cumulative = probabilities.to(wide).cumsum(-1).contiguous()
         height = (uniform_like(outputs[..., :1], generator) * cumulative[..., -1:]).contiguous()
-        # right=True skips classes of probability zero; the clamp is for a height rounded up to the total
+        # right=True skips classes of probability zero; the clamp is for a height rounded up to the total.
         drawn = torch.searchsorted(cumulative, height, right=True).clamp(max=outputs.shape[-1] - 1)
         gradient = _over(_residual(probabilities, drawn.squeeze(-1)), self.temperature)
         return gradient if targets is None else self._weighted(outputs, targets, gradient, 0.5)
@@ -189,11 +189,11 @@ class Categorical(Likelihood):
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
         """Products with the C - 1 columns of the class docstring over T, S never formed: [V, N, ..., C]."""
         self._check_shapes(outputs, targets)
-        # through the logarithm: √p is representable long after p has underflowed
+        # This goes through the logarithm, since √p is representable long after p has underflowed.
         root_p = (0.5 * F.log_softmax(_over(outputs, self.temperature), -1)).exp()  # u
         top = root_p.argmax(-1, keepdim=True)  # m
         root_top = root_p.gather(-1, top)
-        # one coefficient per class, none for m: column j is class j + 1, and class 0 takes the place of m
+        # There is one coefficient per class, none for m: column j is class j + 1, and class 0 takes the place of m.
         top = top.expand(*vectors.shape[:-1], 1)
         first = F.pad(vectors, (1, 0)).gather(-1, top)
         scaled = root_p * torch.cat([first, vectors], -1).scatter(-1, top, 0.0)
@@ -218,12 +218,12 @@ class Categorical(Likelihood):
 
 
 def _over(values: Tensor, temperature: float) -> Tensor:
-    """Values over T; no copy at T = 1."""
+    """Returns values over T, without a copy at T = 1."""
     return values if temperature == 1 else values / temperature
 
 
 def _residual(probabilities: Tensor, labels: Tensor) -> Tensor:
-    """The residual p − e_y; its entry at y is minus the sum of the others, since p_y − 1 would cancel."""
+    """Returns the residual p − e_y; its entry at y is minus the sum of the others, since p_y − 1 would cancel."""
     index = labels.unsqueeze(-1)
     others = probabilities.scatter(-1, index, 0.0)
     return others.scatter(-1, index, -others.sum(-1, keepdim=True))
@@ -242,10 +242,10 @@ class Bernoulli(Likelihood):
     For targets strictly inside (0, 1) E is the cross-entropy, which is not normalised over y.
 
     Args:
-        temperature: T, what the outputs are divided by.
+        temperature: The temperature T that the outputs are divided by.
 
     Raises:
-        InputError: a temperature that is not positive.
+        InputError: The temperature is not positive.
 
     >>> Bernoulli().nll(torch.zeros(1, 3), torch.tensor([[0, 1, 1]]))
     tensor([2.0794])
@@ -262,13 +262,13 @@ class Bernoulli(Likelihood):
         return "binary"
 
     def config(self) -> dict[str, Any]:
-        """The name, and the temperature unless it is 1."""
+        """Returns the name, and the temperature unless it is 1."""
         return (
             {"name": "bernoulli"} if self.temperature == 1 else {"name": "bernoulli", "temperature": self.temperature}
         )
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless targets lie in [0, 1] and have the shape of the outputs."""
+        """Raises an error unless targets lie in [0, 1] and have the shape of the outputs."""
         check_outputs(outputs, "Bernoulli")
         aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
         check_values(targets, ~((targets >= 0) & (targets <= 1)), "targets", "in [0, 1]", "Bernoulli")
@@ -276,14 +276,14 @@ class Bernoulli(Likelihood):
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The binary cross-entropy, summed over labels and positions: [N]."""
         labels = aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
-        # log sigmoid on both sides: softplus in torch is linear above its threshold, which loses digits
+        # This is log sigmoid on both sides, since softplus in torch is linear above its threshold, which loses digits.
         logits = _over(outputs, self.temperature)
         return sum_positions(-labels * F.logsigmoid(logits) - (1 - labels) * F.logsigmoid(-logits)).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The gradient (p - y) / T: [N, ..., C]."""
         labels = aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
-        # p − y without cancellation
+        # This gives p − y without cancellation.
         return ((1 - labels) * self.mean(outputs) - labels * self.mean(-outputs)) / self.temperature
 
     def sample_gradient(
@@ -335,11 +335,11 @@ class Poisson(Likelihood):
         return "counts"
 
     def config(self) -> dict[str, Any]:
-        """Only the name."""
+        """Returns only the name."""
         return {"name": "poisson"}
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless targets are whole numbers of 0 or more in the shape of the outputs."""
+        """Raises an error unless targets are whole numbers of 0 or more in the shape of the outputs."""
         check_outputs(outputs, "Poisson")
         aligned(outputs, targets, outputs.shape[-1], "Poisson")
         bad = ~((targets >= 0) & torch.isfinite(targets))

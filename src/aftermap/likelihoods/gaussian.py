@@ -31,7 +31,7 @@ PARAMETRISATIONS = ("mean_log_variance", "natural")
 
 
 def _check_real(targets: Tensor, name: str) -> None:
-    """Raise unless the targets are finite real numbers."""
+    """Raises an error unless the targets are finite real numbers."""
     if targets.is_complex():
         raise DataError(f"{name}: targets must be real numbers, got {targets.dtype}.")
     check_values(targets, ~torch.isfinite(targets), "targets", "a finite number", name)
@@ -50,10 +50,10 @@ class Gaussian(Likelihood):
     that the evidence can be optimised in it.
 
     Args:
-        noise: the **standard deviation** σ, not the variance: one number, or a tensor [C], one per output.
+        noise: The **standard deviation** σ, not the variance: one number, or a tensor [C], one per output.
 
     Raises:
-        InputError: a noise that is not positive and finite, or has more than one dimension.
+        InputError: The noise is not positive and finite, or has more than one dimension.
 
     >>> Gaussian(noise=0.5).hessian(torch.zeros(1, 2))
     tensor([[[4., 0.],
@@ -68,7 +68,7 @@ class Gaussian(Likelihood):
         try:
             noise = torch.as_tensor(self.noise)
             if not isinstance(self.noise, Tensor) and noise.dtype is not torch.bool:
-                noise = torch.as_tensor(self.noise, dtype=torch.float64)  # a list from JSON keeps its digits
+                noise = torch.as_tensor(self.noise, dtype=torch.float64)  # A list from JSON keeps its digits.
         except (TypeError, ValueError, RuntimeError):
             raise InputError(f"Gaussian: noise must be a number or a tensor [C], got {self.noise!r}.") from None
         if noise.is_complex() or noise.dtype is torch.bool or noise.dim() > 1:
@@ -90,12 +90,12 @@ class Gaussian(Likelihood):
         return "regression"
 
     def config(self) -> dict[str, Any]:
-        """Name and noise (a number or a list)."""
+        """Returns name and noise (a number or a list)."""
         noise = self.noise.detach().tolist() if isinstance(self.noise, Tensor) else self.noise
         return {"name": "gaussian", "noise": noise}
 
     def _sigma(self, outputs: Tensor) -> Tensor:
-        """Give σ in the shape, dtype and device of the outputs."""
+        """Returns σ in the shape, dtype and device of the outputs."""
         if not isinstance(self.noise, Tensor):
             return torch.full_like(outputs, self.noise, requires_grad=False)
         if self.noise.dim() == 1 and self.noise.shape != outputs.shape[-1:]:
@@ -106,7 +106,7 @@ class Gaussian(Likelihood):
         return self.noise.to(outputs).expand(outputs.shape)
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless targets are finite numbers in the shape of the outputs."""
+        """Raises an error unless targets are finite numbers in the shape of the outputs."""
         check_outputs(outputs, "Gaussian")
         self._sigma(outputs)
         _check_real(targets, "Gaussian")
@@ -151,15 +151,15 @@ class Gaussian(Likelihood):
 class HeteroscedasticGaussian(Likelihood):
     r"""Real targets whose mean μ and variance v are both outputs: y_d ~ N(μ_d, v_d), with C = 2 D outputs.
 
-    ``"mean_log_variance"``: the first D outputs are μ, the last D are s = log v. The Hessian of E is
-    indefinite in general, so the curvature is the Fisher matrix:
+    With ``"mean_log_variance"`` the first D outputs are μ, the last D are s = log v. The Hessian of E is indefinite in
+    general, so the curvature is the Fisher matrix:
 
     .. math::
         \nabla E = \Big(\frac{\mu - y}{v},\ \tfrac12 - \frac{(y - \mu)^2}{2 v}\Big), \quad
         \Lambda = \mathrm{diag}(1/v,\ \tfrac12).
 
-    ``"natural"``: the first D outputs are η₁ = μ/v, the last D are η₂ = −1/(2v) < 0. Fisher and Hessian
-    are equal, the covariance of (y, y²):
+    With ``"natural"`` the first D outputs are η₁ = μ/v, the last D are η₂ = −1/(2v) < 0. Fisher and Hessian are equal,
+    the covariance of (y, y²):
 
     .. math::
         \nabla E = (\mu - y,\ \mu^2 + v - y^2), \quad
@@ -169,10 +169,10 @@ class HeteroscedasticGaussian(Likelihood):
     Targets are [N, ..., D] (or [N, ...] for D = 1); ``mean`` and ``variance`` return [N, ..., D].
 
     Args:
-        parametrisation: "mean_log_variance" or "natural".
+        parametrisation: The meaning of the outputs: "mean_log_variance" or "natural".
 
     Raises:
-        InputError: another parametrisation.
+        InputError: There is no such parametrisation.
 
     References:
         Immer et al. 2023, Effective Bayesian heteroscedastic regression with deep neural networks.
@@ -197,11 +197,11 @@ class HeteroscedasticGaussian(Likelihood):
         return "regression"
 
     def config(self) -> dict[str, Any]:
-        """Name and parametrisation."""
+        """Returns name and parametrisation."""
         return {"name": "heteroscedastic_gaussian", "parametrisation": self.parametrisation}
 
     def _halves(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last D outputs."""
+        """Returns the first and the last D outputs."""
         n_outputs = outputs.shape[-1]
         if n_outputs < 2 or n_outputs % 2:
             raise ShapeError(
@@ -219,7 +219,7 @@ class HeteroscedasticGaussian(Likelihood):
         return self.parametrisation == "natural"
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
-        """Raise unless targets are finite [N, ..., D], outputs are [N, ..., 2 D] and, if natural, η₂ < 0."""
+        """Raises an error unless targets are finite [N, ..., D], outputs are [N, ..., 2 D] and, if natural, η₂ < 0."""
         check_outputs(outputs, "HeteroscedasticGaussian")
         _, last = self._halves(outputs)
         _check_real(targets, "HeteroscedasticGaussian")
@@ -233,7 +233,7 @@ class HeteroscedasticGaussian(Likelihood):
         first, last = self._halves(outputs)
         y = self._aligned(outputs, targets)
         if self._natural:
-            # −η₂ (y − μ)² with μ = −η₁ / (2 η₂): the completed square does not cancel
+            # This is −η₂ (y − μ)² with μ = −η₁ / (2 η₂), since the completed square does not cancel.
             values = -last * (y + first / (2 * last)).square() - 0.5 * (-2 * last).log()
         else:
             values = 0.5 * (last + (y - first).square() * (-last).exp())

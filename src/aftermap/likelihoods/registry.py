@@ -30,16 +30,16 @@ BY_NAME: dict[str, type[Likelihood]] = {
 
 
 def parse_likelihood(spec: object) -> Likelihood:
-    """The likelihood that a word stands for; an object passes through unchanged.
+    """Returns the likelihood that a word stands for; an object passes through unchanged.
 
     Args:
-        spec: "classification", "binary", "regression" or "counts", or a :class:`Likelihood`.
+        spec: The word "classification", "binary", "regression" or "counts", or a :class:`Likelihood`.
 
     Returns:
-        The likelihood.
+        The likelihood as an object.
 
     Raises:
-        InputError: anything else.
+        InputError: The argument is anything else.
 
     >>> parse_likelihood("regression")
     Gaussian(noise=1.0)
@@ -60,16 +60,16 @@ def parse_likelihood(spec: object) -> Likelihood:
 
 
 def likelihood_from_config(config: Mapping[str, Any]) -> Likelihood:
-    """The likelihood that :meth:`Likelihood.config` describes.
+    """Returns the likelihood that :meth:`Likelihood.config` describes.
 
     Args:
-        config: what ``config()`` of a built-in likelihood returned, possibly after a trip through JSON.
+        config: The mapping that ``config()`` of a built-in likelihood returned, possibly after a trip through JSON.
 
     Returns:
         A likelihood with the same configuration.
 
     Raises:
-        InputError: an unknown name (a likelihood of your own) or settings that do not belong to it.
+        InputError: The name is unknown (a likelihood of your own), or settings do not belong to it.
 
     >>> likelihood_from_config({"name": "gaussian", "noise": [0.1, 0.2]})
     Gaussian(noise=[0.1, 0.2])

@@ -23,12 +23,12 @@ class BootstrapInterval:
     """A metric with its confidence interval.
 
     Attributes:
-        estimate: the metric on the data themselves.
-        lower: lower end of the interval.
-        upper: upper end of the interval.
-        level: the level asked for.
-        method: "percentile" or "basic".
-        replicates: the metric on each resample, float64 [R], in the order drawn.
+        estimate: The metric on the data themselves.
+        lower: The lower end of the interval.
+        upper: The upper end of the interval.
+        level: The confidence level that was asked for.
+        method: How the interval is formed from the resamples: "percentile" or "basic".
+        replicates: The metric on each resample, float64 [R], in the order drawn.
     """
 
     estimate: float
@@ -40,7 +40,7 @@ class BootstrapInterval:
 
     @property
     def standard_error(self) -> float:
-        """Standard deviation of the replicates."""
+        """The standard deviation of the replicates."""
         return self.replicates.std().item()
 
 
@@ -78,29 +78,29 @@ def bootstrap_interval(
     strata: TensorLike | None = None,
     generator: torch.Generator | None = None,
 ) -> BootstrapInterval:
-    """Bootstrap confidence interval of ``metric(*data)`` over examples.
+    """Returns the bootstrap confidence interval of ``metric(*data)`` over examples.
 
     With t the estimate and q_a the a-quantile of the metric over resamples, alpha = 1 - level:
     percentile [q_{alpha/2}, q_{1-alpha/2}]; basic [2 t - q_{1-alpha/2}, 2 t - q_{alpha/2}], which also turns
     the bias of the metric around (ECE is biased upwards, and more so on resamples: prefer basic for it).
 
     Args:
-        metric: a function of the data that returns one number.
-        *data: tensors [N, ...] that share their first dimension; the same rows are drawn from all.
-        n_resamples: number of resamples R, at least 2.
-        level: confidence level, in (0, 1).
-        method: "percentile" or "basic".
-        strata: a group for each example [N]; drawing is within groups, so their sizes stay. Pass the
-            positives for AUROC, so that no resample lacks a kind.
-        generator: source of randomness, for a result that can be repeated.
+        metric: A function of the data that returns one number.
+        *data: Tensors [N, ...] that share their first dimension; the same rows are drawn from all.
+        n_resamples: The number R of resamples, at least 2.
+        level: The confidence level, in (0, 1).
+        method: How the interval is formed from the resamples: "percentile" or "basic".
+        strata: A group for each example [N]. Examples are drawn within groups, so that the groups keep their sizes.
+            Pass the positives for AUROC, so that no resample lacks a kind.
+        generator: The source of the random draws, for a result that can be repeated.
 
     Returns:
         The interval, as :class:`BootstrapInterval`.
 
     Raises:
-        InputError: no data, an unknown method, a metric that does not return one finite number.
-        ShapeError: data or strata of different lengths.
-        DataError: no examples, or a resample that the metric refuses.
+        InputError: There are no data, the method is unknown, or the metric does not return one finite number.
+        ShapeError: Data or strata have different lengths.
+        DataError: There are no examples, or the metric refuses a resample.
 
     References:
         Davison, Hinkley (1997), Bootstrap methods and their application, eq. (5.6) and section 5.3.1.

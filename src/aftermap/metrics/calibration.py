@@ -25,14 +25,14 @@ _STRATEGIES = ("width", "mass")
 
 @dataclass(frozen=True)
 class ReliabilityBins:
-    """Bins of confidence, each tensor float64 [B].
+    """Bins of confidence; each attribute is a float64 tensor [B] with one entry per bin.
 
     Attributes:
-        lower: left end of each bin (open, but the first bin holds 0).
-        upper: right end of each bin (closed). For bins of equal mass both ends are the confidences met.
-        count: examples in the bin.
-        confidence: mean confidence in the bin, NaN where it is empty.
-        accuracy: fraction correct in the bin, NaN where it is empty.
+        lower: The left end of each bin (open, but the first bin holds 0).
+        upper: The right end of each bin (closed). For bins of equal mass both ends are the confidences met.
+        count: The number of examples in the bin.
+        confidence: The mean confidence in the bin, NaN where it is empty.
+        accuracy: The fraction of right answers in the bin, NaN where it is empty.
     """
 
     lower: Tensor
@@ -43,45 +43,45 @@ class ReliabilityBins:
 
     @property
     def gap(self) -> Tensor:
-        """Confidence minus accuracy, [B]; positive is overconfident, 0 where the bin is empty."""
+        """The confidence minus the accuracy [B], positive where overconfident, and 0 where the bin is empty."""
         return (self.confidence - self.accuracy).nan_to_num(0.0)
 
     @property
     def weight(self) -> Tensor:
-        """Share of the examples in each bin, [B]."""
+        """The share of the examples in each bin [B]."""
         return self.count / self.count.sum()
 
     @property
     def ece(self) -> float:
-        """Expected calibration error, sum_b n_b/n |accuracy_b - confidence_b|."""
+        """The expected calibration error, sum_b n_b/n |accuracy_b - confidence_b|."""
         return (self.weight * self.gap.abs()).sum().item()
 
     @property
     def mce(self) -> float:
-        """Maximum calibration error, max_b |accuracy_b - confidence_b| over bins that hold examples."""
+        """The maximum calibration error, max_b |accuracy_b - confidence_b| over bins that hold examples."""
         return self.gap.abs().max().item()
 
     @property
     def signed(self) -> float:
-        """Mean confidence minus accuracy; positive is overconfident."""
+        """The mean confidence minus the accuracy; positive is overconfident."""
         return (self.weight * self.gap).sum().item()
 
 
 def _width_index(confidence: Tensor, n_bins: int) -> Tensor:
-    """Index of the bin (l, u] that holds each confidence; 0 is in the first bin and 1 in the last."""
+    """Returns the index of the bin (l, u] that holds each confidence; 0 is in the first bin and 1 in the last."""
     inner = torch.linspace(0.0, 1.0, n_bins + 1, dtype=torch.float64, device=confidence.device)[1:-1]
     return torch.bucketize(confidence, inner, right=False)
 
 
 def _mass_index(confidence: Tensor, n_bins: int) -> Tensor:
-    """Bin of each confidence by its middle rank, so that equal confidences always share a bin."""
+    """Returns the bin of each confidence by its middle rank, so that equal confidences always share a bin."""
     _, inverse, counts = confidence.unique(return_inverse=True, return_counts=True)
     middle = counts.cumsum(0) - 0.5 * counts
     return (middle * n_bins / confidence.numel()).to(torch.int64)[inverse]
 
 
 def _bin_sums(confidence: Tensor, correct: Tensor, index: Tensor, n_bins: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, sum of confidence and number correct in each bin: sums add up over batches and ranks."""
+    """Returns count, sum of confidence and number correct in each bin; these sums add up over batches and ranks."""
     count = torch.bincount(index, minlength=n_bins).to(torch.float64)
     total_confidence = torch.bincount(index, weights=confidence, minlength=n_bins)
     total_correct = torch.bincount(index, weights=correct.to(torch.float64), minlength=n_bins)
@@ -103,18 +103,18 @@ def reliability_bins(
     many ties there may be fewer bins than asked for, and none is empty.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
-        n_bins: number of bins.
-        strategy: "width" or "mass".
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
+        n_bins: The number of bins.
+        strategy: How the bins are cut: "width" gives them equal widths, "mass" equal numbers of examples.
 
     Returns:
         The bins, as :class:`ReliabilityBins`.
 
     Raises:
-        DataError: NaN, rows that do not sum to one, labels out of range, no examples.
-        ShapeError: shapes that do not match.
-        InputError: a number of bins below one, or an unknown strategy.
+        DataError: There is a NaN, a row does not sum to one, a label is out of range, or there are no examples.
+        ShapeError: The shapes do not match.
+        InputError: The number of bins is below one, or the strategy is unknown.
 
     >>> bins = reliability_bins([[0.9, 0.1], [1.0, 0.0], [0.4, 0.6]], [0, 1, 1], n_bins=2)
     >>> bins.count, bins.accuracy
@@ -143,18 +143,19 @@ def _top_confidence(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> float:
     """Expected calibration error of the top confidence, sum_b n_b/n |accuracy_b - confidence_b|.
 
-    Bins of equal width (l, u], closed at 1. Biased upwards for few examples: give a bootstrap interval.
+    The bins are of equal width, (l, u], closed at 1. The error is biased upwards for few examples: give a bootstrap
+    interval.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
-        n_bins: number of bins.
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
+        n_bins: The number of bins.
 
     Returns:
         A number between 0 and 1.
 
     Raises:
-        DataError, ShapeError, InputError: as :func:`reliability_bins`.
+        DataError, ShapeError, InputError: The same as for :func:`reliability_bins`.
 
     References:
         Guo, Pleiss, Sun, Weinberger (2017), On calibration of modern neural networks, eq. (3).
@@ -169,15 +170,15 @@ def adaptive_ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> 
     """Expected calibration error over bins of equal mass; equal confidences stay in one bin.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
-        n_bins: number of bins.
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
+        n_bins: The number of bins.
 
     Returns:
         A number between 0 and 1. It does not depend on the order of the examples.
 
     Raises:
-        DataError, ShapeError, InputError: as :func:`reliability_bins`.
+        DataError, ShapeError, InputError: The same as for :func:`reliability_bins`.
 
     References:
         Nixon, Dusenberry, Zhang, Jerfel, Tran (2019), Measuring calibration in deep learning.
@@ -192,15 +193,15 @@ def mce(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> float:
     """Maximum calibration error, max_b |accuracy_b - confidence_b| over bins of equal width with examples.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
-        n_bins: number of bins.
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
+        n_bins: The number of bins.
 
     Returns:
         A number between 0 and 1.
 
     Raises:
-        DataError, ShapeError, InputError: as :func:`reliability_bins`.
+        DataError, ShapeError, InputError: The same as for :func:`reliability_bins`.
 
     References:
         Guo, Pleiss, Sun, Weinberger (2017), eq. (5).
@@ -217,14 +218,14 @@ def signed_calibration_error(probs: TensorLike, labels: TensorLike) -> float:
     It is the ECE without its absolute values, so it does not depend on bins, and |signed| <= ECE.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
 
     Returns:
         A number between -1 and 1.
 
     Raises:
-        DataError, ShapeError: as :func:`reliability_bins`.
+        DataError, ShapeError: The same as for :func:`reliability_bins`.
 
     >>> signed_calibration_error([[0.75, 0.25], [0.25, 0.75]], [0, 0])
     0.25
@@ -239,15 +240,15 @@ def classwise_ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) ->
     (l, u] that also hold 0. It sees the probabilities that the top confidence hides.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
-        n_bins: number of bins for each class.
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
+        n_bins: The number of bins for each class.
 
     Returns:
         A number between 0 and 1.
 
     Raises:
-        DataError, ShapeError, InputError: as :func:`reliability_bins`.
+        DataError, ShapeError, InputError: The same as for :func:`reliability_bins`.
 
     References:
         Kull, Perello-Nieto, Kängsepp, Silva Filho, Song, Flach (2019), Beyond temperature scaling.

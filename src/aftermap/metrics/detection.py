@@ -1,6 +1,6 @@
-"""Telling unusual from usual by a score: ROC, AUROC, AUPR, FPR at a TPR. Higher score = more unusual.
+"""Telling unusual from usual by a score (higher means more unusual): ROC, AUROC, AUPR, and FPR at a TPR.
 
-Selective prediction: how good are the answers left when the most uncertain inputs are set aside?
+Selective prediction asks how good the answers are that are left when the most uncertain inputs are set aside.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def _check_detection(scores: TensorLike, positive: TensorLike) -> tuple[Tensor, 
 
 
 def labelled_scores(inside: TensorLike, outside: TensorLike) -> tuple[Tensor, Tensor]:
-    """Join the scores of usual and unusual data, with flags that mark the unusual ones as positive.
+    """Joins the scores of usual and unusual data, with flags that mark the unusual ones as positive.
 
     Args:
-        inside: scores of in-distribution data [N].
-        outside: scores of out-of-distribution data [M].
+        inside: The scores of in-distribution data [N].
+        outside: The scores of out-of-distribution data [M].
 
     Returns:
         Scores [N + M] and booleans [N + M], true for ``outside``.
 
     Raises:
-        DataError: NaN, or an empty set.
-        ShapeError: scores that are not vectors.
+        DataError: There is a NaN, or a set is empty.
+        ShapeError: The scores are not vectors.
 
     >>> auroc(*labelled_scores([0.1, 0.2], [0.2, 0.9, 0.3]))
     0.9166666666666666
@@ -70,21 +70,21 @@ def labelled_scores(inside: TensorLike, outside: TensorLike) -> tuple[Tensor, Te
 
 
 def auroc(scores: TensorLike, positive: TensorLike) -> float:
-    """Area under the ROC curve: the chance that a positive example scores above a negative one.
+    """Returns the area under the ROC curve: the chance that a positive example scores above a negative one.
 
-    P(s+ > s-) + 1/2 P(s+ = s-), from middle ranks (Mann-Whitney), so ties count one half. Misclassification:
-    positive = wrong. Out of distribution: positive = outside.
+    It is P(s+ > s-) + 1/2 P(s+ = s-), from middle ranks (Mann-Whitney), so ties count one half. To detect errors, the
+    positives are the wrong answers; to detect data from outside the distribution, they are the outside inputs.
 
     Args:
-        scores: one score for each example [N], higher = more unusual; infinite values are allowed.
-        positive: which examples are positive [N], booleans or 0/1.
+        scores: One score for each example [N], higher for the more unusual; infinite values are allowed.
+        positive: Booleans, or zeros and ones, that say which examples are positive [N].
 
     Returns:
         A number between 0 and 1; 0.5 for scores that say nothing.
 
     Raises:
-        DataError: NaN, no examples, or only one kind of them.
-        ShapeError: shapes that do not match, or are not vectors.
+        DataError: There is a NaN, there are no examples, or there is only one kind of them.
+        ShapeError: The shapes do not match, or are not vectors.
 
     >>> auroc([0.1, 0.4, 0.4, 0.8], [False, False, True, True])
     0.875
@@ -99,7 +99,7 @@ def auroc(scores: TensorLike, positive: TensorLike) -> float:
 
 
 def _cumulative(s: Tensor, flags: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Thresholds from high to low, with the positives and negatives at or above each."""
+    """Returns the thresholds from high to low, with the number of positives and negatives at or above each."""
     values, inverse = s.unique(return_inverse=True)
     marks = flags.to(torch.float64)
     hits = torch.bincount(inverse, weights=marks, minlength=values.numel()).flip(0).cumsum(0)
@@ -109,7 +109,7 @@ def _cumulative(s: Tensor, flags: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RocCurve:
-    """``tpr`` against ``fpr`` as the threshold falls, each float64 [M + 1]; flag where score >= threshold."""
+    """The rates ``tpr`` and ``fpr`` as the threshold falls, each float64 [M + 1]; an input is flagged where score >= threshold."""
 
     fpr: Tensor
     tpr: Tensor
@@ -117,22 +117,22 @@ class RocCurve:
 
     @property
     def area(self) -> float:
-        """Area by the trapezium rule, equal to :func:`auroc`."""
+        """The area by the trapezium rule, which equals :func:`auroc`."""
         return torch.trapezoid(self.tpr, self.fpr).item()
 
 
 def roc_curve(scores: TensorLike, positive: TensorLike) -> RocCurve:
-    """Receiver operating characteristic: one point for each distinct score, from (0, 0) to (1, 1).
+    """Returns the receiver operating characteristic: one point for each distinct score, from (0, 0) to (1, 1).
 
     Args:
-        scores: one score for each example [N], higher = more unusual.
-        positive: which examples are positive [N].
+        scores: One score for each example [N], higher for the more unusual.
+        positive: Booleans, or zeros and ones, that say which examples are positive [N].
 
     Returns:
         The curve; its first threshold is infinity (nothing flagged).
 
     Raises:
-        DataError, ShapeError: as :func:`auroc`.
+        DataError, ShapeError: The same as for :func:`auroc`.
 
     >>> curve = roc_curve([0.1, 0.4, 0.35, 0.8], [False, False, True, True])
     >>> curve.fpr.tolist(), curve.tpr.tolist()
@@ -148,20 +148,20 @@ def roc_curve(scores: TensorLike, positive: TensorLike) -> RocCurve:
 
 
 def aupr(scores: TensorLike, positive: TensorLike) -> float:
-    """Area under the precision-recall curve as average precision, sum_i (R_i - R_{i-1}) P_i.
+    """Returns the area under the precision-recall curve as average precision, sum_i (R_i - R_{i-1}) P_i.
 
-    The sum over distinct thresholds, without interpolation (which would be too optimistic). It depends on the
-    share of positives. The value with the other kind as positive ("in") is ``aupr(-scores, ~positive)``.
+    The sum is over distinct thresholds, without interpolation (which would be too optimistic). It depends on the share
+    of positives. The value with the other kind as positive ("in") is ``aupr(-scores, ~positive)``.
 
     Args:
-        scores: one score for each example [N], higher = more unusual.
-        positive: which examples are positive [N].
+        scores: One score for each example [N], higher for the more unusual.
+        positive: Booleans, or zeros and ones, that say which examples are positive [N].
 
     Returns:
         A number between 0 and 1; about the share of positives for scores that say nothing.
 
     Raises:
-        DataError, ShapeError: as :func:`auroc`.
+        DataError, ShapeError: The same as for :func:`auroc`.
 
     References:
         Davis, Goadrich (2006), The relationship between precision-recall and ROC curves.
@@ -176,21 +176,21 @@ def aupr(scores: TensorLike, positive: TensorLike) -> float:
 
 
 def fpr_at_tpr(scores: TensorLike, positive: TensorLike, *, tpr: float = 0.95) -> float:
-    """Smallest false positive rate at which at least ``tpr`` of the positives are found (FPR95 by default).
+    """Returns the smallest false positive rate at which at least ``tpr`` of the positives are found (FPR95 by default).
 
-    No interpolation: the rate belongs to a threshold that can be set.
+    There is no interpolation: the rate belongs to a threshold that can be set.
 
     Args:
-        scores: one score for each example [N], higher = more unusual.
-        positive: which examples are positive [N].
-        tpr: true positive rate to reach, in (0, 1].
+        scores: One score for each example [N], higher for the more unusual.
+        positive: Booleans, or zeros and ones, that say which examples are positive [N].
+        tpr: The true positive rate to reach, in (0, 1].
 
     Returns:
         A number between 0 and 1; lower is better.
 
     Raises:
-        DataError, ShapeError: as :func:`auroc`.
-        InputError: ``tpr`` outside (0, 1].
+        DataError, ShapeError: The same as for :func:`auroc`.
+        InputError: The rate ``tpr`` lies outside (0, 1].
 
     References:
         Hendrycks, Gimpel (2017); Liang, Li, Srikant (2018), which made FPR95 common.
@@ -205,12 +205,13 @@ def fpr_at_tpr(scores: TensorLike, positive: TensorLike, *, tpr: float = 0.95) -
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """Risk when the k least uncertain examples are answered, k = 1..N; each tensor is float64 [N].
+    """The risk when the k least uncertain examples are answered, k = 1..N; each tensor is float64 [N].
 
     Attributes:
-        coverage: k / N.
-        risk: mean loss of the k answered examples.
-        thresholds: score of the k-th example; answering where score <= it gives at least this coverage.
+        coverage: The share k / N of examples that are answered.
+        risk: The mean loss of the k answered examples.
+        thresholds: The score of the k-th example; answering where the score is at most this gives at least this
+            coverage.
     """
 
     coverage: Tensor
@@ -219,26 +220,26 @@ class RiskCoverage:
 
     @property
     def area(self) -> float:
-        """Mean risk over all coverages (AURC)."""
+        """The mean risk over all coverages (AURC)."""
         return self.risk.mean().item()
 
 
 def risk_coverage(scores: TensorLike, errors: TensorLike) -> RiskCoverage:
-    """Risk-coverage curve: r(k) = 1/k sum of the losses of the k examples with the lowest scores.
+    """Returns the risk-coverage curve: r(k) = 1/k sum of the losses of the k examples with the lowest scores.
 
     Examples with equal scores are taken in the mean over all their orders, so that the curve does not depend
     on the order of the data.
 
     Args:
-        scores: uncertainty of each example [N], higher = more unusual.
-        errors: what each answer costs [N]: booleans (true = wrong) or any finite loss.
+        scores: The uncertainty of each example [N], higher for the more unusual.
+        errors: The cost of each answer [N]: booleans that are true where the answer is wrong, or any finite loss.
 
     Returns:
         The curve, as :class:`RiskCoverage`.
 
     Raises:
-        DataError: NaN, or no examples.
-        ShapeError: shapes that do not match, or are not vectors.
+        DataError: There is a NaN, or there are no examples.
+        ShapeError: The shapes do not match, or are not vectors.
 
     References:
         El-Yaniv, Wiener (2010); Geifman, Uziel, El-Yaniv (2019), Bias-reduced uncertainty estimation.
@@ -259,17 +260,17 @@ def risk_coverage(scores: TensorLike, errors: TensorLike) -> RiskCoverage:
 
 
 def aurc(scores: TensorLike, errors: TensorLike) -> float:
-    """Area under the risk-coverage curve, 1/N sum_k r(k); lower is better.
+    """Returns the area under the risk-coverage curve, 1/N sum_k r(k); lower is better.
 
     Args:
-        scores: uncertainty of each example [N], higher = more unusual.
-        errors: what each answer costs [N]: booleans (true = wrong) or any finite loss.
+        scores: The uncertainty of each example [N], higher for the more unusual.
+        errors: The cost of each answer [N]: booleans that are true where the answer is wrong, or any finite loss.
 
     Returns:
         The mean risk over all coverages; the plain mean loss for scores that are all equal.
 
     Raises:
-        DataError, ShapeError: as :func:`risk_coverage`.
+        DataError, ShapeError: The same as for :func:`risk_coverage`.
 
     >>> round(aurc([0.1, 0.9, 0.2], [False, True, False]), 4)
     0.1111
@@ -278,21 +279,22 @@ def aurc(scores: TensorLike, errors: TensorLike) -> float:
 
 
 def accuracy_at_coverage(scores: TensorLike, errors: TensorLike, *, coverage: float = 0.8) -> float:
-    """Accuracy on the least uncertain share of the examples.
+    """Returns the accuracy on the least uncertain share of the examples.
 
-    The ceil(coverage N) examples with the lowest scores are answered; ties as in :func:`risk_coverage`.
+    The ceil(coverage N) examples with the lowest scores are answered; ties are treated as in :func:`risk_coverage`.
 
     Args:
-        scores: uncertainty of each example [N], higher = more unusual.
-        errors: which answers are wrong [N], booleans or 0/1 (see :func:`aftermap.metrics.misclassified`).
-        coverage: share of the examples to answer, in (0, 1].
+        scores: The uncertainty of each example [N], higher for the more unusual.
+        errors: Booleans, or zeros and ones, that say which answers are wrong [N] (see
+            :func:`aftermap.metrics.misclassified`).
+        coverage: The share of the examples to answer, in (0, 1].
 
     Returns:
         A number between 0 and 1; the plain accuracy at coverage 1.
 
     Raises:
-        DataError, ShapeError: as :func:`risk_coverage`.
-        InputError: ``coverage`` outside (0, 1].
+        DataError, ShapeError: The same as for :func:`risk_coverage`.
+        InputError: The coverage lies outside (0, 1].
 
     >>> accuracy_at_coverage([0.1, 0.9, 0.2, 0.3], [False, True, False, True], coverage=0.5)
     1.0

@@ -49,24 +49,24 @@ _DEFAULT_LEVELS = tuple(i / 20 for i in range(1, 20))
 
 
 def _gaussian_terms(mu: Tensor, var: Tensor, y: Tensor) -> Tensor:
-    """Negative log-density of each example, summed over its outputs, [N]."""
+    """Returns the negative log-density of each example [N], summed over its outputs."""
     terms = 0.5 * (_LOG_2PI + var.log() + (y - mu).square() / var)
     return terms.reshape(mu.shape[0], -1).sum(-1) if mu.numel() else terms.new_zeros(0)
 
 
 def rmse(mean: TensorLike, targets: TensorLike) -> float:
-    """Root mean squared error of the predictive mean, over all examples and outputs.
+    """Returns the root mean squared error of the predictive mean, over all examples and outputs.
 
     Args:
-        mean: predictive mean [N] or [N, D].
-        targets: the same shape.
+        mean: The predictive mean [N] or [N, D].
+        targets: The targets, of the same shape.
 
     Returns:
-        sqrt(mean (y - mu)^2), in the units of the targets.
+        The error sqrt(mean (y - mu)^2), in the units of the targets.
 
     Raises:
-        DataError: NaN, infinity, or no examples.
-        ShapeError: shapes that differ.
+        DataError: There is a NaN or an infinity, or there are no examples.
+        ShapeError: The shapes differ.
 
     >>> rmse([0.0, 0.0], [3.0, 3.0])
     3.0
@@ -78,22 +78,22 @@ def rmse(mean: TensorLike, targets: TensorLike) -> float:
 
 
 def gaussian_nll(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> float:
-    """Mean negative log-density of N(mu, s^2), 1/N sum_n sum_d 1/2 [log 2 pi s^2 + (y - mu)^2 / s^2].
+    """Returns the mean negative log-density of N(mu, s^2), 1/N sum_n sum_d 1/2 [log 2 pi s^2 + (y - mu)^2 / s^2].
 
-    Summed over outputs and averaged over examples: the density of the whole target vector. If targets were
-    standardised, add log of their scale (for each output) to come back to the original units.
+    It is summed over outputs and averaged over examples: the density of the whole target vector. If targets were
+    standardised, add the log of their scale (for each output) to come back to the original units.
 
     Args:
-        mean: predictive mean [N] or [N, D].
-        variance: predictive variance with noise, the same shape or a single number.
-        targets: the same shape as ``mean``.
+        mean: The predictive mean [N] or [N, D].
+        variance: The predictive variance with noise, of the same shape or a single number.
+        targets: The targets, of the same shape as ``mean``.
 
     Returns:
-        Nats for each example.
+        The mean negative log-density of an example, in nats.
 
     Raises:
-        DataError: NaN, infinity, a variance that is not positive, or no examples.
-        ShapeError: shapes that differ.
+        DataError: There is a NaN or an infinity, a variance is not positive, or there are no examples.
+        ShapeError: The shapes differ.
 
     >>> round(gaussian_nll([0.0, 1.0], 1.0, [0.0, 1.0]), 4)
     0.9189
@@ -102,22 +102,22 @@ def gaussian_nll(mean: TensorLike, variance: TensorLike, targets: TensorLike) ->
 
 
 def sample_nll(samples: TensorLike, noise_variance: TensorLike, targets: TensorLike) -> float:
-    """Mean negative log-density of the mixture 1/S sum_s N(f_s, noise), by log-sum-exp.
+    """Returns the mean negative log-density of the mixture 1/S sum_s N(f_s, noise), by log-sum-exp.
 
-    -1/N sum_n log 1/S sum_s prod_d N(y_nd; f_snd, v): the log of the mean density, not the mean of the logs.
+    It is -1/N sum_n log 1/S sum_s prod_d N(y_nd; f_snd, v): the log of the mean density, not the mean of the logs.
 
     Args:
-        samples: sampled means [S, N] or [S, N, D].
-        noise_variance: noise, a number or a shape that broadcasts to ``samples``: [D] for one per output,
-            [S, N, D] for members that predict their own noise.
-        targets: [N] or [N, D].
+        samples: The sampled means [S, N] or [S, N, D].
+        noise_variance: The variance of the noise: a number, or a shape that broadcasts to ``samples``, such as [D] for
+            one per output or [S, N, D] for members that predict their own noise.
+        targets: The targets [N] or [N, D].
 
     Returns:
-        Nats for each example.
+        The mean negative log-density of an example, in nats.
 
     Raises:
-        DataError: NaN, infinity, a variance that is not positive, or no examples.
-        ShapeError: shapes that do not match.
+        DataError: There is a NaN or an infinity, a variance is not positive, or there are no examples.
+        ShapeError: The shapes do not match.
 
     >>> round(sample_nll([[-1.0], [1.0]], 1.0, [0.0]), 4)
     1.4189
@@ -138,20 +138,20 @@ def sample_nll(samples: TensorLike, noise_variance: TensorLike, targets: TensorL
 
 
 def crps_gaussian(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> float:
-    """Continuous ranked probability score of N(mu, s^2).
+    """Returns the continuous ranked probability score of N(mu, s^2).
 
-    s [z (2 Phi(z) - 1) + 2 phi(z) - 1/sqrt(pi)] with z = (y - mu) / s.
+    It is s [z (2 Phi(z) - 1) + 2 phi(z) - 1/sqrt(pi)] with z = (y - mu) / s.
 
     Args:
-        mean: predictive mean [N] or [N, D].
-        variance: predictive variance with noise, the same shape or a single number.
-        targets: the same shape as ``mean``.
+        mean: The predictive mean [N] or [N, D].
+        variance: The predictive variance with noise, of the same shape or a single number.
+        targets: The targets, of the same shape as ``mean``.
 
     Returns:
         The mean over examples and outputs, in the units of the targets; lower is better.
 
     Raises:
-        DataError, ShapeError: as :func:`gaussian_nll`.
+        DataError, ShapeError: The same as for :func:`gaussian_nll`.
 
     References:
         Gneiting, Raftery (2007), Strictly proper scoring rules, section 4.2.
@@ -167,23 +167,23 @@ def crps_gaussian(mean: TensorLike, variance: TensorLike, targets: TensorLike) -
 
 
 def crps_samples(samples: TensorLike, targets: TensorLike, *, fair: bool = False) -> float:
-    """CRPS of the empirical distribution of samples, 1/S sum |x_i - y| - 1/(2 S^2) sum_ij |x_i - x_j|.
+    """Returns the CRPS of the empirical distribution of samples, 1/S sum |x_i - y| - 1/(2 S^2) sum_ij |x_i - x_j|.
 
-    The double sum is 2 sum_i (2 i - S - 1) x_(i) over sorted samples: S log S work. ``fair`` divides by
-    S (S - 1) instead of S^2, which makes it an unbiased estimate of the score of the distribution that the
-    samples come from.
+    The double sum is 2 sum_i (2 i - S - 1) x_(i) over sorted samples, so the work is S log S. ``fair`` divides by S (S
+    - 1) instead of S^2, which makes it an unbiased estimate of the score of the distribution that the samples come
+    from.
 
     Args:
-        samples: samples of the **target** [S, N] or [S, N, D], noise included.
-        targets: [N] or [N, D].
-        fair: remove the bias of few samples; needs two or more.
+        samples: Samples of the **target** [S, N] or [S, N, D], noise included.
+        targets: The targets [N] or [N, D].
+        fair: Whether to remove the bias of few samples, which needs two or more.
 
     Returns:
         The mean over examples and outputs, in the units of the targets; lower is better.
 
     Raises:
-        DataError: NaN, infinity, no examples, or a fair score of one sample.
-        ShapeError: shapes that do not match.
+        DataError: There is a NaN or an infinity, there are no examples, or a fair score is asked for with one sample.
+        ShapeError: The shapes do not match.
 
     References:
         Ferro (2014), Fair scores for ensemble forecasts.
@@ -195,7 +195,7 @@ def crps_samples(samples: TensorLike, targets: TensorLike, *, fair: bool = False
     n_samples = x.shape[0]
     if fair and n_samples < 2:
         raise DataError("a fair CRPS needs at least 2 samples, got 1. Draw more, or pass fair=False.")
-    # Centred on the target: the sum over sorted samples cancels for values far from zero.
+    # Samples are centred on the target, since the sum over sorted samples cancels for values far from zero.
     centred = (x - y).sort(0).values
     coefficient = 2.0 * torch.arange(1, n_samples + 1, dtype=torch.float64, device=x.device) - n_samples - 1.0
     spread = torch.tensordot(coefficient, centred, dims=1) / (n_samples * (n_samples - 1 if fair else n_samples))
@@ -203,18 +203,18 @@ def crps_samples(samples: TensorLike, targets: TensorLike, *, fair: bool = False
 
 
 def pit(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> Tensor:
-    """Probability integral transform Phi((y - mu) / s): uniform on [0, 1] if the predictions are right.
+    """Returns the probability integral transform Phi((y - mu) / s), which is uniform on [0, 1] if the predictions are right.
 
     Args:
-        mean: predictive mean [N] or [N, D].
-        variance: predictive variance with noise, the same shape or a single number.
-        targets: the same shape as ``mean``.
+        mean: The predictive mean [N] or [N, D].
+        variance: The predictive variance with noise, of the same shape or a single number.
+        targets: The targets, of the same shape as ``mean``.
 
     Returns:
-        Float64, the shape of ``mean``.
+        A float64 tensor of the shape of ``mean``.
 
     Raises:
-        DataError, ShapeError: as :func:`gaussian_nll`.
+        DataError, ShapeError: The same as for :func:`gaussian_nll`.
 
     >>> pit([0.0, 0.0], 1.0, [0.0, 1.96])
     tensor([0.5000, 0.9750], dtype=torch.float64)
@@ -224,17 +224,17 @@ def pit(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> Tensor:
 
 
 def pit_samples(samples: TensorLike, targets: TensorLike) -> Tensor:
-    """Probability integral transform from samples, (#{x < y} + 1/2 #{x = y}) / S.
+    """Returns the probability integral transform from samples, (#{x < y} + 1/2 #{x = y}) / S.
 
     Args:
-        samples: samples of the **target** [S, N] or [S, N, D], noise included.
-        targets: [N] or [N, D].
+        samples: Samples of the **target** [S, N] or [S, N, D], noise included.
+        targets: The targets [N] or [N, D].
 
     Returns:
-        Float64, the shape of ``targets``, in steps of 1/(2 S).
+        A float64 tensor of the shape of ``targets``, with values in steps of 1/(2 S).
 
     Raises:
-        DataError, ShapeError: as :func:`crps_samples`.
+        DataError, ShapeError: The same as for :func:`crps_samples`.
 
     >>> pit_samples([[0.0], [1.0], [2.0], [3.0]], [1.0])
     tensor([0.3750], dtype=torch.float64)
@@ -244,20 +244,20 @@ def pit_samples(samples: TensorLike, targets: TensorLike) -> Tensor:
 
 
 def chi_square(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> float:
-    """Mean squared standardised residual, 1/N sum (y - mu)^2 / s^2.
+    """Returns the mean squared standardised residual, 1/N sum (y - mu)^2 / s^2.
 
-    About 1 if the variances are right, above if they are too small.
+    It is about 1 if the variances are right, and above 1 if they are too small.
 
     Args:
-        mean: predictive mean [N] or [N, D].
-        variance: predictive variance with noise, the same shape or a single number.
-        targets: the same shape as ``mean``.
+        mean: The predictive mean [N] or [N, D].
+        variance: The predictive variance with noise, of the same shape or a single number.
+        targets: The targets, of the same shape as ``mean``.
 
     Returns:
         The mean over examples and outputs.
 
     Raises:
-        DataError, ShapeError: as :func:`gaussian_nll`.
+        DataError, ShapeError: The same as for :func:`gaussian_nll`.
 
     >>> chi_square([0.0, 0.0], 4.0, [2.0, 4.0])
     2.5
@@ -267,19 +267,19 @@ def chi_square(mean: TensorLike, variance: TensorLike, targets: TensorLike) -> f
 
 
 def gaussian_interval(mean: TensorLike, variance: TensorLike, *, level: float = 0.95) -> tuple[Tensor, Tensor]:
-    """Central interval mu -+ z s that holds a share ``level`` of N(mu, s^2).
+    """Returns the central interval mu -+ z s that holds a share ``level`` of N(mu, s^2).
 
     Args:
-        mean: predictive mean [N] or [N, D].
-        variance: predictive variance, the same shape or a single number.
-        level: probability inside, in (0, 1).
+        mean: The predictive mean [N] or [N, D].
+        variance: The predictive variance, of the same shape or a single number.
+        level: The probability inside the interval, in (0, 1).
 
     Returns:
-        Lower and upper end, each of the shape of ``mean``.
+        The lower and the upper end, each of the shape of ``mean``.
 
     Raises:
-        DataError: NaN, or a variance that is not positive.
-        InputError: a level outside (0, 1).
+        DataError: There is a NaN, or a variance is not positive.
+        InputError: The level lies outside (0, 1).
 
     >>> lower, upper = gaussian_interval([0.0], 4.0)
     >>> round(upper.item(), 4)
@@ -308,19 +308,19 @@ def _inside(low: Tensor, high: Tensor, targets: TensorLike, *, allow_empty: bool
 
 
 def coverage(lower: TensorLike, upper: TensorLike, targets: TensorLike) -> float:
-    """Share of targets inside their interval, 1/N #{lower <= y <= upper}; compare with the level promised.
+    """Returns the share of targets inside their interval, 1/N #{lower <= y <= upper}; compare it with the promised level.
 
     Args:
-        lower: lower ends [N] or [N, D].
-        upper: upper ends, the same shape.
-        targets: the same shape.
+        lower: The lower ends [N] or [N, D].
+        upper: The upper ends, of the same shape.
+        targets: The targets, of the same shape.
 
     Returns:
         A number between 0 and 1, over all examples and outputs.
 
     Raises:
-        DataError: NaN, infinity, ends in the wrong order, or no examples.
-        ShapeError: shapes that differ.
+        DataError: There is a NaN or an infinity, two ends are in the wrong order, or there are no examples.
+        ShapeError: The shapes differ.
 
     >>> coverage([0.0, 0.0], [1.0, 1.0], [0.5, 2.0])
     0.5
@@ -329,17 +329,17 @@ def coverage(lower: TensorLike, upper: TensorLike, targets: TensorLike) -> float
 
 
 def mean_width(lower: TensorLike, upper: TensorLike) -> float:
-    """Mean width of intervals, 1/N sum (upper - lower); only worth comparing at equal coverage.
+    """Returns the mean width of intervals, 1/N sum (upper - lower), which is only worth comparing at equal coverage.
 
     Args:
-        lower: lower ends [N] or [N, D].
-        upper: upper ends, the same shape.
+        lower: The lower ends [N] or [N, D].
+        upper: The upper ends, of the same shape.
 
     Returns:
         The mean over examples and outputs, in the units of the targets.
 
     Raises:
-        DataError, ShapeError: as :func:`coverage`.
+        DataError, ShapeError: The same as for :func:`coverage`.
 
     >>> mean_width([0.0, 0.0], [1.0, 3.0])
     2.0
@@ -349,22 +349,22 @@ def mean_width(lower: TensorLike, upper: TensorLike) -> float:
 
 
 def interval_score(lower: TensorLike, upper: TensorLike, targets: TensorLike, *, level: float = 0.95) -> float:
-    """Winkler's interval score: width plus 2 / (1 - level) times the distance of a target outside.
+    """Returns Winkler's interval score: the width plus 2 / (1 - level) times the distance of a target outside.
 
-    A proper score: with alpha = 1 - level its mean is smallest at the true quantiles alpha/2 and 1 - alpha/2.
+    It is a proper score: with alpha = 1 - level its mean is smallest at the true quantiles alpha/2 and 1 - alpha/2.
 
     Args:
-        lower: lower ends [N] or [N, D].
-        upper: upper ends, the same shape.
-        targets: the same shape.
-        level: the level that the intervals promise, in (0, 1).
+        lower: The lower ends [N] or [N, D].
+        upper: The upper ends, of the same shape.
+        targets: The targets, of the same shape.
+        level: The level that the intervals promise, in (0, 1).
 
     Returns:
         The mean over examples and outputs; lower is better.
 
     Raises:
-        DataError, ShapeError: as :func:`coverage`.
-        InputError: a level outside (0, 1).
+        DataError, ShapeError: The same as for :func:`coverage`.
+        InputError: The level lies outside (0, 1).
 
     References:
         Gneiting, Raftery (2007), Strictly proper scoring rules, section 6.2.
@@ -382,7 +382,7 @@ def interval_score(lower: TensorLike, upper: TensorLike, targets: TensorLike, *,
 
 @dataclass(frozen=True)
 class IntervalCalibration:
-    """Observed share of targets in the central interval of each level, float64 [M], and the area between.
+    """The observed share of targets in the central interval of each level, float64 [M], and the area between the two.
 
     ``area`` is the exact integral over levels in [0, 1] of |observed - level|, whatever the grid.
     """
@@ -395,19 +395,19 @@ class IntervalCalibration:
 def interval_calibration(
     mean: TensorLike, variance: TensorLike, targets: TensorLike, *, levels: TensorLike | None = None
 ) -> IntervalCalibration:
-    """Calibration curve of the central intervals of N(mu, s^2), with its miscalibration area.
+    """Returns the calibration curve of the central intervals of N(mu, s^2), with its miscalibration area.
 
     Args:
-        mean: predictive mean [N] or [N, D].
-        variance: predictive variance with noise, the same shape or a single number.
-        targets: the same shape as ``mean``.
-        levels: levels in [0, 1], [M]; 0.05, 0.10, ..., 0.95 by default.
+        mean: The predictive mean [N] or [N, D].
+        variance: The predictive variance with noise, of the same shape or a single number.
+        targets: The targets, of the same shape as ``mean``.
+        levels: The M levels in [0, 1]; by default 0.05, 0.10, ..., 0.95.
 
     Returns:
         The curve, as :class:`IntervalCalibration`.
 
     Raises:
-        DataError, ShapeError: as :func:`gaussian_nll`; levels outside [0, 1].
+        DataError, ShapeError: The same as for :func:`gaussian_nll`, or a level lies outside [0, 1].
 
     References:
         Kuleshov, Fenner, Ermon (2018), Accurate uncertainties for deep learning using calibrated regression.
@@ -419,17 +419,17 @@ def interval_calibration(
 
 
 def interval_calibration_from_pit(values: TensorLike, *, levels: TensorLike | None = None) -> IntervalCalibration:
-    """Calibration curve from PIT values u: the interval of level l holds the target if |2 u - 1| <= l.
+    """Returns the calibration curve from PIT values u: the interval of level l holds the target if |2 u - 1| <= l.
 
     Args:
-        values: PIT values in [0, 1], any shape, from :func:`pit` or :func:`pit_samples`.
-        levels: levels in [0, 1], [M]; 0.05, 0.10, ..., 0.95 by default.
+        values: The PIT values in [0, 1], of any shape, from :func:`pit` or :func:`pit_samples`.
+        levels: The M levels in [0, 1]; by default 0.05, 0.10, ..., 0.95.
 
     Returns:
         The curve, as :class:`IntervalCalibration`.
 
     Raises:
-        DataError: NaN, no values, values or levels outside [0, 1].
+        DataError: There is a NaN, there are no values, or a value or level lies outside [0, 1].
 
     >>> interval_calibration_from_pit([0.5, 0.75]).area
     0.25
@@ -448,7 +448,7 @@ def interval_calibration_from_pit(values: TensorLike, *, levels: TensorLike | No
 
 
 def _area_to_diagonal(ordered: Tensor) -> float:
-    """Integral over [0, 1] of |F(l) - l| for the empirical distribution function F of sorted values."""
+    """Integrates |F(l) - l| over [0, 1] for the empirical distribution function F of sorted values."""
     ends = torch.cat([ordered.new_zeros(1), ordered, ordered.new_ones(1)])
     step = torch.arange(ordered.numel() + 1, dtype=torch.float64, device=ordered.device) / ordered.numel()
     # F is constant between neighbours, where |step - l| has the antiderivative (l - step)|l - step| / 2.

@@ -36,20 +36,20 @@ __all__ = [
 
 
 def pointwise_nll(probs: TensorLike, labels: TensorLike) -> Tensor:
-    """Negative log-probability of each label, in nats.
+    """Returns the negative log-probability of each label, in nats.
 
-    -log max(p_y, 1e-12), so that a label that was given probability 0 costs 27.6 nats instead of infinity.
+    It is -log max(p_y, 1e-12), so that a label that was given probability 0 costs 27.6 nats instead of infinity.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C]. For methods that sample, the **mean** probability.
-        labels: class indices [N] or [N, ...].
+        probs: The probabilities [N, C] or [N, ..., C]; for methods that sample, the **mean** probabilities.
+        labels: The class indices [N] or [N, ...].
 
     Returns:
-        Float64 [N]; leading dimensions are flattened.
+        A float64 tensor [N]; leading dimensions are flattened.
 
     Raises:
-        DataError: NaN, rows that do not sum to one, labels out of range, no examples.
-        ShapeError: shapes that do not match.
+        DataError: There is a NaN, a row does not sum to one, a label is out of range, or there are no examples.
+        ShapeError: The shapes do not match.
 
     >>> pointwise_nll([[0.5, 0.5], [0.25, 0.75]], [0, 1]).exp()
     tensor([2.0000, 1.3333], dtype=torch.float64)
@@ -63,19 +63,19 @@ def _nll_terms(p: Tensor, y: Tensor) -> Tensor:
 
 
 def nll(probs: TensorLike, labels: TensorLike) -> float:
-    """Mean negative log-likelihood, -1/N sum_n log p_n(y_n), in nats.
+    """Returns the mean negative log-likelihood, -1/N sum_n log p_n(y_n), in nats.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C]. For methods that sample, pass the mean over samples: the
-            score is the log of the mean probability, not the mean of the logs.
-        labels: class indices [N] or [N, ...].
+        probs: The probabilities [N, C] or [N, ..., C]. For methods that sample, pass the mean over samples: the score
+            is the log of the mean probability, not the mean of the logs.
+        labels: The class indices [N] or [N, ...].
 
     Returns:
         The mean over examples. Probabilities below 1e-12 count as 1e-12.
 
     Raises:
-        DataError: NaN, rows that do not sum to one, labels out of range, no examples.
-        ShapeError: shapes that do not match.
+        DataError: There is a NaN, a row does not sum to one, a label is out of range, or there are no examples.
+        ShapeError: The shapes do not match.
 
     >>> round(nll([[0.5, 0.5], [0.25, 0.75]], [0, 1]), 4)
     0.4904
@@ -84,17 +84,17 @@ def nll(probs: TensorLike, labels: TensorLike) -> float:
 
 
 def misclassified(probs: TensorLike, labels: TensorLike) -> Tensor:
-    """Which examples the most probable class gets wrong: the positives of misclassification detection.
+    """Tells which examples the most probable class gets wrong: the positives of misclassification detection.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
 
     Returns:
         Booleans [N], true where argmax p != y (the first class wins a tie).
 
     Raises:
-        DataError, ShapeError: as :func:`nll`.
+        DataError, ShapeError: The same as for :func:`nll`.
 
     >>> misclassified([[0.9, 0.1], [0.8, 0.2]], [0, 1])
     tensor([False,  True])
@@ -104,17 +104,17 @@ def misclassified(probs: TensorLike, labels: TensorLike) -> Tensor:
 
 
 def accuracy(probs: TensorLike, labels: TensorLike) -> float:
-    """Fraction of examples whose most probable class is the label.
+    """Returns the fraction of examples whose most probable class is the label.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
 
     Returns:
-        1/N #{n : argmax_k p_nk = y_n}; the first class wins a tie.
+        The fraction 1/N #{n : argmax_k p_nk = y_n}; the first class wins a tie.
 
     Raises:
-        DataError, ShapeError: as :func:`nll`.
+        DataError, ShapeError: The same as for :func:`nll`.
 
     >>> accuracy([[0.9, 0.1], [0.8, 0.2]], [0, 1])
     0.5
@@ -123,17 +123,17 @@ def accuracy(probs: TensorLike, labels: TensorLike) -> float:
 
 
 def pointwise_brier(probs: TensorLike, labels: TensorLike) -> Tensor:
-    """Brier score of each example, sum_k (p_k - 1[y = k])^2, between 0 and 2.
+    """Returns the Brier score of each example, sum_k (p_k - 1[y = k])^2, between 0 and 2.
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
 
     Returns:
-        Float64 [N].
+        The score of each example, as a float64 tensor [N].
 
     Raises:
-        DataError, ShapeError: as :func:`nll`.
+        DataError, ShapeError: The same as for :func:`nll`.
 
     >>> pointwise_brier([[0.5, 0.5], [0.0, 1.0]], [0, 0])
     tensor([0.5000, 2.0000], dtype=torch.float64)
@@ -143,26 +143,26 @@ def pointwise_brier(probs: TensorLike, labels: TensorLike) -> Tensor:
 
 
 def _brier_terms(p: Tensor, y: Tensor) -> Tensor:
-    # The direct sum of squares: expanding it would cancel for confident, correct predictions.
+    # This is the direct sum of squares, since the expanded form would cancel for confident, correct predictions.
     target = torch.zeros_like(p).scatter_(-1, y.unsqueeze(-1), 1.0)
     return (p - target).square().sum(-1)
 
 
 def brier(probs: TensorLike, labels: TensorLike) -> float:
-    """Brier score, 1/N sum_n sum_k (p_nk - 1[y_n = k])^2.
+    """Returns the Brier score, 1/N sum_n sum_k (p_nk - 1[y_n = k])^2.
 
     The sum runs over all classes, so the range is 0 to 2; for two classes it is twice the score of the
     probability of class 1 alone (scikit-learn's ``brier_score_loss``).
 
     Args:
-        probs: probabilities [N, C] or [N, ..., C].
-        labels: class indices [N] or [N, ...].
+        probs: The probabilities [N, C] or [N, ..., C].
+        labels: The class indices [N] or [N, ...].
 
     Returns:
         The mean over examples.
 
     Raises:
-        DataError, ShapeError: as :func:`nll`.
+        DataError, ShapeError: The same as for :func:`nll`.
 
     >>> brier([[0.5, 0.5], [0.0, 1.0]], [0, 0])
     1.25
@@ -171,16 +171,16 @@ def brier(probs: TensorLike, labels: TensorLike) -> float:
 
 
 def max_probability(probs: TensorLike) -> Tensor:
-    """The score 1 - max_k p_k of each example: higher means more unusual.
+    """Returns the score 1 - max_k p_k of each example: higher means more unusual.
 
     Args:
-        probs: probabilities [..., C].
+        probs: The probabilities [..., C].
 
     Returns:
-        Float64 [...], between 0 and 1 - 1/C.
+        A float64 tensor [...], with values between 0 and 1 - 1/C.
 
     Raises:
-        DataError: NaN, or rows that do not sum to one.
+        DataError: There is a NaN, or a row does not sum to one.
 
     >>> max_probability([[0.75, 0.25], [0.5, 0.5]])
     tensor([0.2500, 0.5000], dtype=torch.float64)
@@ -189,16 +189,16 @@ def max_probability(probs: TensorLike) -> Tensor:
 
 
 def entropy(probs: TensorLike) -> Tensor:
-    """Entropy H[p] = -sum_k p_k log p_k of each example, in nats; 0 log 0 = 0.
+    """Returns the entropy H[p] = -sum_k p_k log p_k of each example, in nats; 0 log 0 = 0.
 
     Args:
-        probs: probabilities [..., C].
+        probs: The probabilities [..., C].
 
     Returns:
-        Float64 [...], between 0 and log C.
+        A float64 tensor [...], with values between 0 and log C.
 
     Raises:
-        DataError: NaN, or rows that do not sum to one.
+        DataError: There is a NaN, or a row does not sum to one.
 
     >>> entropy([[0.5, 0.5], [1.0, 0.0]])
     tensor([0.6931, 0.0000], dtype=torch.float64)
@@ -208,26 +208,26 @@ def entropy(probs: TensorLike) -> Tensor:
 
 @dataclass(frozen=True)
 class InverseEcdf:
-    """Fraction of values above each threshold. ``thresholds`` and ``fraction`` are float64 [M]."""
+    """The ``fraction`` of values above each of the ``thresholds``, both float64 [M]."""
 
     thresholds: Tensor
     fraction: Tensor
 
 
 def inverse_ecdf(values: TensorLike, thresholds: TensorLike | None = None) -> InverseEcdf:
-    """Inverse empirical distribution function F(h) = 1/N #{n : v_n > h}.
+    """Returns the inverse empirical distribution function F(h) = 1/N #{n : v_n > h}.
 
-    Drawn for the predictive entropies of unknown classes: the higher the curve, the more inputs are doubted.
+    It is drawn for the predictive entropies of unknown classes: the higher the curve, the more inputs are doubted.
 
     Args:
-        values: values [...], for instance entropies; flattened.
-        thresholds: where to evaluate, [M]. By default at the sorted distinct values.
+        values: The values [...], for instance entropies. They are flattened.
+        thresholds: The M thresholds to evaluate at; by default the sorted distinct values.
 
     Returns:
         The thresholds and the fractions above them.
 
     Raises:
-        DataError: NaN or infinite values, or none.
+        DataError: A value is NaN or infinite, or there are no values.
 
     References:
         Ritter, Botev, Barber (2018), figures 2 and 5.
@@ -246,7 +246,7 @@ def inverse_ecdf(values: TensorLike, thresholds: TensorLike | None = None) -> In
 
 @dataclass(frozen=True)
 class EntropyDecomposition:
-    """``total`` = ``aleatoric`` + ``epistemic``, each float64 [N] in nats."""
+    """The parts of an entropy, ``total`` = ``aleatoric`` + ``epistemic``, each float64 [N] in nats."""
 
     total: Tensor
     aleatoric: Tensor
@@ -264,20 +264,20 @@ def _check_prob_samples(samples: TensorLike) -> Tensor:
 
 
 def entropy_decomposition(samples: TensorLike) -> EntropyDecomposition:
-    """Split the predictive entropy of sampled probabilities into aleatoric and epistemic parts.
+    """Splits the predictive entropy of sampled probabilities into aleatoric and epistemic parts.
 
-    With pbar = 1/S sum_s p_s: total H[pbar], aleatoric 1/S sum_s H[p_s], epistemic their difference, which is
-    the mutual information between label and weights, 1/S sum_s KL(p_s || pbar) >= 0.
+    With pbar = 1/S sum_s p_s, the total is H[pbar], the aleatoric part 1/S sum_s H[p_s], and the epistemic part their
+    difference, which is the mutual information between label and weights, 1/S sum_s KL(p_s || pbar) >= 0.
 
     Args:
-        samples: probabilities [S, N, C] or [S, N, ..., C], one set for each posterior sample.
+        samples: The probabilities [S, N, C] or [S, N, ..., C], one set for each posterior sample.
 
     Returns:
         The three parts [N, ...], in nats.
 
     Raises:
-        DataError: NaN, or rows that do not sum to one.
-        ShapeError: fewer than three dimensions.
+        DataError: There is a NaN, or a row does not sum to one.
+        ShapeError: The samples have fewer than three dimensions.
 
     >>> parts = entropy_decomposition([[[1.0, 0.0]], [[0.0, 1.0]]])
     >>> [round(part.item(), 4) for part in (parts.total, parts.aleatoric, parts.epistemic)]
@@ -286,21 +286,21 @@ def entropy_decomposition(samples: TensorLike) -> EntropyDecomposition:
     p = _check_prob_samples(samples)
     total = torch.special.entr(p.mean(0)).sum(-1)
     aleatoric = torch.special.entr(p).sum(-1).mean(0)
-    # Not negative by Jensen's inequality; rounding may say otherwise when all samples agree.
+    # The difference is not negative by Jensen's inequality; rounding may say otherwise when all samples agree.
     return EntropyDecomposition(total, aleatoric, (total - aleatoric).clamp_min(0.0))
 
 
 def mutual_information(samples: TensorLike) -> Tensor:
-    """Mutual information between label and weights, H[mean p] - mean H[p], in nats.
+    """Returns the mutual information between label and weights, H[mean p] - mean H[p], in nats.
 
     Args:
-        samples: probabilities [S, N, C] or [S, N, ..., C].
+        samples: The probabilities [S, N, C] or [S, N, ..., C].
 
     Returns:
-        Float64 [N, ...], between 0 and min(log S, log C).
+        A float64 tensor [N, ...], with values between 0 and min(log S, log C).
 
     Raises:
-        DataError, ShapeError: as :func:`entropy_decomposition`.
+        DataError, ShapeError: The same as for :func:`entropy_decomposition`.
 
     >>> mutual_information([[[1.0, 0.0], [0.5, 0.5]], [[0.0, 1.0], [0.5, 0.5]]])
     tensor([0.6931, 0.0000], dtype=torch.float64)
@@ -310,7 +310,7 @@ def mutual_information(samples: TensorLike) -> Tensor:
 
 @dataclass(frozen=True)
 class CovarianceDecomposition:
-    """``total`` = ``aleatoric`` + ``epistemic``, float64 [N, C, C]: the covariance of the one-hot label."""
+    """The covariance of the one-hot label, ``total`` = ``aleatoric`` + ``epistemic``, each float64 [N, C, C]."""
 
     total: Tensor
     aleatoric: Tensor
@@ -318,19 +318,19 @@ class CovarianceDecomposition:
 
 
 def covariance_decomposition(samples: TensorLike) -> CovarianceDecomposition:
-    """Split the covariance of the one-hot label by the law of total covariance.
+    """Splits the covariance of the one-hot label by the law of total covariance.
 
-    diag(pbar) - pbar pbar^T = 1/S sum_s [diag(p_s) - p_s p_s^T] + 1/S sum_s (p_s - pbar)(p_s - pbar)^T:
-    total = aleatoric + epistemic, exactly (the divisor of the last term is S, not S - 1).
+    The split diag(pbar) - pbar pbar^T = 1/S sum_s [diag(p_s) - p_s p_s^T] + 1/S sum_s (p_s - pbar)(p_s - pbar)^T into
+    total = aleatoric + epistemic is exact (the divisor of the last term is S, not S - 1).
 
     Args:
-        samples: probabilities [S, N, C] or [S, N, ..., C].
+        samples: The probabilities [S, N, C] or [S, N, ..., C].
 
     Returns:
         The three matrices [N, ..., C, C].
 
     Raises:
-        DataError, ShapeError: as :func:`entropy_decomposition`.
+        DataError, ShapeError: The same as for :func:`entropy_decomposition`.
 
     References:
         Kwon, Won, Kim, Paik (2020), Uncertainty quantification using Bayesian neural

@@ -46,10 +46,10 @@ __all__ = [
 
 
 class Streaming(ABC):
-    """A metric made of sums.
+    """A metric made of sums that add up over batches.
 
-    The law: updating with the parts of a data set, in any order, on any rank, and adding the states gives
-    what one update with the whole set gives, up to rounding.
+    The law is that updating with the parts of a data set, in any order, on any rank, and adding the states gives what
+    one update with the whole set gives, up to rounding.
 
     A subclass gives ``update`` (which adds sums), ``_zero_state`` and ``_result``.
     """
@@ -59,14 +59,14 @@ class Streaming(ABC):
 
     @abstractmethod
     def _zero_state(self) -> dict[str, Tensor]:
-        """The sums over no data. Must hold ``count``."""
+        """Returns the sums over no data, which must hold ``count``."""
 
     @abstractmethod
     def _result(self) -> float:
-        """The metric from sums over at least one example."""
+        """Returns the metric from sums over at least one example."""
 
     def _settings(self) -> tuple[float, ...]:
-        """What two accumulators must share, beside their type, for their sums to add up."""
+        """Returns what two accumulators must share, beside their type, for their sums to add up."""
         return ()
 
     def _add(self, **sums: Tensor) -> Self:
@@ -77,31 +77,31 @@ class Streaming(ABC):
 
     @property
     def count(self) -> int:
-        """Number of terms seen so far (examples; entries for RMSE and coverage)."""
+        """The number of terms seen so far (examples; entries for RMSE and coverage)."""
         return int(self._state["count"].sum())
 
     def result(self) -> float:
-        """The metric over everything seen.
+        """Returns the metric over everything seen.
 
         Raises:
-            NotFittedError: nothing was seen yet.
+            NotFittedError: No data were seen yet.
         """
         if self.count == 0:
             raise NotFittedError(f"{type(self).__name__} has seen no data. Call update(...) before result().")
         return self._result()
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the sums, float64 on the CPU; the states of several ranks may be added entry by entry."""
+        """Returns a copy of the sums, float64 on the CPU; the states of several ranks may be added entry by entry."""
         return {name: value.clone() for name, value in self._state.items()}
 
     def with_state(self, state: Mapping[str, Tensor]) -> Self:
-        """A new accumulator with the same settings that holds the given sums.
+        """Returns a new accumulator with the same settings that holds the given sums.
 
         Args:
-            state: sums as given by :meth:`state`, or a sum of several such.
+            state: The sums as given by :meth:`state`, or a sum of several such.
 
         Raises:
-            InputError: other names or shapes than this accumulator's.
+            InputError: The state has other names or shapes than this accumulator.
         """
         expected = {name: list(value.shape) for name, value in self._state.items()}
         got = {name: list(value.shape) for name, value in state.items()}
@@ -115,13 +115,13 @@ class Streaming(ABC):
         return new
 
     def merge(self, other: Streaming) -> Self:
-        """A new accumulator over the data of both; neither is changed.
+        """Returns a new accumulator over the data of both; neither is changed.
 
         Args:
-            other: an accumulator of the same class and settings.
+            other: An accumulator of the same class and settings.
 
         Raises:
-            InputError: another class, or other settings.
+            InputError: The other accumulator has another class, or other settings.
         """
         if type(other) is not type(self) or other._settings() != self._settings():
             raise InputError(
@@ -131,13 +131,13 @@ class Streaming(ABC):
         return self.with_state({name: value + other._state[name] for name, value in self._state.items()})
 
     def all_reduced(self) -> Self:
-        """A new accumulator over the data of all processes; in one process, a copy. Every process must ask."""
+        """Returns a new accumulator over the data of all processes (in one process, a copy); every process must ask."""
         total = self.state()
         all_reduce_(list(total.values()))
         return self.with_state(total)
 
     def reset(self) -> Self:
-        """Forget everything seen."""
+        """Forgets everything that was seen."""
         self._state = self._zero_state()
         return self
 
@@ -151,7 +151,7 @@ def _number(tensor: Tensor) -> Tensor:
 
 
 class _Mean(Streaming):
-    """A mean of terms: their sum over their count."""
+    """A mean of terms, which is their sum over their count."""
 
     def _zero_state(self) -> dict[str, Tensor]:
         return _zeros("count", "total")
@@ -164,47 +164,47 @@ class _Mean(Streaming):
 
 
 class StreamingAccuracy(_Mean):
-    """:func:`aftermap.metrics.accuracy` over batches.
+    """The metric :func:`aftermap.metrics.accuracy` over batches.
 
     >>> StreamingAccuracy().update([[0.9, 0.1]], [0]).update([[0.8, 0.2]], [1]).result()
     0.5
     """
 
     def update(self, probs: TensorLike, labels: TensorLike) -> Self:
-        """Add a batch of probabilities [N, C] or [N, ..., C] and labels [N] or [N, ...]; N may be 0."""
+        """Adds a batch of probabilities [N, C] or [N, ..., C] and labels [N] or [N, ...]; N may be 0."""
         p, y = check_classification(probs, labels, allow_empty=True)
         return self._add_terms((p.argmax(-1) == y).to(torch.float64))
 
 
 class StreamingNLL(_Mean):
-    """:func:`aftermap.metrics.nll` over batches.
+    """The metric :func:`aftermap.metrics.nll` over batches.
 
     >>> round(StreamingNLL().update([[0.5, 0.5]], [0]).update([[0.25, 0.75]], [1]).result(), 4)
     0.4904
     """
 
     def update(self, probs: TensorLike, labels: TensorLike) -> Self:
-        """Add a batch of probabilities [N, C] or [N, ..., C] and labels [N] or [N, ...]; N may be 0."""
+        """Adds a batch of probabilities [N, C] or [N, ..., C] and labels [N] or [N, ...]; N may be 0."""
         return self._add_terms(scoring._nll_terms(*check_classification(probs, labels, allow_empty=True)))
 
 
 class StreamingBrier(_Mean):
-    """:func:`aftermap.metrics.brier` over batches.
+    """The metric :func:`aftermap.metrics.brier` over batches.
 
     >>> StreamingBrier().update([[0.5, 0.5]], [0]).update([[0.0, 1.0]], [0]).result()
     1.25
     """
 
     def update(self, probs: TensorLike, labels: TensorLike) -> Self:
-        """Add a batch of probabilities [N, C] or [N, ..., C] and labels [N] or [N, ...]; N may be 0."""
+        """Adds a batch of probabilities [N, C] or [N, ..., C] and labels [N] or [N, ...]; N may be 0."""
         return self._add_terms(scoring._brier_terms(*check_classification(probs, labels, allow_empty=True)))
 
 
 class StreamingECE(Streaming):
-    """:func:`aftermap.metrics.ece` over batches: the same bins, so the same number.
+    """The metric :func:`aftermap.metrics.ece` over batches, with the same bins and so the same number.
 
     Args:
-        n_bins: number of bins of equal width.
+        n_bins: The number of bins of equal width.
 
     >>> batches = StreamingECE(n_bins=15).update([[0.9, 0.1], [0.8, 0.2]], [0, 0]).update([[0.4, 0.6]], [1])
     >>> round(batches.result(), 4)
@@ -222,7 +222,7 @@ class StreamingECE(Streaming):
         return _zeros("count", "confidence", "correct", size=(self.n_bins,))
 
     def update(self, probs: TensorLike, labels: TensorLike) -> Self:
-        """Add a batch of probabilities [N, C] or [N, ..., C] and labels [N] or [N, ...]; N may be 0."""
+        """Adds a batch of probabilities [N, C] or [N, ..., C] and labels [N] or [N, ...]; N may be 0."""
         p, y = check_classification(probs, labels, allow_empty=True)
         confidence, correct = calibration._top_confidence(p, y)
         index = calibration._width_index(confidence, self.n_bins)
@@ -239,14 +239,14 @@ class StreamingECE(Streaming):
 
 
 class StreamingRMSE(_Mean):
-    """:func:`aftermap.metrics.rmse` over batches.
+    """The metric :func:`aftermap.metrics.rmse` over batches.
 
     >>> StreamingRMSE().update([0.0], [1.0]).update([0.0], [7.0]).result()
     5.0
     """
 
     def update(self, mean: TensorLike, targets: TensorLike) -> Self:
-        """Add a batch of predictive means [N] or [N, D] and targets of the same shape; N may be 0."""
+        """Adds a batch of predictive means [N] or [N, D] and targets of the same shape; N may be 0."""
         mu = check_real("mean", mean, allow_empty=True)
         y = check_real("targets", targets, allow_empty=True).to(mu.device)
         check_same_shape(mean=mu, targets=y)
@@ -257,44 +257,44 @@ class StreamingRMSE(_Mean):
 
 
 class StreamingGaussianNLL(_Mean):
-    """:func:`aftermap.metrics.gaussian_nll` over batches.
+    """The metric :func:`aftermap.metrics.gaussian_nll` over batches.
 
     >>> round(StreamingGaussianNLL().update([0.0], 1.0, [0.0]).result(), 4)
     0.9189
     """
 
     def update(self, mean: TensorLike, variance: TensorLike, targets: TensorLike) -> Self:
-        """Add a batch of means [N] or [N, D], variances (the same, or a number) and targets; N may be 0."""
+        """Adds a batch of means [N] or [N, D], variances (the same, or a number) and targets; N may be 0."""
         return self._add_terms(regression._gaussian_terms(*check_gaussian(mean, variance, targets, allow_empty=True)))
 
 
 class StreamingCoverage(_Mean):
-    """:func:`aftermap.metrics.coverage` over batches.
+    """The metric :func:`aftermap.metrics.coverage` over batches.
 
     >>> StreamingCoverage().update([0.0], [1.0], [0.5]).update([0.0], [1.0], [2.0]).result()
     0.5
     """
 
     def update(self, lower: TensorLike, upper: TensorLike, targets: TensorLike) -> Self:
-        """Add a batch of interval ends [N] or [N, D] and targets of the same shape; N may be 0."""
+        """Adds a batch of interval ends [N] or [N, D] and targets of the same shape; N may be 0."""
         low, high = regression._check_interval(lower, upper, allow_empty=True)
         return self._add_terms(regression._inside(low, high, targets, allow_empty=True))
 
 
 class StreamingAUROC(Streaming):
-    """:func:`aftermap.metrics.auroc` from two histograms of the scores, with a bound on what binning costs.
+    """The metric :func:`aftermap.metrics.auroc` from two histograms of the scores, with a bound on what binning costs.
 
-    Scores that fall in one bin count as ties. With a_b and c_b the shares of positives and negatives in
-    bin b, |binned - exact| <= 1/2 sum_b a_b c_b: :meth:`error_bound`. The bound holds for any scores; those
-    outside [low, high] go to the first or last bin, so a range that is too small shows as a large bound.
+    Scores that fall in one bin count as ties. With a_b and c_b the shares of positives and negatives in bin b, |binned
+    - exact| <= 1/2 sum_b a_b c_b, which is :meth:`error_bound`. The bound holds for any scores; those outside [low,
+    high] go to the first or last bin, so a range that is too small shows as a large bound.
 
     Args:
-        low: lower end of the range of the scores.
-        high: upper end; for the entropy of C classes log C.
-        n_bins: number of bins of equal width (high - low) / n_bins: the resolution.
+        low: The lower end of the range of the scores.
+        high: The upper end of the range; for the entropy of C classes it is log C.
+        n_bins: The number of bins, each of width (high - low) / n_bins, which is the resolution.
 
     Raises:
-        InputError: an empty range, or a number of bins below one.
+        InputError: The range is empty, or the number of bins is below one.
 
     >>> metric = StreamingAUROC(0.0, 1.0).update([0.1, 0.4], [0, 0]).update([0.35, 0.8], [1, 1])
     >>> metric.result(), metric.error_bound()
@@ -302,7 +302,7 @@ class StreamingAUROC(Streaming):
     """
 
     def __init__(self, low: float, high: float, n_bins: int = 4096) -> None:
-        # Finite and increasing; written so that NaN fails as well.
+        # The range is finite and increasing; the test is written so that NaN fails as well.
         if not float("-inf") < low < high < float("inf"):
             raise InputError(f"low must be below high and both finite, got low={low}, high={high}.")
         self.low = float(low)
@@ -318,11 +318,11 @@ class StreamingAUROC(Streaming):
 
     @property
     def resolution(self) -> float:
-        """Width of a bin: scores closer than this may count as equal."""
+        """The width of a bin: scores closer than this may count as equal."""
         return (self.high - self.low) / self.n_bins
 
     def update(self, scores: TensorLike, positive: TensorLike) -> Self:
-        """Add a batch of scores [N] (higher = more unusual) and which are positive [N]; N may be 0."""
+        """Adds a batch of scores [N], higher for the more unusual, and flags [N] that say which are positive; N may be 0."""
         s = check_scores("scores", scores, allow_empty=True).detach()
         flags = check_flags("positive", positive).to(s.device)
         check_same_shape(scores=s, positive=flags)
@@ -348,6 +348,6 @@ class StreamingAUROC(Streaming):
         return (positive * (below + 0.5 * negative)).sum().item()
 
     def error_bound(self) -> float:
-        """The largest possible distance to the exact AUROC of everything seen."""
+        """Returns the largest possible distance to the exact AUROC of everything seen."""
         positive, negative = self._shares()
         return 0.5 * (positive * negative).sum().item()

@@ -35,12 +35,12 @@ SUM_TOLERANCE = 1e-4
 
 
 def to_tensor(name: str, value: TensorLike) -> Tensor:
-    """Return ``value`` as a tensor: tensors pass through, anything else goes by way of numpy."""
+    """Returns ``value`` as a tensor: tensors pass through, anything else goes by way of numpy."""
     if isinstance(value, Tensor):
-        # Apple's device has no float64; the result is then on the CPU.
+        # Apple's device has no float64, so the result is then on the CPU.
         return value.cpu() if value.device.type == "mps" else value
     try:
-        # A copy: torch warns about read-only arrays and refuses negative strides.
+        # The copy is needed because torch warns about read-only arrays and refuses negative strides.
         return torch.from_numpy(np.array(value))
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(
@@ -54,7 +54,7 @@ def _first_bad(bad: Tensor) -> tuple[int, ...]:
 
 
 def check_real(name: str, value: TensorLike, *, allow_infinite: bool = False, allow_empty: bool = False) -> Tensor:
-    """Return ``value`` as float64, refusing NaN, infinity (unless allowed), complex numbers and emptiness."""
+    """Returns ``value`` as float64, refusing NaN, infinity (unless allowed), complex numbers and emptiness."""
     tensor = to_tensor(name, value)
     if tensor.is_complex():
         raise InputError(f"{name} must be real, got {tensor.dtype}. Pass its real part or its modulus.")
@@ -73,7 +73,7 @@ def check_real(name: str, value: TensorLike, *, allow_infinite: bool = False, al
 
 
 def check_probabilities(name: str, value: TensorLike, *, min_dim: int = 1, allow_empty: bool = False) -> Tensor:
-    """Return probabilities over the last dimension as float64, refusing what is no distribution."""
+    """Returns probabilities over the last dimension as float64, refusing what is no distribution."""
     probs = check_real(name, value, allow_empty=allow_empty)
     if probs.dim() < min_dim or probs.shape[-1] < 2:
         raise ShapeError(
@@ -127,14 +127,14 @@ def _check_labels(labels: TensorLike, probs: Tensor) -> Tensor:
 
 
 def check_classification(probs: TensorLike, labels: TensorLike, *, allow_empty: bool = False) -> tuple[Tensor, Tensor]:
-    """Return probabilities [N, C] and labels [N]; leading dimensions (tokens, pixels) are flattened."""
+    """Returns probabilities [N, C] and labels [N]; leading dimensions (tokens, pixels) are flattened."""
     p = check_probabilities("probs", probs, min_dim=2, allow_empty=allow_empty)
     y = _check_labels(labels, p)
     return p.reshape(-1, p.shape[-1]), y.reshape(-1)
 
 
 def check_samples(name: str, value: TensorLike, targets: TensorLike) -> tuple[Tensor, Tensor]:
-    """Return samples [S, *shape] and targets [*shape], both float64."""
+    """Returns samples [S, *shape] and targets [*shape], both float64."""
     samples = check_real(name, value)
     y = check_real("targets", targets)
     if samples.dim() < 2 or samples.shape[1:] != y.shape:
@@ -146,7 +146,7 @@ def check_samples(name: str, value: TensorLike, targets: TensorLike) -> tuple[Te
 
 
 def check_same_shape(**tensors: Tensor) -> None:
-    """Refuse tensors of different shapes: broadcasting [N] against [N, 1] would make an N x N table."""
+    """Refuses tensors of different shapes: broadcasting [N] against [N, 1] would make an N x N table."""
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
     if len({tuple(shape) for shape in shapes.values()}) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -154,7 +154,7 @@ def check_same_shape(**tensors: Tensor) -> None:
 
 
 def check_variance(name: str, value: TensorLike, shape: Sequence[int], *, allow_empty: bool = False) -> Tensor:
-    """Return a positive variance; a single number stands for the same variance everywhere."""
+    """Returns a positive variance; a single number stands for the same variance everywhere."""
     variance = check_real(name, value, allow_empty=allow_empty)
     if variance.dim() == 0:
         variance = variance.expand(tuple(shape))
@@ -171,7 +171,7 @@ def check_variance(name: str, value: TensorLike, shape: Sequence[int], *, allow_
 def check_gaussian(
     mean: TensorLike, variance: TensorLike, targets: TensorLike, *, allow_empty: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, variance and targets of one shape, [N] or [N, D], all float64."""
+    """Returns mean, variance and targets of one shape, [N] or [N, D], all float64."""
     mu = check_real("mean", mean, allow_empty=allow_empty)
     if mu.dim() == 0:
         raise ShapeError("mean must have shape [N] or [N, D], got a single number. Pass a vector.")
@@ -182,7 +182,7 @@ def check_gaussian(
 
 
 def check_flags(name: str, value: TensorLike) -> Tensor:
-    """Return a vector [N] of booleans from booleans or from zeros and ones."""
+    """Returns a vector [N] of booleans from booleans or from zeros and ones."""
     tensor = to_tensor(name, value)
     if tensor.dim() != 1:
         raise ShapeError(f"{name} must be a vector [N], got shape {list(tensor.shape)}. Flatten it first.")
@@ -199,7 +199,7 @@ def check_flags(name: str, value: TensorLike) -> Tensor:
 
 
 def check_scores(name: str, value: TensorLike, *, allow_empty: bool = False) -> Tensor:
-    """Return a vector [N] of scores; infinite scores are allowed, since only their order counts."""
+    """Returns a vector [N] of scores; infinite scores are allowed, since only their order counts."""
     scores = check_real(name, value, allow_infinite=True, allow_empty=allow_empty)
     if scores.dim() != 1:
         raise ShapeError(

@@ -52,12 +52,12 @@ def new_mean_(
     """μ ← μ − α (m/(1 − β₁ᵗ) + c (μ − μ₀)) / (h + c + γ), with entries of the quotient cut to ± clip_radius.
 
     Args:
-        mean: μ.
-        momentum: m.
-        damped: h + c + γ with the new h.
-        rate: α.
-        correction: 1 − β₁ᵗ.
-        prior: c, a number or a list of tensors.
+        mean: The means μ of the weights.
+        momentum: The momentum m of the gradient.
+        damped: The sum h + c + γ with the new h.
+        rate: The learning rate α.
+        correction: The correction 1 − β₁ᵗ of the momentum's start.
+        prior: The prior's part c, a number or a list of tensors.
         prior_mean: μ₀, a number or a list of tensors.
         clip_radius: The bound of an entry.
     """
@@ -94,7 +94,7 @@ class IVON(VariationalOptimizer):
         damping: γ, which is added to h + c.
         temperature: τ, a number or a `Schedule`.
         augmentation: ρ, which multiplies N when the data are augmented.
-        initial_curvature: h before the first step; large values start with little noise.
+        initial_curvature: The curvature h before the first step; large values start with little noise.
         clip_radius: Entries of the preconditioned step are cut to ± this.
         rescale_lr: Whether α is multiplied by h₀ + c, so that the first steps are those of SGD with rate α.
         batch_norm: How the parameters of BatchNorm are treated: "deterministic" (no noise, no prior) or "variational".

@@ -53,7 +53,7 @@ def new_factors_(state: dict[str, Tensor], block: KronBlock, n_examples: float, 
         state: Holds A as "factor_inputs" [g, i, i] and B as "factor_outputs" [g, o, o].
         block: Σ a aᵀ, Σ g gᵀ and the number R of rows, over all batches, calls and processes.
         n_examples: M, the number of examples.
-        beta: β₂.
+        beta: The weight β₂ of the new batch.
     """
     means = block.input_mean().to(block.inputs.dtype), block.outputs / n_examples
     for key, mean in zip(_FACTORS, means, strict=True):
@@ -91,10 +91,10 @@ class KronOptimizer(DiagonalOptimizer):
         super().__init__(model, params, options, generator)
 
     def set_prior(self, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]) -> None:
-        """Not for a Kronecker structure: a precision per weight has no place in the eigenbasis.
+        """Refuses a prior per weight, which has no place in the eigenbasis of a Kronecker structure.
 
         Raises:
-            UnsupportedError: Always.
+            UnsupportedError: The method is always refused.
         """
         raise UnsupportedError(
             "a prior precision for each weight does not fit a Kronecker posterior; use VOGN or IVON for continual learning"

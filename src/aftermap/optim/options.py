@@ -130,7 +130,8 @@ class Settings:
         vectors: The kind of vectors that the GGN is estimated with.
         form: "consistent" (the tempered posterior) or "published".
         momentum_form: "heavy_ball" or "normalised".
-        initial_curvature: s before the first step; None means that of the first batch, which is then seen without noise.
+        initial_curvature: The curvature s before the first step; None means that of the first batch, which is then seen
+            without noise.
         max_grad_norm: The greatest length of the mean gradient.
         sample_groups: The number of groups of processes that draw different weights.
         batch_norm: How the parameters of BatchNorm are treated: "deterministic" or "variational".

@@ -172,7 +172,7 @@ class VOGN(DiagonalOptimizer):
         likelihood: The likelihood of curvature="ggn".
         vectors: The vectors of curvature="ggn": "exact", "rademacher" or "sampled" (one backward pass each), or "auto".
         form: "consistent", or "published" for the equations as Osawa et al. 2019 print them (right for τ = 1 only).
-        initial_curvature: s before the first step; None means that of the first batch.
+        initial_curvature: The curvature s before the first step; None means that of the first batch.
         batch_norm: How the parameters of BatchNorm are treated: "deterministic" (no noise, no prior) or "variational".
         reduction: How the closure's loss sums over the examples of a batch: "mean" or "sum".
         max_grad_norm: The greatest length of the mean gradient; a longer one is shortened.
@@ -242,7 +242,7 @@ class OGN(DiagonalOptimizer):
         curvature: The estimate ĥ: "squares", "ggn" (which needs likelihood) or "micro_batch".
         likelihood: The likelihood of curvature="ggn".
         vectors: The vectors of curvature="ggn": "exact", "rademacher" or "sampled" (one backward pass each), or "auto".
-        initial_curvature: s before the first step; None means that of the first batch.
+        initial_curvature: The curvature s before the first step; None means that of the first batch.
         batch_norm: How the parameters of BatchNorm are treated: "deterministic" (no prior) or "variational".
         reduction: How the closure's loss sums over the examples of a batch: "mean" or "sum".
         max_grad_norm: The greatest length of the mean gradient; a longer one is shortened.

@@ -42,35 +42,35 @@ class Posterior(ABC):
 
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        """Weights: name -> [count, *shape]."""
+        """Draws weights: for each name a tensor [count, *shape]."""
 
     @abstractmethod
     def log_prob(self, params: Params) -> Tensor:
-        """Log density at weights [..., *shape]: [...]."""
+        """Returns the log density [...] at weights [..., *shape]."""
 
     @abstractmethod
     def log_det_precision(self) -> Tensor:
-        """Log determinant of the precision."""
+        """Returns the log determinant of the precision."""
 
     @abstractmethod
     def precision_mv(self, values: Params) -> Params:
-        """Precision times [..., *shape]."""
+        """Returns the precision times [..., *shape]."""
 
     @abstractmethod
     def covariance_mv(self, values: Params) -> Params:
-        """Covariance times [..., *shape]."""
+        """Returns the covariance times [..., *shape]."""
 
     @abstractmethod
     def marginal_variance(self) -> Params:
-        """The diagonal of the covariance."""
+        """Returns the diagonal of the covariance."""
 
     @abstractmethod
     def to_dense(self) -> Tensor:
-        """The precision [P, P] in float64 over `names`, each parameter row-major."""
+        """Returns the precision [P, P] in float64 over `names`, each parameter row-major."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters, in order."""
+        """The names of the parameters, in order."""
         return tuple(self.mean)
 
     @property
@@ -85,14 +85,14 @@ class Posterior(ABC):
 
 
 def layers_of(factors: Factors) -> dict[str, list[str]]:
-    """Layer name -> parameters: the blocks, or for one matrix over everything the modules that own the parameters."""
+    """Returns the parameters of each layer: of the blocks, or for one matrix over everything of the modules that own them."""
     if len(factors.blocks) > 1 or not factors.blocks[0].joins_layers:
         return {b.name: list(b.shapes) for b in factors.blocks}
     return by_module(factors.names)
 
 
 def by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """Module -> its parameters, by the names alone; a parameter of the network itself stands for itself."""
+    """Returns the parameters of each module, by the names alone; a parameter of the network itself stands for itself."""
     modules: dict[str, list[str]] = {}
     for name in names:
         modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
@@ -100,7 +100,7 @@ def by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def check_scale(scale: float | Tensor) -> Tensor:
-    """The scale of a curvature, which must be positive, as a 0-d float64 tensor; its gradient stays."""
+    """Returns the scale of a curvature, which must be positive, as a 0-d float64 tensor; its gradient stays."""
     factor = torch.as_tensor(scale, dtype=torch.float64)
     if factor.dim() or not math.isfinite(float(factor.detach())) or float(factor.detach()) <= 0:
         raise InputError(f"the scale of the curvature must be one positive and finite number, got {scale!r}")
@@ -109,15 +109,16 @@ def check_scale(scale: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GaussianPosterior(Posterior):
-    """N(θ*, (s·H + P₀)⁻¹) with a block-diagonal curvature H.
+    """The posterior N(θ*, (s·H + P₀)⁻¹) with a block-diagonal curvature H.
 
     Attributes:
-        mean: θ*, by name.
-        blocks: one posterior per curvature block.
-        prior: P₀ and its mean.
-        scale: s = data scale / temperature (and 1/σ² for a Gaussian likelihood with unit-noise curvature), 0-d float64.
-        layers: layer name -> parameters, the granularity of a per-layer prior.
-        damping: exact, factored or pi.
+        mean: The trained weights θ*, by name.
+        blocks: One posterior per curvature block.
+        prior: The prior, with its precisions P₀ and its mean.
+        scale: The factor s = data scale / temperature (and 1/σ² for a Gaussian likelihood with unit-noise curvature),
+            0-d float64.
+        layers: For each layer the names of its parameters: the granularity of a per-layer prior.
+        damping: The way in which the prior is added: exact, factored or pi.
     """
 
     mean: Params
@@ -137,15 +138,16 @@ class GaussianPosterior(Posterior):
         scale: float | Tensor = 1.0,
         damping: str = "exact",
     ) -> GaussianPosterior:
-        """Decomposes the curvature once; over several processes the decompositions are shared out.
+        """Makes a posterior by decomposing the curvature once; over several processes the decompositions are shared out.
 
         Args:
-            factors: the curvature.
-            mean: the trained weights.
-            prior: precision; see :class:`Prior`. Or a whole prior, which has its own mean.
-            prior_mean: a number or tensors by name.
-            scale: what multiplies the curvature.
-            damping: "exact", or for Kronecker factors "factored" (Ritter et al. 2018, eq. 9) or "pi".
+            factors: The curvature of the data.
+            mean: The trained weights.
+            prior: The prior's precision; see :class:`Prior`. Or a whole prior, which has its own mean.
+            prior_mean: The mean of the prior: a number or tensors by name.
+            scale: The factor of the curvature.
+            damping: The way in which the prior is added: "exact", or for Kronecker factors "factored" (Ritter et al.
+                2018, eq. 9) or "pi".
         """
         if damping not in DAMPINGS:
             raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
@@ -184,7 +186,7 @@ class GaussianPosterior(Posterior):
     def with_prior(
         self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None
     ) -> GaussianPosterior:
-        """The same curvature under another prior or scale: no data pass, no new decomposition.
+        """Returns the same curvature under another prior or scale: no data pass, no new decomposition.
 
         (A full or low-rank block decomposes anew when the *shape* of the prior over its parameters changes.)
         """
@@ -201,7 +203,7 @@ class GaussianPosterior(Posterior):
         deviations: Params = {}
         for block in self.blocks:
             deviations.update(block.sample(count, generator))
-        # A block's draws are its own to change: no second copy of the samples.
+        # A block's draws are its own to change, so there is no second copy of the samples.
         return {n: deviations[n].to(self.mean[n].dtype).add_(self.mean[n].detach()) for n in self.names}
 
     def log_prob(self, params: Params) -> Tensor:
@@ -213,7 +215,7 @@ class GaussianPosterior(Posterior):
         name = self.names[0]
         lead = difference[name].dim() - self.mean[name].dim()
         energy = join_flat({n: difference[n] * product[n] for n in self.names}, self.names, lead).sum(-1)
-        uncertain = sum(b.size for b in self.blocks)  # fewer than n_params where some entries are fixed
+        uncertain = sum(b.size for b in self.blocks)  # These are fewer than n_params where some entries are fixed.
         return 0.5 * (self.log_det_precision() - uncertain * math.log(2 * math.pi)) - 0.5 * energy
 
     def log_det_precision(self) -> Tensor:
@@ -225,11 +227,11 @@ class GaussianPosterior(Posterior):
         return tuple(b.source.name for b in self.blocks)
 
     def log_det_ratio(self) -> Tensor:
-        """log |P| − log |P₀|: twice the information gained from the data, in nats."""
+        """Returns log |P| − log |P₀|, twice the information gained from the data, in nats."""
         return torch.stack([b.log_det_ratio().cpu() for b in self.blocks]).sum()
 
     def effective_parameters(self) -> dict[str, float]:
-        """γ by layer (MacKay): how many directions of a layer the data determine."""
+        """Returns γ by layer (MacKay): how many directions of a layer the data determine."""
         if len(self.layers) == len(self.blocks):
             return {k: float(b.effective_parameters().detach()) for k, b in zip(self.layers, self.blocks, strict=True)}
         variance = self.marginal_variance()
@@ -269,7 +271,7 @@ class GaussianPosterior(Posterior):
     def functional_covariance(
         self, gradients: LayerGradients, variants: Sequence[GaussianPosterior] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
-        """J Σ Jᵀ by block, for this posterior or for variants of it (made by `with_prior`).
+        """Returns J Σ Jᵀ by block, for this posterior or for variants of it (made by `with_prior`).
 
         Returns:
             For each variant one [b, v, v] (or [b, v]) per block; they add up to the predictive covariance, exactly.

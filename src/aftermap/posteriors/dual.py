@@ -4,10 +4,10 @@ With A = √s 𝒮ᵀJ [NK, P] (𝒮: roots of the output Hessians) the precisio
 
     Σ = P₀⁻¹ − P₀⁻¹Aᵀ (I + A P₀⁻¹ Aᵀ)⁻¹ A P₀⁻¹.
 
-For few data and many parameters; the same numbers as `structure="full"`.
+It is for few data and many parameters, and gives the same numbers as `structure="full"`.
 
-`dual_covariance` is the same predictive covariance from matrices: for few data, and as an oracle. In it: m inputs asked about,
-n data, d outputs of one example (positions × C), k columns of the roots, p parameters.
+`dual_covariance` is the same predictive covariance from matrices: for few data, and as an oracle. Its indices are m
+inputs asked about, n data, d outputs of one example (positions × C), k columns of the roots, p parameters.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ def dual_covariance(
     scale: float | Tensor = 1.0,
     joint: bool = False,
 ) -> Tensor:
-    r"""J_*(sG + P₀)⁻¹J_*ᵀ without a matrix over the parameters.
+    r"""Returns J_*(sG + P₀)⁻¹J_*ᵀ without a matrix over the parameters.
 
     With the kernel K = J P₀⁻¹ Jᵀ and blockdiag roots 𝒮 of the output Hessians, SSᵀ = Λ,
 
     .. math::
         V = K_{**} - s K_{*N}\mathcal S (I + s \mathcal S^\top K_{NN} \mathcal S)^{-1} \mathcal S^\top K_{N*}
 
-    which needs no inverse of Λ (singular for a softmax) and one factorisation of an [NK, NK] matrix.
+    This needs no inverse of Λ (singular for a softmax) and one factorisation of an [NK, NK] matrix.
 
     Args:
-        jacobian: J_* [M, D, P] of the inputs asked about.
-        data_jacobian: J [N, D, P] of the data.
-        data_root: S [N, D, K], `likelihood.hessian_root`, times the square root of example weights.
-        prior_precision: P₀, a number or [P].
-        scale: s, what multiplies the curvature.
-        joint: the covariance between inputs too.
+        jacobian: The Jacobians J_* [M, D, P] of the inputs asked about.
+        data_jacobian: The Jacobians J [N, D, P] of the data.
+        data_root: The roots S [N, D, K] from `likelihood.hessian_root`, times the square root of example weights.
+        prior_precision: The prior's precisions P₀, a number or [P].
+        scale: The factor s of the curvature.
+        joint: Whether to return the covariance between inputs too.
 
     Returns:
-        [M, D, D], or [M, D, M, D] if joint.
+        The covariance [M, D, D], or [M, D, M, D] if joint.
 
     Raises:
-        ShapeError: shapes that do not fit.
-        InputError: a prior precision or a scale that is not positive and finite.
+        ShapeError: The shapes do not fit together.
+        InputError: The prior precision or the scale is not positive and finite.
 
     >>> J = torch.ones(1, 1, 1, dtype=torch.float64)
     >>> dual_covariance(J, J, J, 1.0)  # one datum with unit noise halves a unit prior variance
@@ -112,14 +112,14 @@ def dual_covariance(
 
 @dataclass(frozen=True, eq=False)
 class DualPosterior(Posterior):
-    """N(θ*, (s·G + P₀)⁻¹) through the data's own Jacobian.
+    """The posterior N(θ*, (s·G + P₀)⁻¹) through the data's own Jacobian.
 
     Attributes:
-        mean: θ*, by name.
-        rows: A / √s [NK, P], float64.
-        prior: P₀ and its mean.
-        scale: s.
-        factor: Cholesky factor of I + A P₀⁻¹ Aᵀ [NK, NK].
+        mean: The trained weights θ*, by name.
+        rows: The matrix A / √s [NK, P], float64.
+        prior: The prior, with its precisions P₀ and its mean.
+        scale: The factor s of the curvature.
+        factor: The Cholesky factor of I + A P₀⁻¹ Aᵀ [NK, NK].
     """
 
     mean: Params
@@ -140,20 +140,20 @@ class DualPosterior(Posterior):
         names: Sequence[str] | None = None,
         unpack: Unpack | None = None,
     ) -> DualPosterior:
-        """Reads the data once: one backward pass for every column of every datum's root.
+        """Reads the data once, with one backward pass for every column of every datum's root.
 
         Args:
-            model: a trained network with outputs [N, ..., C], in eval mode; unchanged.
-            data: batches (x, y) or (x, y, weight).
-            likelihood: gives the roots, and the noise of a regression.
-            prior: precision, see :class:`Prior`; any diagonal.
-            prior_mean: a number or tensors by name.
-            scale: what multiplies the curvature: 1/temperature.
-            names: parameters; None: all that require a gradient.
-            unpack: turns a batch of another form into (inputs, targets).
+            model: A trained network with outputs [N, ..., C], in eval mode; it is unchanged.
+            data: Batches of (x, y) or (x, y, weight).
+            likelihood: The likelihood, which gives the roots, and the noise of a regression.
+            prior: The prior's precision, see :class:`Prior`; any diagonal.
+            prior_mean: The mean of the prior: a number or tensors by name.
+            scale: The factor of the curvature: 1/temperature.
+            names: The names of the parameters. None means all that require a gradient.
+            unpack: A function that turns a batch of another form into (inputs, targets).
 
         Raises:
-            InputError: too many data for a dense kernel.
+            InputError: There are too many data for a dense kernel.
 
         >>> net = nn.Linear(1, 1, bias=False).double()
         >>> x = torch.ones(3, 1, dtype=torch.float64)
@@ -194,7 +194,7 @@ class DualPosterior(Posterior):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The names of the blocks: there is one."""
+        """The names of the blocks, of which there is one."""
         return ("all",)
 
     def _prior(self) -> Tensor:
@@ -222,7 +222,7 @@ class DualPosterior(Posterior):
         return self._apply(values, self._covariance)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        """Σ(√s Aᵀε + P₀^{½}z) has covariance Σ: no root of a matrix over the parameters."""
+        """Draws Σ(√s Aᵀε + P₀^{½}z), which has covariance Σ, without a root of a matrix over the parameters."""
         count = checks.count("count", count)
         draws = normal_like(self.rows.new_empty(count, self.rows.shape[1] + len(self.rows)), generator)
         prior, data = draws.split([self.rows.shape[1], len(self.rows)], dim=1)
@@ -251,7 +251,7 @@ class DualPosterior(Posterior):
     def functional_covariance(
         self, gradients: LayerGradients, variants: Sequence[DualPosterior] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
-        """J Σ Jᵀ as one part: [b, v, v], or [b, v] (see `GaussianPosterior.functional_covariance`)."""
+        """Returns J Σ Jᵀ as one part: [b, v, v], or [b, v] (see `GaussianPosterior.functional_covariance`)."""
 
         def rows(by_name: Params) -> Tensor:
             return join_flat(by_name, self.names, 2).detach()
@@ -261,7 +261,7 @@ class DualPosterior(Posterior):
         return [[c] for c in covariances_by_example(gradients, self.names, size, rows, posteriors, diagonal)]
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """J Σ Jᵀ for the gradients of some outputs [v, b, P]: [b, v, v], or [b, v]."""
+        """Returns J Σ Jᵀ for the gradients of some outputs [v, b, P]: [b, v, v], or [b, v]."""
         left = gradients.to(torch.float64)
         covariance = paired_products(left, self._covariance(left), diagonal)
         return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)
@@ -269,7 +269,7 @@ class DualPosterior(Posterior):
 
 @autograd_errors_explained()
 def _rows(outputs: Tensor, leaves: Sequence[Tensor], roots: Tensor) -> Tensor:
-    """Sᵀ J for every datum and position: [N · positions · K, P]."""
+    """Returns Sᵀ J for every datum and position: [N · positions · K, P]."""
     size, width = outputs.shape[-1], roots.shape[-1]
     flat = outputs.reshape(-1, size)
     rows = []

@@ -65,11 +65,11 @@ def _with_basis(value: Mapping[str, Any], inputs: str, outputs: str) -> dict[str
     """Puts two entries for eigenvectors into one for the basis."""
     others = {k: v for k, v in value.items() if k not in (inputs, outputs)}
     if inputs not in value or outputs not in value:
-        return others  # the check of the entries says what is missing
+        return others  # The check of the entries says what is missing.
     return {**others, "basis": {"$class": "KroneckerEigenbasis", "inputs": value[inputs], "outputs": value[outputs]}}
 
 
-# How version 1 named classes and entries that have other names now.
+# These are classes and entries that version 1 named differently.
 _FROM_VERSION_1: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "EigenTable": lambda value: {**value, "$class": "KroneckerEigenvalues"},
     "EigenBlock": lambda value: {**_with_basis(value, "input_vectors", "output_vectors"), "$class": "EkfacBlock"},
@@ -80,13 +80,13 @@ _FROM_VERSION_1: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def saved_classes() -> dict[str, type[Any]]:
-    """The classes that a folder may name: those of the library, and those of every registered structure."""
+    """Returns the classes that a folder may name: those of the library, and those of every registered structure."""
     registered = (c for structure in STRUCTURES.values() for c in (*structure.blocks, *structure.posteriors))
     return {**SAVED, **{c.__name__: c for c in registered if c.__name__ not in SAVED}}
 
 
 def described(tensor: Tensor, order: Sequence[int] | None = None) -> dict[str, Any]:
-    """Shape and dtype of a tensor as it lies in the file, and the order of its dimensions there if it is another."""
+    """Returns shape and dtype of a tensor as it lies in the file, and the order of its dimensions there if it is another."""
     description: dict[str, Any] = {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
     if order is not None and list(order) != sorted(order):
         description["order"] = list(order)
@@ -98,8 +98,8 @@ class StateWriter:
     """Collects tensors while it turns objects into JSON values.
 
     Attributes:
-        tensors: key -> tensor, contiguous, on the CPU, no two of them in one storage.
-        table: key -> shape, dtype and order.
+        tensors: The tensors by key, contiguous, on the CPU, no two of them in one storage.
+        table: The shape, dtype and order of each tensor, by key.
 
     >>> writer = StateWriter()
     >>> writer.encode({"a": torch.zeros(2, 3)}, "mean")
@@ -114,10 +114,10 @@ class StateWriter:
     _held: list[Tensor] = field(default_factory=list)
 
     def encode(self, value: Any, path: str) -> Any:
-        """JSON for a value; ``path`` says where it is and names its tensors.
+        """Returns JSON for a value; ``path`` says where it is and names its tensors.
 
         Raises:
-            InputError: a class that is not in the registry, or a number that JSON cannot hold.
+            InputError: A class is not in the registry, or JSON cannot hold a number.
         """
         if value is None or isinstance(value, bool | int | str):
             return value
@@ -147,32 +147,32 @@ class StateWriter:
         value = tensor.detach()
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda d: -strides[d])
-        if not value.permute(order).is_contiguous():  # an expanded or strided view: it is copied anyway
+        if not value.permute(order).is_contiguous():  # An expanded or strided view is copied anyway.
             order = list(range(value.dim()))
         packed = value.permute(order).cpu().contiguous()
         if any(packed.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in self._shares(packed)):
             packed = packed.clone()
         self._keys[id(tensor)] = key
-        self._held.append(tensor)  # an id is only unique as long as its object lives
+        self._held.append(tensor)  # An id is only unique as long as its object lives.
         self.tensors[key] = packed
         self.table[key] = described(packed, order)
         return key
 
     def _shares(self, packed: Tensor) -> list[Tensor]:
-        """Tensors that may lie in the same storage: a view of a part counts as sharing with itself."""
+        """Returns tensors that may lie in the same storage; a view of a part counts as sharing with itself."""
         whole = packed.untyped_storage().nbytes() == packed.numel() * packed.element_size()
         return list(self.tensors.values()) if whole else [packed]
 
 
 @dataclass(frozen=True)
 class StateReader:
-    """Undoes a :class:`StateWriter`.
+    """Reads what a :class:`StateWriter` wrote.
 
     Attributes:
-        tensors: key -> tensor as it lay in the file.
-        table: key -> shape, dtype and order.
-        where: the file that the values come from, for messages.
-        version: the version of the format that the values were written in, 1 or 2.
+        tensors: The tensors by key, as they lay in the file.
+        table: The shape, dtype and order of each tensor, by key.
+        where: The file that the values come from, for messages.
+        version: The version of the format that the values were written in, 1 or 2.
     """
 
     tensors: Mapping[str, Tensor]
@@ -182,10 +182,10 @@ class StateReader:
     _tensors_read: dict[str, Tensor] = field(default_factory=dict)
 
     def decode(self, value: Any, path: str) -> Any:
-        """The object that JSON stands for.
+        """Returns the object that JSON stands for.
 
         Raises:
-            DataError: what does not fit, and where.
+            DataError: Something does not fit; the message says what, and where.
         """
         if isinstance(value, list):
             return tuple(self.decode(v, f"{path}.{i}") for i, v in enumerate(value))

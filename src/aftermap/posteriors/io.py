@@ -56,17 +56,17 @@ _FILES = (_CONFIG, _POSTERIOR, _REFERENCE, _MODEL, "report.html")
 
 @contextmanager
 def replaced_folder(target: str | os.PathLike[str], *, overwrite: bool, known: Collection[str]) -> Iterator[Path]:
-    """A temporary folder beside ``target`` that takes its place when the body has ended without an exception.
+    """Yields a temporary folder beside ``target`` that takes its place when the body has ended without an exception.
 
     Whatever is raised inside, or while flushing and moving, leaves an old ``target`` as it was and no temporary folder.
 
     Args:
-        target: where the folder shall be; missing parents are made.
-        overwrite: whether an existing folder may be replaced.
-        known: names that a replaced folder may hold; one with other files in it is never deleted.
+        target: The path that the folder shall have; missing parents are made.
+        overwrite: Whether an existing folder may be replaced.
+        known: The names that a replaced folder may hold; one with other files in it is never deleted.
 
     Raises:
-        InputError: the target exists and must not be replaced.
+        InputError: The target exists and must not be replaced.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp()) / "result"
@@ -75,7 +75,7 @@ def replaced_folder(target: str | os.PathLike[str], *, overwrite: bool, known: C
     >>> (place / "a.txt").read_text()
     'done'
     """
-    place = Path(target).expanduser().resolve()  # through a link, so that the link stays
+    place = Path(target).expanduser().resolve()  # This goes through a link, so that the link stays.
     _check_replaceable(place, overwrite, known)
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = place.parent / f".{place.name}.{uuid.uuid4().hex}.tmp"
@@ -130,7 +130,8 @@ def _move(source: Path, place: Path) -> None:
         return
     if _exchange(source, place):
         return
-    # Two renames: where the system has no exchange, a kill between them leaves the old folder under the name `aside`.
+    # There are two renames: where the system has no exchange, a kill between them leaves the old folder under the name
+    # `aside`.
     aside = place.parent / f".{place.name}.{uuid.uuid4().hex}.old"
     os.rename(place, aside)
     try:
@@ -142,7 +143,7 @@ def _move(source: Path, place: Path) -> None:
 
 
 def _exchange(source: Path, place: Path) -> bool:
-    """Swaps two folders in one step (Linux); False where the system or the file system cannot."""
+    """Swaps two folders in one step (Linux), and returns False where the system or the file system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -153,15 +154,16 @@ def _exchange(source: Path, place: Path) -> bool:
 
 @dataclass(frozen=True)
 class LoadedPosterior:
-    """What a folder held.
+    """The posterior and all else that a folder held.
 
     Attributes:
-        posterior: bit by bit the one that was saved.
-        factors: the sums over data; adding factors of more data continues the fit.
-        config: what the caller had given to :func:`save_posterior`.
-        reference: tensors by name, or None.
-        weights_hash: of the weights at the fit; compare with :func:`aftermap.params.weights_hash` of the model.
-        versions: of aftermap and torch that wrote it.
+        posterior: The posterior, bit by bit the one that was saved.
+        factors: The sums over data; adding factors of more data continues the fit.
+        config: The configuration that the caller had given to :func:`save_posterior`.
+        reference: The reference tensors by name, or None.
+        weights_hash: The hash of the weights at the fit; compare with :func:`aftermap.params.weights_hash` of the
+            model.
+        versions: The versions of aftermap and torch that wrote it.
     """
 
     posterior: GaussianPosterior
@@ -186,22 +188,23 @@ def save_posterior(
     """Writes a posterior, its factors and a configuration into a folder.
 
     Args:
-        folder: where; missing parents are made.
-        posterior: over the parameters of ``factors``.
-        factors: the sums over data that it was made from.
-        config: the caller's own, of plain JSON values; it comes back under ``config``.
-        reference: tensors by name, for example quantiles of scores.
-        weights: what is hashed as the MAP weights: all weights of the model where only some are in the posterior.
-            None: the posterior's mean.
-        model_state: the network's state dict, to be kept beside the posterior; None: it is not in the folder.
-        overwrite: replace a posterior that is already there. It is swapped in one step; on any failure it stays.
+        folder: The folder to write; missing parents are made.
+        posterior: A posterior over the parameters of ``factors``.
+        factors: The sums over data that it was made from.
+        config: The caller's own configuration of plain JSON values, which comes back under ``config``.
+        reference: Tensors by name, for example quantiles of scores.
+        weights: The tensors that are hashed as the MAP weights: all weights of the model where only some are in the
+            posterior. None means the posterior's mean.
+        model_state: The network's state dict, to be kept beside the posterior. With None it is not in the folder.
+        overwrite: Whether to replace a posterior that is already there. It is swapped in one step; on any failure it
+            stays.
 
     Returns:
-        The folder.
+        The path of the folder.
 
     Raises:
-        InputError: the folder exists, the factors belong to other parameters, or the configuration is not plain JSON.
-        OSError: the disk is full or not writable. Nothing is left behind.
+        InputError: The folder exists, the factors belong to other parameters, or the configuration is not plain JSON.
+        OSError: The disk is full or not writable. Nothing is left behind.
 
     >>> import tempfile
     >>> from aftermap.curvature import fit_curvature
@@ -236,7 +239,7 @@ def save_posterior(
         if reference is not None:
             copies = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in reference.items()}
             description["files"][_REFERENCE] = _write(place / _REFERENCE, copies)
-        if model_state is not None:  # copies: tied weights would share memory, which safetensors refuses
+        if model_state is not None:  # Copies: safetensors refuses the shared memory of tied weights.
             state = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model_state.items()}
             description["files"][_MODEL] = _write(place / _MODEL, state)
         text = json.dumps(description, indent=1, ensure_ascii=False, allow_nan=False)
@@ -247,7 +250,7 @@ def save_posterior(
 def _version() -> str:
     try:
         return metadata.version("aftermap")
-    except metadata.PackageNotFoundError:  # run from the sources, without installation
+    except metadata.PackageNotFoundError:  # It runs from the sources, without installation.
         return "unknown"
 
 
@@ -263,7 +266,7 @@ def _plain(config: Mapping[str, Any]) -> Any:
 def _write(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
     try:
         save_file(tensors, file)
-    except SafetensorError as error:  # a full disk comes as this
+    except SafetensorError as error:  # A full disk comes as this.
         raise OSError(f"{file.name} could not be written: {error}") from error
     return {"bytes": file.stat().st_size, "sha256": _digest(file)}
 
@@ -280,15 +283,15 @@ def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | 
     """Reads what :func:`save_posterior` wrote, strictly.
 
     Args:
-        folder: as it was saved.
-        device: where the tensors shall be; None: the CPU.
+        folder: The folder as it was saved.
+        device: The device where the tensors shall be. None means the CPU.
 
     Returns:
         The posterior, factors, configuration and reference, equal bit by bit.
 
     Raises:
-        InputError: an unknown device.
-        DataError: a file is missing, damaged or foreign, or does not fit the others; the message says which and how.
+        InputError: The device is unknown.
+        DataError: A file is missing, damaged or foreign, or does not fit the others; the message says which and how.
     """
     try:
         target = torch.device("cpu" if device is None else device)
@@ -316,10 +319,10 @@ def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | 
 
 
 def read_saved_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the caller had given to :func:`save_posterior` as its configuration, without reading the posterior.
+    """Returns what the caller had given to :func:`save_posterior` as its configuration, without reading the posterior.
 
     Raises:
-        DataError: no such folder, or no saved posterior in it.
+        DataError: There is no such folder, or no saved posterior in it.
     """
     place = Path(folder).expanduser()
     if not place.is_dir():
@@ -329,10 +332,10 @@ def read_saved_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_model_state(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
-    """The network's state dict that was saved beside a posterior, checked; None if there is none.
+    """Returns the network's state dict that was saved beside a posterior, checked; None if there is none.
 
     Raises:
-        DataError: the file is missing or damaged.
+        DataError: The file is missing or damaged.
     """
     place = Path(folder).expanduser()
     expected = _read_config(place / _CONFIG)["files"].get(_MODEL)
@@ -388,7 +391,7 @@ def _read_tensors(
     files: Mapping[str, Mapping[str, Any]],
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """The tensors of one file; from the plainest fault to the subtlest."""
+    """Returns the tensors of one file, checked from the plainest fault to the subtlest."""
     file = place / name
     if not file.is_file():
         raise DataError(f"{file} is missing, but {_CONFIG} says that it was saved")

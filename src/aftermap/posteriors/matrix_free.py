@@ -1,9 +1,10 @@
 """The full Gauss-Newton posterior without its matrix: every cross-layer covariance, at the price of products with the data.
 
-P = s·G + P₀ acts through one pass over the data. Solves are by conjugate gradients with a Kronecker, diagonal or low-rank
-posterior as preconditioner; samples by sample-then-optimise; log determinants by Lanczos quadrature (docs/mathematics/structures.md).
+The precision P = s·G + P₀ acts through one pass over the data. Solves are by conjugate gradients with a Kronecker,
+diagonal or low-rank posterior as preconditioner; samples by sample-then-optimise; log determinants by Lanczos
+quadrature (docs/mathematics/structures.md).
 
-Exact posterior samples by solving a noisy least-squares problem (sample-then-optimise).
+Exact posterior samples come from solving a noisy least-squares problem (sample-then-optimise).
 
 The minimiser of ½‖Jw − ỹ‖²_{sΛ} + ½‖w − w₀‖²_{P₀} with ỹ ~ N(0, (sΛ)⁻¹), w₀ ~ N(0, P₀⁻¹) is a draw from N(0, (sG + P₀)⁻¹).
 Its normal equations are (sG + P₀) w = √s Jᵀ S ε + P₀^{½} z with SSᵀ = Λ: the root needs no inverse of Λ, which is singular
@@ -78,16 +79,18 @@ class MatrixFreeSettings:
     """How exact a matrix-free posterior is, and at what price.
 
     Attributes:
-        tolerance: of a solve, ‖b − Px‖ / ‖b‖; None: 1e-8 for a float64 network, 1e-4 for others.
-        max_iterations: of a solve; each is one pass over the data for all right-hand sides.
-        kind: of the predictive covariance: "cg" solves for every output of every input, exact up to the tolerance;
+        tolerance: The tolerance of a solve, ‖b − Px‖ / ‖b‖. None means 1e-8 for a float64 network, 1e-4 for others.
+        max_iterations: The greatest number of iterations of a solve; each is one pass over the data for all right-hand
+            sides.
+        kind: The kind of predictive covariance: "cg" solves for every output of every input, exact up to the tolerance;
             "samples" uses the fixed samples, with relative standard deviation √(2/S), and no pass over the data.
-        samples: S, the size of the fixed set, and the number of random signs of other estimates.
-        probes: of the log determinant.
-        steps: Lanczos steps of the log determinant, each one pass over the data.
-        dense_limit: up to so many parameters the log determinant, the marginal variances and the effective parameters
-            are exact, from the dense matrix.
-        seed: of the fixed samples and of the probes: the same for every prior, so that priors are compared fairly.
+        samples: The size S of the fixed set, and the number of random signs of other estimates.
+        probes: The number of probes of the log determinant.
+        steps: The number of Lanczos steps of the log determinant, each one pass over the data.
+        dense_limit: The number of parameters up to which the log determinant, the marginal variances and the effective
+            parameters are exact, from the dense matrix.
+        seed: The seed of the fixed samples and of the probes. It is the same for every prior, so that priors are
+            compared fairly.
     """
 
     tolerance: float | None = None
@@ -114,28 +117,28 @@ class SampleNoise:
     """The random part of some samples; one set serves every prior and scale.
 
     Attributes:
-        prior: z [S, P], standard normal.
-        data: Jᵀ S ε [S, P], with covariance G.
+        prior: The standard normal numbers z [S, P].
+        data: The numbers Jᵀ S ε [S, P], with covariance G.
     """
 
     prior: Tensor
     data: Tensor
 
     def right_hand_side(self, prior: Tensor, scale: Tensor) -> Tensor:
-        """√s Jᵀ S ε + P₀^{½} z, with covariance sG + P₀.
+        """Returns √s Jᵀ S ε + P₀^{½} z, with covariance sG + P₀.
 
         Args:
-            prior: P₀ [P].
-            scale: s, 0-d.
+            prior: The prior's precisions P₀ [P].
+            scale: The factor s of the curvature, 0-d.
 
         Returns:
-            [S, P].
+            The right-hand sides [S, P].
         """
         return scale.sqrt() * self.data + prior.sqrt() * self.prior
 
 
 def common_seed(generator: torch.Generator | None) -> int:
-    """A seed drawn from a generator; of process 0 in a group, so that all walk through the same numbers.
+    """Returns a seed drawn from a generator; of process 0 in a group, so that all walk through the same numbers.
 
     >>> common_seed(torch.Generator().manual_seed(0)) == common_seed(torch.Generator().manual_seed(0))
     True
@@ -145,29 +148,29 @@ def common_seed(generator: torch.Generator | None) -> int:
 
 
 def draw_noise(operator: GGNOperator, count: int, seed: int) -> SampleNoise:
-    """The noise of ``count`` samples, in one pass over the data.
+    """Draws the noise of ``count`` samples, in one pass over the data.
 
     Args:
-        operator: gives Jᵀ S ε.
-        count: S.
-        seed: the same on every process of a group; the data of each process get random numbers of their own.
+        operator: The operator that gives Jᵀ S ε.
+        count: The number S of samples.
+        seed: The seed, the same on every process of a group; the data of each process get random numbers of their own.
 
     Raises:
-        InputError: fewer than one sample.
+        InputError: There is less than one sample.
     """
     count = checks.count("count", count)
     like = torch.empty(count, operator.size, dtype=torch.float64, device=operator.device)
     prior = normal_like(like, torch.Generator().manual_seed(seed))
-    # Offset by one: the noise of the data must not repeat that of the prior.
+    # The seed is offset by one, since the noise of the data must not repeat that of the prior.
     data = operator.noise(count, torch.Generator().manual_seed(seed + 1 + rank())).T
     return SampleNoise(prior, data)
 
 
 def check_estimator(method: str) -> str:
-    """The method, if it is known.
+    """Returns the method, if it is known.
 
     Raises:
-        InputError: it is not.
+        InputError: The method is not known.
     """
     if method not in ESTIMATORS:
         raise InputError(f"method={method!r} is not known; allowed are {', '.join(map(repr, ESTIMATORS))}")
@@ -175,7 +178,7 @@ def check_estimator(method: str) -> str:
 
 
 def mean_estimate(values: Tensor) -> TraceEstimate:
-    """The mean of values [S] and its standard error (NaN for one value).
+    """Returns the mean of values [S] and its standard error (NaN for one value).
 
     >>> mean_estimate(torch.tensor([1.0, 3.0]))
     TraceEstimate(value=2.0, standard_error=1.0)
@@ -185,18 +188,18 @@ def mean_estimate(values: Tensor) -> TraceEstimate:
 
 
 def prior_shares(system: LinearSystem, count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The diagonal of R = P₀^{½} Σ P₀^{½}, the share of each entry's prior variance that is left, by random signs z.
+    """Estimates the diagonal of R = P₀^{½} Σ P₀^{½}, the share of each entry's prior variance that is left, by random signs z.
 
     With a matrix Q whose diagonal is known, diag R = diag Q + E[z∘(R − Q)z]. Q = I leaves a variance of at most 1 − R_ii per
     sign vector; Q from the preconditioner leaves less where that is close. The better of the two is taken.
 
     Args:
-        system: solves with P.
-        count: S.
-        seed: of the signs.
+        system: The linear system that solves with P.
+        count: The number S of samples.
+        seed: The seed of the signs.
 
     Returns:
-        diag Q [P], and z∘(R − Q)z [S, P].
+        The diagonal of Q [P], and z∘(R − Q)z [S, P].
     """
     like = torch.empty(count, system.operator.size, dtype=torch.float64, device=system.operator.device)
     signs = signs_like(like, torch.Generator().manual_seed(seed))
@@ -212,7 +215,7 @@ def prior_shares(system: LinearSystem, count: int, seed: int) -> tuple[Tensor, T
 
 @dataclass(eq=False)
 class _Shared:
-    """What does not depend on the prior and the scale."""
+    """The parts that do not depend on the prior and the scale."""
 
     noise: SampleNoise | None = None
     curvature: Tensor | None = None
@@ -220,7 +223,7 @@ class _Shared:
 
 @dataclass(eq=False)
 class _Own:
-    """What does."""
+    """The parts that depend on the prior and the scale."""
 
     samples: Tensor | None = None
     log_det: TraceEstimate | None = None
@@ -230,19 +233,19 @@ class _Own:
 
 @dataclass(frozen=True, eq=False)
 class MatrixFreePosterior(Posterior):
-    r"""N(θ*, (s·G + P₀)⁻¹) with the full generalised Gauss-Newton matrix G, cross-layer terms included.
+    r"""The posterior N(θ*, (s·G + P₀)⁻¹) with the full generalised Gauss-Newton matrix G, cross-layer terms included.
 
     In a group of processes every method that passes over the data must be called by all of them with the same values;
     so predict there with ``kind="samples"``.
 
     Attributes:
-        mean: θ*, by name.
-        operator: products with G.
-        prior: P₀ and its mean; any diagonal.
-        scale: s, 0-d float64.
-        layers: layer name -> parameters.
-        preconditioner: an approximation of the precision with a cheap inverse.
-        settings: accuracy and cost.
+        mean: The trained weights θ*, by name.
+        operator: The products with G.
+        prior: The prior, with its precisions P₀, any diagonal, and its mean.
+        scale: The factor s of the curvature, 0-d float64.
+        layers: For each layer the names of its parameters.
+        preconditioner: An approximation of the precision with a cheap inverse.
+        settings: The settings of accuracy and cost.
 
     References:
         Antorán et al. 2023, Sampling-based inference for large linear models; docs/mathematics/structures.md.
@@ -269,19 +272,19 @@ class MatrixFreePosterior(Posterior):
         settings: MatrixFreeSettings | None = None,
         generator: torch.Generator | None = None,
     ) -> MatrixFreePosterior:
-        """A posterior around the weights at which the operator is taken.
+        """Makes a posterior around the weights at which the operator is taken.
 
         Args:
-            operator: products with G, over data that can be passed over again and again.
-            prior: precision, see :class:`Prior`; None: the preconditioner's prior, or 1.
-            preconditioner: a posterior over the same parameters with a cheap inverse: Kronecker, diagonal or low rank.
-            prior_mean: a number or tensors by name; used if ``prior`` is given.
-            scale: what multiplies G; None: the preconditioner's, or 1.
-            settings: accuracy and cost.
-            generator: gives the settings' seed; None: the seed that is there.
+            operator: The products with G, over data that can be passed over again and again.
+            prior: The prior's precision, see :class:`Prior`. None means the preconditioner's prior, or 1.
+            preconditioner: A posterior over the same parameters with a cheap inverse: Kronecker, diagonal or low rank.
+            prior_mean: The mean of the prior, a number or tensors by name, which is used if ``prior`` is given.
+            scale: The factor of G. None means the preconditioner's, or 1.
+            settings: The settings of accuracy and cost.
+            generator: The source of the settings' seed. None keeps the seed that is there.
 
         Raises:
-            InputError: the preconditioner is over other parameters, or a prior or scale that is not positive.
+            InputError: The preconditioner is over other parameters, or a prior or scale is not positive.
 
         >>> from aftermap.likelihoods import Gaussian
         >>> net = torch.nn.Linear(1, 1, bias=False).double()
@@ -308,13 +311,13 @@ class MatrixFreePosterior(Posterior):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The names of the blocks: there is one."""
+        """The names of the blocks, of which there is one."""
         return ("all",)
 
     def with_prior(
         self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None
     ) -> MatrixFreePosterior:
-        """The same curvature under another prior or scale; the random numbers stay, solves are done anew when asked."""
+        """Returns the same curvature under another prior or scale; the random numbers stay, solves are done anew when asked."""
         if prior is None:
             prior = self.prior
             if precision is not None:
@@ -324,7 +327,7 @@ class MatrixFreePosterior(Posterior):
         return replace(self, prior=prior, scale=factor, preconditioner=helper, _own=_Own())
 
     def with_settings(self, **changes: Any) -> MatrixFreePosterior:
-        """The same posterior with other settings, say ``kind="samples", samples=256``."""
+        """Returns the same posterior with other settings, say ``kind="samples", samples=256``."""
         settings = replace(self.settings, **changes)
         same = settings.seed == self.settings.seed and settings.samples == self.settings.samples
         shared = self._shared if same else _Shared(curvature=self._shared.curvature)
@@ -348,7 +351,7 @@ class MatrixFreePosterior(Posterior):
         )
 
     def _rows(self, values: Params) -> tuple[Tensor, tuple[int, ...]]:
-        """name -> [..., *shape] to [k, P] in float64, and the leading shape."""
+        """Turns tensors [..., *shape] by name into [k, P] in float64, and returns the leading shape."""
         missing = [n for n in self.names if n not in values]
         if missing:
             raise InputError(f"no values for {', '.join(missing[:5])}; give one tensor for each of the parameters")
@@ -371,15 +374,15 @@ class MatrixFreePosterior(Posterior):
         return self._apply(values, self._system.precision)
 
     def covariance_mv(self, values: Params) -> Params:
-        """Covariance times [..., *shape], by conjugate gradients; differentiable in the values.
+        """Returns the covariance times [..., *shape], by conjugate gradients; differentiable in the values.
 
         Warns:
-            NumericalWarning: the tolerance was not reached.
+            NumericalWarning: The tolerance was not reached.
         """
         return self._apply(values, lambda rows: self._system.solve(rows)[0])
 
     def solve(self, values: Params) -> tuple[Params, SolveReport]:
-        """Like `covariance_mv`, with a report of what was reached."""
+        """Solves like `covariance_mv`, and returns a report of what was reached."""
         rows, lead = self._rows(values)
         found, report = self._system.solve(rows)
         parts = split_flat(found.reshape(*lead, -1), self.shapes)
@@ -388,7 +391,7 @@ class MatrixFreePosterior(Posterior):
     # Samples.
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        """Exact samples (up to the tolerance): one pass for the noise, then one solve for all of them."""
+        """Draws exact samples (up to the tolerance), by one pass for the noise and one solve for all of them."""
         rows = self._solve_noise(draw_noise(self.operator, count, common_seed(generator)))
         deviations = split_flat(rows, self.shapes)
         return {n: self.mean[n] + deviations[n].to(self.mean[n].dtype) for n in self.names}
@@ -398,7 +401,7 @@ class MatrixFreePosterior(Posterior):
         return system.solve(noise.right_hand_side(system.prior, system.scale))[0]
 
     def fixed_samples(self) -> Tensor:
-        """Deviations from the mean [S, P]: drawn once, then kept; under another prior the same noise is used."""
+        """Returns deviations from the mean [S, P], drawn once and then kept; under another prior the same noise is used."""
         if self._own.samples is None:
             if self._shared.noise is None:
                 self._shared.noise = draw_noise(self.operator, self.settings.samples, self.settings.seed)
@@ -430,7 +433,7 @@ class MatrixFreePosterior(Posterior):
         return self._own.covariance
 
     def estimate_log_det(self) -> TraceEstimate:
-        """log |P| by Lanczos quadrature relative to the preconditioner, with its standard error; computed once.
+        """Estimates log |P| by Lanczos quadrature relative to the preconditioner, with its standard error; computed once.
 
         A low-rank preconditioner leaves almost nothing to chance.
         """
@@ -446,21 +449,22 @@ class MatrixFreePosterior(Posterior):
         return self._own.log_det
 
     def log_det_precision(self) -> Tensor:
-        """Log determinant of the precision; differentiable in prior and scale (first derivatives)."""
+        """Returns the log determinant of the precision, differentiable in prior and scale (first derivatives)."""
         if self._is_small:
             return 2 * safe_cholesky(self.to_dense(), what="the posterior precision").diagonal().log().sum()
         value = torch.tensor(self.estimate_log_det().value, dtype=torch.float64)
         prior, scale = self._prior_vector(), self.scale
         if not (prior.requires_grad or scale.requires_grad):
             return value
-        # d log|P| = tr(Σ dP): a term of value zero that carries this slope, estimated from the fixed samples.
+        # Since d log|P| = tr(Σ dP), this is a term of value zero that carries this slope, estimated from the fixed
+        # samples.
         rows = self.fixed_samples()
         along = (rows * self._system.curvature(rows)).sum(1).mean().cpu() / scale.detach()
         slope = (rows.square().mean(0) * (prior - prior.detach())).sum().cpu()
         return value + slope + along * (scale - scale.detach())
 
     def log_det_ratio(self) -> Tensor:
-        """log |P| − log |P₀|: twice the information gained from the data, in nats."""
+        """Returns log |P| − log |P₀|, twice the information gained from the data, in nats."""
         return self.log_det_precision() - self._prior_vector().log().sum().cpu()
 
     def log_prob(self, params: Params) -> Tensor:
@@ -472,12 +476,12 @@ class MatrixFreePosterior(Posterior):
     def estimate_effective_parameters(
         self, method: str = "hutchinson"
     ) -> tuple[TraceEstimate, dict[str, TraceEstimate]]:
-        """γ = tr(s·G Σ), in total and by layer, with standard errors.
+        """Estimates γ = tr(s·G Σ), in total and by layer, with standard errors.
 
         Args:
-            method: "hutchinson": random signs, one solve, a variance of at most 2γ/S, by layer too; "samples": mean of
-                wᵀ s·G w over the fixed samples w, one pass over the data: as good in total, but poor by layer, where terms
-                between layers cancel only in the sum.
+            method: The way to estimate: "hutchinson" uses random signs, one solve, a variance of at most 2γ/S, by layer
+                too; "samples" takes the mean of wᵀ s·G w over the fixed samples w, one pass over the data: as good in
+                total, but poor by layer, where terms between layers cancel only in the sum.
         """
         if check_estimator(method) == "samples":
             rows = self.fixed_samples()
@@ -490,7 +494,7 @@ class MatrixFreePosterior(Posterior):
         return mean_estimate(each.sum(1)), {k: mean_estimate(v) for k, v in by_layer.items()}
 
     def effective_parameters(self) -> dict[str, float]:
-        """γ by layer (MacKay): how many directions of a layer the data determine; exact for few parameters."""
+        """Returns γ by layer (MacKay), the number of directions of a layer that the data determine; exact for few parameters."""
         if not self._is_small:
             return {k: v.value for k, v in self.estimate_effective_parameters()[1].items()}
         prior = self._prior_vector().detach().cpu()
@@ -498,11 +502,12 @@ class MatrixFreePosterior(Posterior):
         return {k: sum(float(gains[n].sum()) for n in names) for k, names in self.layers.items()}
 
     def estimate_marginal_variance(self, method: str = "samples") -> tuple[Params, Params]:
-        """The diagonal of the covariance and its standard errors.
+        """Estimates the diagonal of the covariance, with its standard errors.
 
         Args:
-            method: "samples": mean of squares of the fixed samples, relative standard deviation √(2/S), never negative;
-                "hutchinson": random signs; better where the data say little, but it may be negative where they say much.
+            method: The way to estimate: "samples" takes the mean of squares of the fixed samples, with relative
+                standard deviation √(2/S) and never negative; "hutchinson" uses random signs, which is better where the
+                data say little, but may be negative where they say much.
         """
         if check_estimator(method) == "samples":
             each = self.fixed_samples().square()
@@ -513,7 +518,7 @@ class MatrixFreePosterior(Posterior):
         return split_flat(each.mean(0), self.shapes), split_flat(error, self.shapes)
 
     def marginal_variance(self) -> Params:
-        """The diagonal of the covariance: exact for few parameters, else from the fixed samples."""
+        """Returns the diagonal of the covariance: exact for few parameters, else from the fixed samples."""
         if not self._is_small:
             return self.estimate_marginal_variance()[0]
         return split_flat(self._dense_covariance().diagonal().to(self.operator.device), self.shapes)
@@ -530,12 +535,12 @@ class MatrixFreePosterior(Posterior):
         *,
         diagonal: bool = False,
     ) -> list[list[Tensor]]:
-        """J Σ Jᵀ as one part, for this posterior or for variants of it (made by `with_prior`).
+        """Returns J Σ Jᵀ as one part, for this posterior or for variants of it (made by `with_prior`).
 
         Args:
-            gradients: Of the outputs' unit vectors at every layer.
-            variants: None: only this posterior; each is treated by its own ``settings.kind``.
-            diagonal: only the variances.
+            gradients: The gradients of the outputs' unit vectors at every layer.
+            variants: The variants, each treated by its own ``settings.kind``. None means only this posterior.
+            diagonal: Whether to compute only the variances.
 
         Returns:
             For each variant a list of one [b, v, v] (or [b, v]).
@@ -549,7 +554,7 @@ class MatrixFreePosterior(Posterior):
         return [[c] for c in covariances_by_example(gradients, self.names, stride, rows, variants, diagonal)]
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """J Σ Jᵀ for the gradients of some outputs [v, b, P], by solves or fixed samples: [b, v, v], or [b, v]."""
+        """Returns J Σ Jᵀ for the gradients of some outputs [v, b, P], by solves or fixed samples: [b, v, v], or [b, v]."""
         left = gradients.to(torch.float64)
         if self.settings.kind == "samples":
             moved = left @ self.fixed_samples().T / math.sqrt(self.settings.samples)  # [v, b, S]
@@ -571,7 +576,7 @@ def fit_no_blocks(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCou
 def precondition(
     blocks: GaussianPosterior, model: nn.Module, data: Iterable[Any], likelihood: Likelihood, unpack: Unpack | None
 ) -> MatrixFreePosterior:
-    """The posterior with the mean, prior and scale of one in blocks, which preconditions it; it keeps the data."""
+    """Returns the posterior with the mean, prior and scale of one in blocks, which preconditions it; it keeps the data."""
     operator = GGNOperator(model, data, likelihood, list(blocks.names), unpack)
     return MatrixFreePosterior.from_operator(operator, preconditioner=blocks)
 

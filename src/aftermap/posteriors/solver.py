@@ -31,22 +31,22 @@ from aftermap.prior import Prior
 
 __all__ = ["SOLVE_NUMBERS", "LinearSystem", "Preconditioner", "SolveReport", "log_det_quadrature", "symmetric_product"]
 
-SOLVE_NUMBERS = 1 << 24  # of one array of right-hand sides (128 MB); a solve holds about six
-_SETTLED = 0.01  # a change of the estimate, in standard errors, that is not worth another pass
+SOLVE_NUMBERS = 1 << 24  # One array of right-hand sides has this many numbers (128 MB); a solve holds about six.
+_SETTLED = 0.01  # A change of the estimate below this, in standard errors, is not worth another pass.
 
 
 @dataclass(frozen=True)
 class Preconditioner:
-    """M: the precision of a posterior with Kronecker, diagonal or low-rank blocks, or the prior's P₀ where there is none.
+    """A matrix M: the precision of a posterior with Kronecker, diagonal or low-rank blocks, or without one the prior's P₀.
 
     Kronecker factors help where data are many and layers badly scaled. With fewer data than parameters P is the prior plus
     a low rank, and a low-rank posterior is much the better choice; even P₀ alone may beat Kronecker factors there.
     Rows are vectors [k, P] in float64, in the order of ``shapes``.
 
     Attributes:
-        posterior: gives M; None: M = P₀.
-        shapes: the parameters, in order.
-        prior: P₀ [P].
+        posterior: The posterior that gives M. With None, M = P₀.
+        shapes: The shapes of the parameters, in order.
+        prior: The prior's precisions P₀ [P].
     """
 
     posterior: GaussianPosterior | None
@@ -67,7 +67,7 @@ class Preconditioner:
         M need not be exact.
 
         Raises:
-            InputError: the posterior is over other parameters.
+            InputError: The posterior is over other parameters.
         """
         if posterior is not None and posterior.shapes != dict(shapes):
             other = sorted(set(posterior.shapes.items()) ^ set(shapes.items()))
@@ -88,7 +88,7 @@ class Preconditioner:
         return Preconditioner(moved, dict(shapes), vector)
 
     def safe_for(self, dtype: torch.dtype) -> Preconditioner:
-        """One whose inverse times P has no eigenvalue that products in ``dtype`` cannot resolve.
+        """Returns a preconditioner whose inverse times P has no eigenvalue that products in ``dtype`` cannot resolve.
 
         A Kronecker block may overstate the curvature of a direction by many orders; its tiny eigenvalues then drown in the
         rounding of a single-precision network. A low-rank block, or the prior alone, never does.
@@ -99,34 +99,34 @@ class Preconditioner:
         return Preconditioner(None, self.shapes, self.prior)
 
     def solve(self, rows: Tensor) -> Tensor:
-        """M⁻¹ v for each row [k, P]."""
+        """Returns M⁻¹ v for each row [k, P]."""
         if self.posterior is None:
             return rows / self.prior
         return join_flat(self.posterior.covariance_mv(split_flat(rows, dict(self.shapes))), list(self.shapes), 1)
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """M v for each row [k, P]."""
+        """Returns M v for each row [k, P]."""
         if self.posterior is None:
             return rows * self.prior
         return join_flat(self.posterior.precision_mv(split_flat(rows, dict(self.shapes))), list(self.shapes), 1)
 
     def marginal_variance(self) -> Tensor:
-        """The diagonal of M⁻¹ [P]."""
+        """Returns the diagonal of M⁻¹ [P]."""
         if self.posterior is None:
             return 1 / self.prior
         return join_flat(self.posterior.marginal_variance(), list(self.shapes), 0).to(torch.float64)
 
     def log_det(self) -> float:
-        """The log-determinant log |M| of the preconditioner."""
+        """Returns the log-determinant log |M| of the preconditioner."""
         return float(self.prior.log().sum() if self.posterior is None else self.posterior.log_det_precision())
 
     def draw(self, count: int, generator: torch.Generator | None) -> Tensor:
-        """Rows [count, P] from N(0, M⁻¹)."""
+        """Draws rows [count, P] from N(0, M⁻¹)."""
         if self.posterior is None:
             like = self.prior.expand(count, -1)
             return normal_like(like, generator) / self.prior.sqrt()
         draws = {}
-        # Deviations of the blocks, not samples minus the mean: that would cancel in single precision.
+        # These are deviations of the blocks, not samples minus the mean, which would cancel in single precision.
         for block in self.posterior.blocks:
             draws.update(block.sample(count, generator))
         return join_flat(draws, list(self.shapes), 1).to(torch.float64)
@@ -134,12 +134,13 @@ class Preconditioner:
 
 @dataclass(frozen=True)
 class SolveReport:
-    """What a solve reached.
+    """A report of what a solve reached.
 
     Attributes:
-        iterations: passes over the data, of the slowest chunk.
-        residual: ‖b − Px‖ / ‖b‖, computed anew, one per right-hand side.
-        converged: every residual is at most the tolerance, or what the rounding of the network's products allows.
+        iterations: The number of passes over the data, of the slowest chunk.
+        residual: The relative residuals ‖b − Px‖ / ‖b‖, computed anew, one per right-hand side.
+        converged: Whether every residual is at most the tolerance, or what the rounding of the network's products
+            allows.
     """
 
     iterations: int
@@ -149,16 +150,16 @@ class SolveReport:
 
 @dataclass(frozen=True, eq=False)
 class LinearSystem:
-    """P = s·G + P₀ as a function of rows [k, P] in float64.
+    """The precision P = s·G + P₀ as a function of rows [k, P] in float64.
 
     Attributes:
-        operator: products with G.
-        weights: where G must be taken; a model that was trained on is noticed.
-        prior: P₀ [P], without gradient.
-        scale: s, 0-d, without gradient.
-        preconditioner: M, close to P.
-        tolerance: of a solve; None: 1e-8 for a float64 network, 1e-4 for others.
-        max_iterations: of a solve.
+        operator: The products with G.
+        weights: The weights at which G must be taken, so that a model that was trained on is noticed.
+        prior: The prior's precisions P₀ [P], without gradient.
+        scale: The factor s of the curvature, 0-d, without gradient.
+        preconditioner: The preconditioner M, close to P.
+        tolerance: The tolerance of a solve. None means 1e-8 for a float64 network, 1e-4 for others.
+        max_iterations: The greatest number of iterations of a solve.
     """
 
     operator: GGNOperator
@@ -170,10 +171,10 @@ class LinearSystem:
     max_iterations: int
 
     def curvature(self, rows: Tensor) -> Tensor:
-        """s·G v for each row: one pass over the data.
+        """Returns s·G v for each row, by one pass over the data.
 
         Raises:
-            InputError: the model has other weights by now.
+            InputError: The model has other weights by now.
         """
         changed = [n for n, p in self.operator.params.items() if not torch.equal(p, self.weights[n])]
         if changed:
@@ -184,14 +185,14 @@ class LinearSystem:
         return self.scale * self.operator.mv(rows.T.contiguous()).T
 
     def precision(self, rows: Tensor) -> Tensor:
-        """P v for each row."""
+        """Returns P v for each row."""
         return self.curvature(rows) + rows * self.prior
 
     def solve(self, rows: Tensor) -> tuple[Tensor, SolveReport]:
-        """P⁻¹ v for each row by preconditioned conjugate gradients, all rows in the same passes over the data.
+        """Returns P⁻¹ v for each row by preconditioned conjugate gradients, all rows in the same passes over the data.
 
         Warns:
-            NumericalWarning: the tolerance was not reached.
+            NumericalWarning: The tolerance was not reached.
         """
         tolerance = self.tolerance
         if tolerance is None:
@@ -214,7 +215,8 @@ class LinearSystem:
             )
             solutions.append(result.solution.T)
             residuals.append(result.residual)
-            # Backward error: no residual can be below the rounding of ‖P‖‖x‖, large for a single-precision network.
+            # This is a backward error: no residual can be below the rounding of ‖P‖‖x‖, large for a single-precision
+            # network.
             ratio = result.solution.norm(dim=0) / part.norm(dim=1).clamp_min(1e-300)
             floor = 10 * torch.finfo(self.operator.dtype).eps * torch.stack(gains).max() * ratio
             iterations = max(iterations, result.iterations)
@@ -243,7 +245,7 @@ class _Symmetric(torch.autograd.Function):
 
 
 def symmetric_product(rows: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """A product with a symmetric matrix that autograd cannot look into: its derivative is the same product.
+    """Returns a product with a symmetric matrix that autograd cannot look into; its derivative is the same product.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> symmetric_product(x, lambda v: 3 * v).sum().backward()
@@ -262,7 +264,7 @@ def log_det_quadrature(
     steps: int = 50,
     generator: torch.Generator | None = None,
 ) -> TraceEstimate:
-    r"""log |A| from products with A.
+    r"""Estimates log |A| from products with A.
 
     With u uniform on the sphere, Lanczos on M^{-½} A M^{-½} gives Ritz values θ and weights τ², and
 
@@ -273,18 +275,18 @@ def log_det_quadrature(
     N(0, M⁻¹). It is not reorthogonalised: that costs Ritz values copies, which share their weight.
 
     Args:
-        product: rows [k, P] -> A v for each; A symmetric positive definite.
-        preconditioner: M.
-        probes: number of vectors u.
-        steps: the most products; fewer when the estimate has settled.
-        generator: for the probes.
+        product: A function from rows [k, P] to A v for each row, with A symmetric positive definite.
+        preconditioner: The preconditioner M.
+        probes: The number of vectors u.
+        steps: The greatest number of products; fewer when the estimate has settled.
+        generator: The source of the random probes.
 
     Returns:
         The estimate and its standard error over probes (NaN for one probe).
 
     Raises:
-        InputError: fewer than one probe or step.
-        NumericalError: A is not positive definite.
+        InputError: There is less than one probe or step.
+        NumericalError: The matrix A is not positive definite.
 
     >>> prior = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
     >>> M = Preconditioner(None, {"w": (3,)}, prior)
@@ -340,7 +342,7 @@ def log_det_quadrature(
 
 
 def _quadrature(diagonal: list[Tensor], off_diagonal: list[Tensor]) -> Tensor:
-    """Σ τ² log θ of each probe's tridiagonal matrix: [k]."""
+    """Returns Σ τ² log θ of each probe's tridiagonal matrix: [k]."""
     T = torch.diag_embed(torch.stack(diagonal, dim=1))
     if off_diagonal:
         side = torch.stack(off_diagonal, dim=1)

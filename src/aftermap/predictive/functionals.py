@@ -38,13 +38,13 @@ __all__ = [
 
 
 class Network:
-    """A network under some weights: call it with inputs.
+    """A network under some weights, which is called with inputs.
 
     Args:
-        model: the module; it is not written to.
-        params: the weights in question, by name: those that the posterior is over. Also an attribute, for functionals of
-            the weights themselves.
-        fixed: other tensors of the model to put in place (parameters that are not in question, buffers).
+        model: The module, which is not written to.
+        params: The weights in question, by name: those that the posterior is over. They are also an attribute, for
+            functionals of the weights themselves.
+        fixed: Other tensors of the model to put in place (parameters that are not in question, buffers).
     """
 
     def __init__(self, model: nn.Module, params: Params, fixed: Mapping[str, Tensor] | None = None):
@@ -52,7 +52,7 @@ class Network:
         self._model, self._fixed = model, dict(fixed or {})
 
     def __call__(self, x: Any) -> Tensor:
-        """Outputs [N, ..., C]; floating-point inputs take the device and dtype of the weights."""
+        """Returns the outputs [N, ..., C]; floating-point inputs take the device and dtype of the weights."""
         like = next(iter(self.params.values()))
         return functional_outputs(self._model, {**self._fixed, **self.params}, _placed(x, like))
 
@@ -71,21 +71,21 @@ Functional = Callable[[Network], Tensor]
 
 
 class FunctionalSet(ABC):
-    """Q functionals, evaluated together."""
+    """A set of Q functionals that are evaluated together."""
 
     count: int
 
     @abstractmethod
     def __call__(self, network: Network) -> Tensor:
-        """Their values [Q]."""
+        """Returns their values [Q]."""
 
     @abstractmethod
     def part(self, start: int, stop: int) -> FunctionalSet:
-        """The functionals from start to stop - 1 alone."""
+        """Returns the functionals from start to stop - 1 alone."""
 
 
 class _Given(FunctionalSet):
-    """Functions that a user wrote."""
+    """The functions that a user wrote."""
 
     def __init__(self, functions: Sequence[Functional]):
         self.functions, self.count = list(functions), len(functions)
@@ -115,9 +115,9 @@ class OutputSet(FunctionalSet):
     """Every output of every input, flattened: Q = N · width.
 
     Args:
-        batch: the inputs.
-        width: outputs of one input.
-        start, stop: which of the Q; all by default.
+        batch: The inputs of the batch.
+        width: The number of outputs of one input.
+        start, stop: The range within the Q functionals; all by default.
     """
 
     def __init__(self, batch: Batch, width: int, start: int = 0, stop: int | None = None):
@@ -135,10 +135,10 @@ class OutputSet(FunctionalSet):
 
 
 def parse_functionals(functional: object) -> tuple[FunctionalSet, bool]:
-    """What a user gave, and whether it was a single one.
+    """Returns what a user gave as a set, and whether it was a single functional.
 
     Raises:
-        InputError: neither a function nor a sequence of functions.
+        InputError: The argument is neither a function nor a sequence of functions.
 
     >>> parse_functionals(lambda f: f(torch.ones(1, 2))[0, 0])[1]
     True
@@ -161,18 +161,18 @@ def functional_gradients(
     fixed: Mapping[str, Tensor] | None = None,
     allow_zero: bool = False,
 ) -> tuple[Tensor, Params]:
-    """Values ψ [Q] and gradients g = dψ/dθ by name [Q, *shape], at the model's weights or at others.
+    """Returns values ψ [Q] and gradients g = dψ/dθ by name [Q, *shape], at the model's weights or at others.
 
     Args:
-        model: in eval mode; unchanged afterwards.
-        names: the parameters.
-        functionals: ψ.
-        params: where; None: the model's own weights.
-        fixed: see `Network`.
-        allow_zero: a gradient of zero is no error (outputs of inputs that nobody chose one by one).
+        model: The network in eval mode, which is unchanged afterwards.
+        names: The names of the parameters.
+        functionals: The functionals ψ.
+        params: The weights at which to evaluate. None means the model's own weights.
+        fixed: Other tensors of the model; see `Network`.
+        allow_zero: Whether a gradient of zero is no error (for outputs of inputs that nobody chose one by one).
 
     Raises:
-        InputError: a functional that is not scalar, or that does not depend on these parameters; not finite values.
+        InputError: A functional is not scalar, does not depend on these parameters, or has values that are not finite.
 
     >>> from aftermap.predictive.functionals import parse_functionals
     >>> net = nn.Linear(2, 1, bias=False)
@@ -205,14 +205,14 @@ def functional_gradients(
 
 
 def functional_covariance(posterior: Any, gradients: Params) -> Tensor:
-    """g Σ gᵀ [Q, Q], in float64, for any posterior with `covariance_mv`.
+    """Returns g Σ gᵀ [Q, Q], in float64, for any posterior with `covariance_mv`.
 
-    A matrix-free posterior with ``kind="samples"`` answers from its fixed samples (sample-then-optimise): unbiased, with
-    relative standard deviation √(2/S).
+    A matrix-free posterior with ``kind="samples"`` answers from its fixed samples (sample-then-optimise), which is
+    unbiased, with relative standard deviation √(2/S).
 
     Args:
-        posterior: over the parameters of the gradients.
-        gradients: [Q, *shape] by name.
+        posterior: A posterior over the parameters of the gradients.
+        gradients: The gradients [Q, *shape] by name.
     """
     wide = {n: g.to(torch.float64) for n, g in gradients.items()}
     left = join_flat(wide, posterior.names, 1)

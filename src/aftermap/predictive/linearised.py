@@ -3,9 +3,10 @@
 Its covariance J Σ Jᵀ is contracted layer by layer (Immer, Korzepa & Bauer 2021, with the contractions of docs/mathematics/predictive.md): a Jacobian
 [b, c, P] never exists, and the layers' contributions add up exactly.
 
-Jacobians of the outputs, example by example and site by site: what the linearised predictive contracts.
+Jacobians of the outputs are formed example by example and layer by layer: what the linearised predictive contracts.
 
-Never a tensor [b, c, P]: outputs are back-propagated to the layers, and a consumer contracts each layer at once.
+There is never a tensor [b, c, P]: outputs are back-propagated to the layers, and a consumer contracts each layer at
+once.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ __all__ = [
     "output_gradients",
 ]
 
-# Gradients of all outputs at all layers that are alive at once (128 MB in float32).
+# This many gradients of all outputs at all layers are alive at once (128 MB in float32).
 _NUMBERS = 1 << 25
 _JOINT_NUMBERS = 2 * 10**8
 _AnyGaussian = TypeVar("_AnyGaussian", GaussianPosterior, MatrixFreePosterior)
 
 
 class _GatheredGradients(Accumulator):
-    """Holds the gradients of all vectors at all layers."""
+    """An accumulator that holds the gradients of all vectors at all layers."""
 
     stacks_vectors = True
 
@@ -74,12 +75,12 @@ def output_gradients(
 
     Args:
         checked: How the network's layers are read, and which parameters are meant.
-        batch: The inputs.
-        outputs: Which of the C outputs; None for all.
+        batch: The batch of inputs.
+        outputs: The indices of the chosen outputs, of C; None for all.
         numbers: How many gradient numbers may be alive at once: a memory knob.
 
     Yields:
-        (examples, position, network outputs [b, ..., C], gradients of the chosen outputs at that position).
+        Tuples of (examples, position, network outputs [b, ..., C], gradients of the chosen outputs at that position).
     """
     model, batch = checked.model, checked.plan.marked(batch)
     per_example: int | None = None
@@ -97,14 +98,14 @@ def output_gradients(
                 alive = sum(math.prod(c.out_shape) for c in calls.values()) + values[0].numel()
                 per_example = max(1, width * alive)
                 if batch.size > 1:
-                    continue  # now the size of a part is known: begin again with it
+                    continue  # Now the size of a part is known: begin again with it.
             for position, gradients in _gradients_by_position(record, outputs):
                 yield slice(start, start + length), position, record.outputs.detach(), gradients
             start += length
 
 
 def check_chosen(chosen: Sequence[int] | None, width: int) -> None:
-    """Raises unless the chosen outputs exist."""
+    """Raises an error unless the chosen outputs exist."""
     if chosen is None:
         return
     wrong = [k for k in chosen if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k < width]
@@ -113,7 +114,7 @@ def check_chosen(chosen: Sequence[int] | None, width: int) -> None:
 
 
 def _gradients_by_position(record: ForwardRecord, chosen: Sequence[int] | None) -> Iterator[tuple[int, LayerGradients]]:
-    """The gradients of the chosen outputs [v, b, ...], one output position (token, pixel) after another."""
+    """Yields the gradients of the chosen outputs [v, b, ...], one output position (token, pixel) after another."""
     outputs = record.outputs
     size, width = outputs.shape[0], outputs.shape[-1]
     positions = math.prod(outputs.shape[1:-1])
@@ -136,13 +137,13 @@ def _gradients_by_position(record: ForwardRecord, chosen: Sequence[int] | None) 
 
 @dataclass(frozen=True)
 class LatentGaussian:
-    """Mean and covariance of the outputs of some inputs.
+    """The mean and covariance of the outputs of some inputs.
 
     Attributes:
-        mean: [N, ..., C] (all outputs, also where only some were chosen).
-        cov: [N, ..., c, c] with c the chosen outputs; None if only variances were asked for.
-        var: [N, ..., c].
-        by_layer: layer -> its part of the variance [N, ..., c]; they add up to `var`.
+        mean: The means [N, ..., C] of all outputs, also where only some were chosen.
+        cov: The covariance [N, ..., c, c] with c the chosen outputs; None if only variances were asked for.
+        var: The variances [N, ..., c].
+        by_layer: For each layer its part of the variance [N, ..., c]; they add up to `var`.
     """
 
     mean: Tensor
@@ -161,23 +162,23 @@ def latent_gaussians(
     outputs: Sequence[int] | None = None,
     by_layer: bool = False,
 ) -> list[LatentGaussian]:
-    """The Gaussian over the outputs, for the posterior or for variants of it, in one pass through the network.
+    """Returns the Gaussian over the outputs, for the posterior or for variants of it, in one pass through the network.
 
     Args:
         checked: The plan of the trained network, in eval mode, and of the posterior's parameters.
-        posterior: Over these parameters.
-        batch: The inputs.
-        variants: the same posterior under other priors and scales (`with_prior`); None: only the posterior itself.
-        diagonal: variances only.
-        outputs: which of the C outputs; None for all.
-        by_layer: keep the layers' parts of the variance.
+        posterior: The posterior over these parameters.
+        batch: The batch of inputs.
+        variants: The same posterior under other priors and scales (`with_prior`). None means only the posterior itself.
+        diagonal: Whether to compute only the variances.
+        outputs: The indices of the chosen outputs, of C; None for all.
+        by_layer: Whether to keep the layers' parts of the variance.
 
     Returns:
         One LatentGaussian per variant.
     """
     which = [posterior] if variants is None else list(variants)
     means: list[Tensor] = []
-    parts: list[dict[int, list[Tensor]]] = [{} for _ in which]  # variant -> position -> chunks
+    parts: list[dict[int, list[Tensor]]] = [{} for _ in which]  # By variant and position, these are chunks.
     shares: list[dict[int, list[Tensor]]] = [{} for _ in which]
     for _, position, values, gradients in output_gradients(checked, batch, outputs=outputs):
         if position == 0:
@@ -204,10 +205,10 @@ def latent_gaussians(
 
 
 def joint_covariance(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean [N, C] and covariance [N, C, N, C] over several inputs together.
+    """Returns mean [N, C] and covariance [N, C, N, C] over several inputs together.
 
     Raises:
-        InputError: the Jacobian of all inputs would not fit; draw function samples instead.
+        InputError: The Jacobian of all inputs would not fit; draw function samples instead.
     """
     lines: dict[str, list[Tensor]] = {n: [] for n in posterior.names}
     means = []
@@ -233,7 +234,7 @@ def joint_covariance(checked: CheckedPlan, posterior: Posterior, batch: Batch) -
 def function_samples(
     model: nn.Module, posterior: Posterior, inputs: Any, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Samples f(x, θ*) + J(x)(θ_s − θ*) with the true correlation between inputs: [count, N, ..., C]; one jvp each."""
+    """Returns samples f(x, θ*) + J(x)(θ_s − θ*) with the true correlation between inputs: [count, N, ..., C]; one jvp each."""
     prepare_forward_mode()
     own = named_parameters(model)
     mean = {n: own[n].detach() for n in posterior.names}
@@ -258,9 +259,9 @@ def differentiable_latent(
     diagonal: bool = False,
     outputs: Sequence[int] | None = None,
 ) -> LatentGaussian:
-    """Mean and covariance that can be differentiated in ``inputs`` (Bayesian optimisation, attacks, saliency).
+    """Returns mean and covariance that can be differentiated in ``inputs`` (Bayesian optimisation, attacks, saliency).
 
-    Forms a Jacobian per example, so it is for small batches; `latent_gaussians` does not.
+    It forms a Jacobian per example, so it is for small batches; `latent_gaussians` does not.
     """
     own = named_parameters(model)
     params = {n: own[n].detach() for n in posterior.names}
@@ -268,7 +269,7 @@ def differentiable_latent(
     with evaluating(model), torch.enable_grad():
         try:
             mean, lines = _vectorised_jacobian(model, params, inputs)
-        except RuntimeError:  # an operation without a batching rule: the loop makes the same numbers
+        except RuntimeError:  # An operation has no batching rule, and the loop makes the same numbers.
             mean, lines = _looped_jacobian(model, params, inputs)
     check_outputs(mean, len(inputs))
     check_chosen(outputs, mean.shape[-1])
@@ -287,7 +288,7 @@ def differentiable_latent(
 
 
 def _vectorised_jacobian(model: nn.Module, params: Params, inputs: Tensor) -> tuple[Tensor, Params]:
-    """Outputs [N, ..., C] and J [outputs, N, *shape] by name, both functions of the inputs."""
+    """Returns outputs [N, ..., C] and J [outputs, N, *shape] by name, both functions of the inputs."""
 
     def single(chosen: Params, x: Tensor) -> tuple[Tensor, Tensor]:
         value = functional_outputs(model, chosen, x[None])[0]

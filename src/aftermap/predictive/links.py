@@ -52,12 +52,12 @@ class Latent(NamedTuple):
     var: Tensor
 
     def full(self) -> Tensor:
-        """The covariance [N, ..., C, C], diagonal if only variances are known."""
+        """Returns the covariance [N, ..., C, C], diagonal if only variances are known."""
         return torch.diag_embed(self.var) if self.cov is None else self.cov
 
 
 def at_least_float32(values: Tensor) -> Tensor:
-    """Half precision is too coarse to average in.
+    """Returns the values in at least float32, since half precision is too coarse to average in.
 
     >>> at_least_float32(torch.zeros(2, dtype=torch.bfloat16)).dtype
     torch.float32
@@ -66,20 +66,20 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def check_latent(mean: Tensor, cov: Tensor | None, var: Tensor | None) -> Latent:
-    """Check a Gaussian over outputs, and complete it with its variances.
+    """Checks a Gaussian over outputs, and completes it with its variances.
 
     Args:
-        mean: [N, ..., C].
-        cov: [N, ..., C, C], or None.
-        var: [N, ..., C]; not used where ``cov`` is given.
+        mean: The means [N, ..., C].
+        cov: The covariance [N, ..., C, C], or None.
+        var: The variances [N, ..., C], which are not used where ``cov`` is given.
 
     Returns:
         The Gaussian, at least float32. Negative variances within rounding become 0.
 
     Raises:
-        InputError: neither covariance nor variance.
-        ShapeError: shapes that do not fit.
-        DataError: NaN or infinite values, or a negative variance.
+        InputError: There is neither a covariance nor a variance.
+        ShapeError: The shapes do not fit together.
+        DataError: A value is NaN or infinite, or a variance is negative.
 
     >>> check_latent(torch.zeros(3, 2), torch.eye(2).expand(3, 2, 2), None).var.shape
     torch.Size([3, 2])
@@ -105,7 +105,7 @@ def check_latent(mean: Tensor, cov: Tensor | None, var: Tensor | None) -> Latent
 
 
 def _root(cov: Tensor) -> Tensor:
-    """R [..., C, C] with R Rᵀ = cov, float64: Cholesky, or the eigenvectors where cov is singular.
+    """Returns R [..., C, C] with R Rᵀ = cov, float64: Cholesky, or the eigenvectors where cov is singular.
 
     A singular covariance has no derivative of its root, so none flows through it.
     """
@@ -124,19 +124,19 @@ def _root(cov: Tensor) -> Tensor:
 
 
 def draw(latent: Latent, points: Tensor) -> Tensor:
-    """Outputs [S, N, ..., C] from standard normal points [S, C], the same at every position.
+    """Returns outputs [S, N, ..., C] from standard normal points [S, C], the same at every position.
 
-    f_s = m + R z_s with R Rᵀ = V; R is zero, and so is its derivative, where V is.
+    The outputs are f_s = m + R z_s with R Rᵀ = V; R is zero, and so is its derivative, where V is.
 
     Args:
-        latent: the Gaussian at every position.
-        points: z [S, C].
+        latent: The Gaussian at every position.
+        points: The points z [S, C].
 
     Returns:
-        f [S, N, ..., C], differentiable in the Gaussian.
+        The outputs f [S, N, ..., C], differentiable in the Gaussian.
 
     Raises:
-        NumericalError: a covariance that is not positive semi-definite.
+        NumericalError: A covariance is not positive semi-definite.
 
     >>> draw(check_latent(torch.zeros(3, 2), None, torch.ones(3, 2)), torch.ones(5, 2)).shape
     torch.Size([5, 3, 2])
@@ -152,17 +152,17 @@ def draw(latent: Latent, points: Tensor) -> Tensor:
 
 
 def probit(latent_mean: Tensor, latent_var: Tensor) -> Tensor:
-    r"""Scaled logits m / √(1 + π v / 8), whose sigmoid or softmax approximates the mean probability.
+    r"""Returns scaled logits m / √(1 + π v / 8), whose sigmoid or softmax approximates the mean probability.
 
     For one logit this is MacKay's approximation of E σ(f), off by at most 0.02. For several classes it ignores their
     correlation and is **not** invariant when all logits move together.
 
     Args:
-        latent_mean: m [..., C].
-        latent_var: v [..., C].
+        latent_mean: The means m [..., C].
+        latent_var: The variances v [..., C].
 
     Returns:
-        Logits [..., C].
+        The scaled logits [..., C].
 
     References:
         MacKay 1992, The evidence framework applied to classification networks;
@@ -175,7 +175,7 @@ def probit(latent_mean: Tensor, latent_var: Tensor) -> Tensor:
 
 
 def pairwise_probit(latent_mean: Tensor, latent_cov: Tensor) -> Tensor:
-    r"""Log-probabilities by the probit approximation of every pair of classes.
+    r"""Returns log-probabilities by the probit approximation of every pair of classes.
 
     .. math::
         p_k \propto \Big[\sum_j \exp\frac{m_j - m_k}{\sqrt{1 + \frac\pi8 (V_{kk} + V_{jj} - 2 V_{kj})}}\Big]^{-1},
@@ -183,11 +183,11 @@ def pairwise_probit(latent_mean: Tensor, latent_cov: Tensor) -> Tensor:
     renormalised. Two classes give the binary probit of their difference; adding c 11ᵀ to V changes nothing.
 
     Args:
-        latent_mean: m [..., C].
-        latent_cov: V [..., C, C].
+        latent_mean: The means m [..., C].
+        latent_cov: The covariance V [..., C, C].
 
     Returns:
-        [..., C].
+        The log-probabilities [..., C].
 
     References:
         Lu et al. 2020, Mean-field approximation to Gaussian-softmax integral, "mf2"; here with renormalisation.
@@ -201,7 +201,7 @@ def pairwise_probit(latent_mean: Tensor, latent_cov: Tensor) -> Tensor:
 
 
 def laplace_bridge(latent_mean: Tensor, latent_cov: Tensor, *, normalise: bool = False) -> Tensor:
-    r"""Log of the Dirichlet parameters α whose Laplace approximation in logits is the given Gaussian.
+    r"""Returns the log of the Dirichlet parameters α whose Laplace approximation in logits is the given Gaussian.
 
     First the Gaussian is conditioned on Σ f = 0, m ← m − V1 1ᵀm / 1ᵀV1 and V ← V − V11ᵀV / 1ᵀV1; then
 
@@ -209,15 +209,15 @@ def laplace_bridge(latent_mean: Tensor, latent_cov: Tensor, *, normalise: bool =
         \alpha_k = \frac{1}{V_{kk}} \Big(1 - \frac 2C + \frac{e^{m_k}}{C^2} \sum_l e^{-m_l}\Big).
 
     Args:
-        latent_mean: m [..., C].
-        latent_cov: V [..., C, C].
-        normalise: first divide V by c and m by √c, with c the mean of V_kk over √(C/2).
+        latent_mean: The means m [..., C].
+        latent_cov: The covariance V [..., C, C].
+        normalise: Whether first to divide V by c and m by √c, with c the mean of V_kk over √(C/2).
 
     Returns:
-        log α [..., C].
+        The logarithms log α [..., C].
 
     Raises:
-        DataError: a variance of zero, for which there is no Dirichlet.
+        DataError: A variance is zero, for which there is no Dirichlet.
 
     References:
         Hobbhahn, Kristiadi, Hennig 2022, Fast predictive uncertainty for classification with Bayesian deep networks.
@@ -258,7 +258,7 @@ def gaussian_prediction(
     samples: int = 100,
     generator: torch.Generator | None = None,
 ) -> Prediction:
-    r"""Predict from a Gaussian N(m, V) over the outputs at every position.
+    r"""Predicts from a Gaussian N(m, V) over the outputs at every position.
 
     - classification: ``mc`` averages the probabilities of S even-spread (scrambled Sobol) draws; ``probit``,
       ``pairwise`` and ``bridge`` are closed forms; ``auto`` is ``pairwise`` at positions with at most 10 classes where no
@@ -275,21 +275,22 @@ def gaussian_prediction(
     (through a singular covariance only in m, if drawn).
 
     Args:
-        likelihood: p(y | f).
-        latent_mean: m [N, ..., C].
-        latent_cov: V [N, ..., C, C]; or None if only the variances are known: outputs are then independent.
-        latent_var: v [N, ..., C]; not used where ``latent_cov`` is given.
-        link: one of ``LINKS``.
-        samples: S, the number of draws.
-        generator: the source of randomness; None is torch's default one. Closed forms leave it alone.
+        likelihood: The likelihood p(y | f).
+        latent_mean: The means m [N, ..., C].
+        latent_cov: The covariance V [N, ..., C, C], or None if only the variances are known: outputs are then
+            independent.
+        latent_var: The variances v [N, ..., C], which are not used where ``latent_cov`` is given.
+        link: The link, one of ``LINKS``.
+        samples: The number S of draws.
+        generator: The source of the random draws. None means torch's default generator. Closed forms leave it alone.
 
     Returns:
         The prediction, with the latent Gaussian in it: of the outputs, or of the logits f/T for a likelihood with a temperature.
 
     Raises:
-        InputError: an unknown link, one that this likelihood does not have, or neither covariance nor variance.
-        ShapeError, DataError: shapes that do not fit, NaN or infinite values, a negative variance.
-        NumericalError: a covariance that is not positive semi-definite.
+        InputError: The link is unknown or not one of this likelihood, or there is neither a covariance nor a variance.
+        ShapeError, DataError: Shapes do not fit, a value is NaN or infinite, or a variance is negative.
+        NumericalError: A covariance is not positive semi-definite.
 
     >>> pred = gaussian_prediction(Categorical(), torch.zeros(1, 2), torch.eye(2).unsqueeze(0), link="pairwise")
     >>> pred.mean
@@ -319,21 +320,21 @@ def gaussian_prediction(
 
 
 def samples_prediction(likelihood: Likelihood, outputs: Tensor, *, weights: Tensor | None = None) -> Prediction:
-    r"""Predict with a mixture: outputs of S networks, or of one network with S samples of its weights.
+    r"""Predicts with a mixture: outputs of S networks, or of one network with S samples of its weights.
 
     Probabilities, means and rates are averaged, never logits. Variances are those of the mixture, with μ_s and σ_s² the
     mean and variance of y given sample s: epistemic Σ w_s (μ_s − μ̄)², aleatoric Σ w_s σ_s².
 
     Args:
-        likelihood: p(y | f).
-        outputs: [S, N, ..., C].
-        weights: mixture weights [S], not negative; scaled to sum to one. None is equal weights.
+        likelihood: The likelihood p(y | f).
+        outputs: The outputs [S, N, ..., C], samples first.
+        weights: The mixture weights [S], not negative, which are scaled to sum to one. None means equal weights.
 
     Returns:
         The prediction; its ``samples`` are E[y | f_s].
 
     Raises:
-        ShapeError, DataError: outputs that are not [S, N, ..., C], NaN or infinite values, bad weights.
+        ShapeError, DataError: The outputs are not [S, N, ..., C], a value is NaN or infinite, or weights are bad.
 
     >>> pred = samples_prediction(Gaussian(noise=0.5), torch.tensor([[[1.0]], [[3.0]]]))
     >>> pred.mean.item(), pred.epistemic.item(), pred.total.item()
@@ -355,7 +356,7 @@ def samples_prediction(likelihood: Likelihood, outputs: Tensor, *, weights: Tens
 
 
 def _logits(likelihood: Likelihood, latent: Latent) -> Latent:
-    """The Gaussian over f/T, where the likelihood has a temperature."""
+    """Returns the Gaussian over f/T, where the likelihood has a temperature."""
     if not isinstance(likelihood, Categorical | Bernoulli) or likelihood.temperature == 1:
         return latent
     t = likelihood.temperature
@@ -363,7 +364,7 @@ def _logits(likelihood: Likelihood, latent: Latent) -> Latent:
 
 
 def _at_one(likelihood: Likelihood) -> Likelihood:
-    """The likelihood of logits: its temperature is in them already."""
+    """Returns the likelihood of logits, which have its temperature in them already."""
     return replace(likelihood, temperature=1.0) if isinstance(likelihood, Categorical | Bernoulli) else likelihood
 
 
@@ -392,7 +393,7 @@ def _check_weights(weights: Tensor | None, outputs: Tensor) -> Tensor | None:
 
 
 def _pair_variance(cov: Tensor) -> Tensor:
-    """Variance of every difference of two outputs [..., C, C]."""
+    """Returns the variance of every difference of two outputs [..., C, C]."""
     diagonal = cov.diagonal(dim1=-2, dim2=-1)
     return (diagonal.unsqueeze(-1) + diagonal.unsqueeze(-2) - cov - cov.mT).clamp_min(0.0)
 
@@ -412,25 +413,25 @@ def _moments(kind: str, mean: Tensor, epistemic: Tensor, aleatoric: Tensor) -> P
 
 
 def _split(total: Tensor, information: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Epistemic, aleatoric and their sum, where the mutual information lies between 0 and the total."""
+    """Returns epistemic, aleatoric and their sum, where the mutual information lies between 0 and the total."""
     epistemic = information.clamp_min(0.0).minimum(total)
     aleatoric = total - epistemic
     return epistemic, aleatoric, epistemic + aleatoric
 
 
 def _entropy(log_p: Tensor) -> Tensor:
-    """From log-probabilities: no infinite slope where a probability underflows."""
+    """Returns the entropy from log-probabilities, without an infinite slope where a probability underflows."""
     return -(log_p.exp() * log_p).sum(-1)
 
 
 def _binary_entropy(p: Tensor, q: Tensor) -> Tensor:
-    """Of a Bernoulli with probabilities p and q = 1 − p, each given without cancellation."""
+    """Returns the entropy of a Bernoulli with probabilities p and q = 1 − p, each given without cancellation."""
     tiny = torch.finfo(p.dtype).tiny
     return -(p * p.clamp_min(tiny).log() + q * q.clamp_min(tiny).log())
 
 
 def _class_average(log_p: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Log of the mean probability [N, ..., C] and mutual information [N, ...] of [S, N, ..., C]."""
+    """Returns the log of the mean probability [N, ..., C] and the mutual information [N, ...] of [S, N, ..., C]."""
     log_mean = torch.logsumexp(log_p + share.log(), 0)
     expected = (share.squeeze(-1) * _entropy(log_p)).sum(0)
     return log_mean, _entropy(log_mean) - expected
@@ -487,7 +488,7 @@ def _binary(latent: Latent, link: str) -> Prediction:
 
 
 def _mixture(likelihood: Likelihood, outputs: Tensor, share: Tensor) -> Prediction:
-    """Average over samples [S, N, ..., C] with weights [S, 1, ...]."""
+    """Averages over samples [S, N, ..., C] with weights [S, 1, ...]."""
     kind = likelihood.kind
     rows = outputs.flatten(0, 1)  # a likelihood of your own knows [N, ..., C] only
     if kind == "classification":

@@ -32,16 +32,16 @@ __all__ = ["KINDS", "SCORES", "Prediction"]
 KINDS = ("classification", "binary", "regression", "counts", "custom")
 SCORES = ("entropy", "mutual_information", "variance", "max_probability")
 
-_FLOOR = 1e-12  # the metrics' floor of a probability inside a logarithm
-_BY_SAMPLE = ("samples", "sample_variance")  # fields whose first dimension is the sample, not the example
-_MAX_COUNT_PARAMETER = 1e8  # a negative binomial beyond this is a Poisson to eight digits
+_FLOOR = 1e-12  # The metrics use the same floor of a probability inside a logarithm.
+_BY_SAMPLE = ("samples", "sample_variance")  # The first dimension of these fields is the sample, not the example.
+_MAX_COUNT_PARAMETER = 1e8  # A negative binomial beyond this is a Poisson to eight digits.
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     r"""What a predictor says about N inputs.
 
-    ``total = epistemic + aleatoric``, always. Their units depend on the kind:
+    It is always true that ``total = epistemic + aleatoric``. Their units depend on the kind:
 
     - classification: nats per position, [N, ...]: mutual information I[y; f], expected entropy E H[p(y | f)], and
       the entropy H[E p(y | f)] of the mean;
@@ -52,23 +52,23 @@ class Prediction:
       Var y = Var E[y | f] + E Var[y | f].
 
     Args:
-        kind: one of ``KINDS``.
-        mean: E y [N, ..., D]: probabilities, probability of 1 for each output, regression mean, or rate.
-        epistemic: what the weights leave open.
-        aleatoric: what the data leave open.
-        total: their sum.
-        latent_mean: mean [N, ..., C] of the Gaussian over network outputs.
-        latent_cov: its covariance [N, ..., C, C].
-        latent_var: its variances [N, ..., C].
-        samples: samples of E[y | f] [S, N, ..., D]: probabilities, means or rates.
-        sample_variance: Var[y | f] of each sample [S, N, ..., D], for regression and custom.
-        weights: mixture weights [S] of the samples, summing to one; None is equal weights.
-        concentration: Dirichlet parameters α [N, ..., C] of the Laplace bridge.
-        link: how ``mean`` was made.
+        kind: The kind of targets, one of ``KINDS``.
+        mean: The mean E y [N, ..., D]: probabilities, probability of 1 for each output, regression mean, or rate.
+        epistemic: The uncertainty that the weights leave open.
+        aleatoric: The uncertainty that the data leave open.
+        total: The sum of both parts.
+        latent_mean: The mean [N, ..., C] of the Gaussian over network outputs.
+        latent_cov: The covariance of that Gaussian [N, ..., C, C].
+        latent_var: The variances of that Gaussian [N, ..., C].
+        samples: The samples of E[y | f] [S, N, ..., D]: probabilities, means or rates.
+        sample_variance: The variance Var[y | f] of each sample [S, N, ..., D], for regression and custom.
+        weights: The mixture weights [S] of the samples, summing to one; None means equal weights.
+        concentration: The Dirichlet parameters α [N, ..., C] of the Laplace bridge.
+        link: The way in which ``mean`` was made.
 
     Raises:
-        InputError: an unknown kind.
-        ShapeError: ``mean`` is not [N, ..., D].
+        InputError: The kind is unknown.
+        ShapeError: The shape of ``mean`` is not [N, ..., D].
 
     >>> p = torch.tensor([[0.75, 0.25], [0.5, 0.5]])
     >>> nats = torch.special.entr(p).sum(-1)
@@ -113,7 +113,7 @@ class Prediction:
         return self.mean.shape[0]
 
     def __getitem__(self, index: int | slice | Sequence[int] | Tensor | npt.NDArray[np.generic]) -> Prediction:
-        """Some of the examples; a single number keeps the dimension, so that the result is a Prediction of length 1."""
+        """Returns some of the examples; a single number keeps the dimension, so that the result is a Prediction of length 1."""
         if isinstance(index, tuple):
             raise InputError("Prediction: index the examples only, with a number, a slice, a mask or a list.")
         if isinstance(index, (int, np.integer)):
@@ -133,18 +133,18 @@ class Prediction:
 
     @staticmethod
     def concatenate(predictions: Sequence[Prediction]) -> Prediction:
-        """Join predictions of several batches along the examples.
+        """Joins predictions of several batches along the examples.
 
         Args:
-            predictions: at least one, all of one kind, link and sample count. A field that is missing in one of them is
-                left out.
+            predictions: At least one prediction, all of one kind, link and sample count. A field that is missing in one
+                of them is left out.
 
         Returns:
             One prediction of all examples.
 
         Raises:
-            InputError: none given, or kinds, links or mixture weights that differ.
-            ShapeError: shapes that do not join.
+            InputError: None is given, or kinds, links or mixture weights differ.
+            ShapeError: The shapes do not join.
 
         >>> one = Prediction("regression", *(torch.ones(3, 2) for _ in range(4)))
         >>> len(Prediction.concatenate([one, one]))
@@ -168,16 +168,16 @@ class Prediction:
         return replace(parts[0], **{**joined, "weights": parts[0].weights})  # type: ignore[arg-type]
 
     def cpu(self) -> Prediction:
-        """The same prediction with every tensor on the CPU."""
+        """Returns the same prediction with every tensor on the CPU."""
         return self._map(lambda _, value: value.cpu())
 
     def detach(self) -> Prediction:
-        """The same prediction without its autograd graph."""
+        """Returns the same prediction without its autograd graph."""
         return self._map(lambda _, value: value.detach())
 
     def to_numpy(self) -> dict[str, npt.NDArray[np.generic]]:
-        """Every tensor that is there as a numpy array, by the name of its field."""
-        half = (torch.float16, torch.bfloat16)  # numpy knows only one of the two
+        """Returns every tensor that is there as a numpy array, by the name of its field."""
+        half = (torch.float16, torch.bfloat16)  # numpy knows only one of the two.
         tensors = {name: value.detach().cpu() for name, value in self._tensors().items()}
         return {name: (value.float() if value.dtype in half else value).numpy() for name, value in tensors.items()}
 
@@ -206,7 +206,7 @@ class Prediction:
     # What follows from the moments, the samples and the latent Gaussian.
 
     def score(self, kind: str = "entropy") -> Tensor:
-        """One number per example; the higher, the more unusual. Positions and outputs are averaged.
+        """Returns one number per example, the higher, the more unusual; positions and outputs are averaged.
 
         ========================  ==========================================  =================================
         kind                      classification, binary                      regression
@@ -220,14 +220,14 @@ class Prediction:
         For counts and custom only ``variance`` is defined, and is ``epistemic``.
 
         Args:
-            kind: one of ``SCORES``.
+            kind: The score, one of ``SCORES``.
 
         Returns:
-            [N].
+            The score of each example [N].
 
         Raises:
-            InputError: an unknown kind of score.
-            UnsupportedError: a score that is not defined here.
+            InputError: The kind of score is unknown.
+            UnsupportedError: The score is not defined here.
 
         >>> Prediction("regression", *(torch.ones(3, 2) for _ in range(4))).score("variance")
         tensor([1., 1., 1.])
@@ -255,7 +255,7 @@ class Prediction:
         return (shares(self.samples, self.weights) * (self.samples - self.mean).square()).sum(0)
 
     def interval(self, level: float = 0.95, *, noise: bool = True) -> tuple[Tensor, Tensor]:
-        """Central interval that holds a share ``level``, for each output.
+        """Returns the central interval that holds a share ``level``, for each output.
 
         - regression, custom: mean ∓ z s, with s² = ``total`` for a new target, ``epistemic`` for the function itself
           (``noise=False``);
@@ -265,15 +265,15 @@ class Prediction:
           the samples; for binary outputs with a latent Gaussian σ(m ∓ z √v), which is exact.
 
         Args:
-            level: probability inside, in (0, 1).
-            noise: whether the interval is for a new target or for the function.
+            level: The probability inside the interval, in (0, 1).
+            noise: Whether the interval is for a new target or for the function.
 
         Returns:
-            Lower and upper end, each [N, ..., D].
+            The lower and the upper end, each [N, ..., D].
 
         Raises:
-            InputError: a level outside (0, 1).
-            UnsupportedError: no samples to take quantiles of.
+            InputError: The level lies outside (0, 1).
+            UnsupportedError: There are no samples to take quantiles of.
 
         >>> lower, upper = Prediction("regression", *(torch.ones(3, 2) for _ in range(4))).interval()
         >>> round(upper[0, 0].item(), 4)
@@ -308,18 +308,18 @@ class Prediction:
         return self.latent_mean, self._class_variance()
 
     def distribution(self) -> td.Distribution:
-        """The predictive distribution as a torch object, with batch shape [N, ...] or [N, ..., D].
+        """Returns the predictive distribution as a torch object, with batch shape [N, ...] or [N, ..., D].
 
-        classification: ``Categorical(mean)``; binary: ``Bernoulli(mean)``; regression: ``Normal(mean, √total)``, or the
-        mixture of Normals over the samples; counts: the mixture of Poissons over the samples, or the
-        ``NegativeBinomial`` with the same mean and variance (torch has no Poisson with log-normal rate;
-        :meth:`log_prob` uses the exact one).
+        For classification it is ``Categorical(mean)``; for binary outputs ``Bernoulli(mean)``; for regression
+        ``Normal(mean, √total)``, or the mixture of Normals over the samples; for counts the mixture of Poissons over
+        the samples, or the ``NegativeBinomial`` with the same mean and variance (torch has no Poisson with log-normal
+        rate; :meth:`log_prob` uses the exact one).
 
         Returns:
             The distribution. Outputs are independent in it.
 
         Raises:
-            UnsupportedError: a likelihood of your own.
+            UnsupportedError: The prediction is of a likelihood of your own.
 
         >>> Prediction("regression", *(torch.ones(3, 2) for _ in range(4))).distribution()
         Normal(loc: torch.Size([3, 2]), scale: torch.Size([3, 2]))
@@ -345,22 +345,24 @@ class Prediction:
         return td.MixtureSameFamily(td.Categorical(probs=share), inner)
 
     def log_prob(self, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
-        """Log-density of targets under the predictive, summed over positions and outputs.
+        """Returns the log-density of targets under the predictive, summed over positions and outputs.
 
-        classification and binary: log of the mean probability, at least 1e-12; regression: Gaussian with the total
-        variance, or log Σ_s w_s N(y; μ_s, σ_s²) where there are samples; counts: the mixture of Poissons, or the
-        integral over the log-normal rate. Outputs and positions count as independent.
+        For classification and binary outputs it is the log of the mean probability, at least 1e-12; for regression that
+        of the Gaussian with the total variance, or log Σ_s w_s N(y; μ_s, σ_s²) where there are samples; for counts that
+        of the mixture of Poissons, or of the integral over the log-normal rate. Outputs and positions count as
+        independent.
 
         Args:
-            targets: class indices [N, ...] for classification, otherwise [N, ..., D] (or [N, ...] if D is 1).
-            ignore_index: class index of positions to leave out.
+            targets: The class indices [N, ...] for classification, otherwise targets [N, ..., D] (or [N, ...] if D is
+                1).
+            ignore_index: The class index of positions to leave out.
 
         Returns:
-            [N].
+            The log-density of each example [N].
 
         Raises:
-            ShapeError, DataError: targets that do not fit.
-            UnsupportedError: a likelihood of your own.
+            ShapeError, DataError: The targets do not fit.
+            UnsupportedError: The prediction is of a likelihood of your own.
 
         >>> Prediction("regression", *(torch.ones(3, 2) for _ in range(4))).log_prob(torch.ones(3, 2))
         tensor([-1.8379, -1.8379, -1.8379])

@@ -43,11 +43,11 @@ class PosteriorPredictor:
     """Predicts with a model and a posterior over its weights, by linearisation or by sampling.
 
     Args:
-        model: the network at the posterior's mean, in eval mode.
-        posterior: a `Posterior` over its parameters; for linearised predictions one with `functional_covariance`.
-        likelihood: with its noise.
-        previous: a predictor of the same model and parameters whose knowledge of the model is reused.
-        weights: The weights that the model must still have; None takes those that it has now.
+        model: The network at the posterior's mean, in eval mode.
+        posterior: A `Posterior` over its parameters; for linearised predictions one with `functional_covariance`.
+        likelihood: The likelihood, with its noise.
+        previous: A predictor of the same model and parameters whose knowledge of the model is reused.
+        weights: The weights that the model must still have. None means those that it has now.
         network_likelihood: The likelihood of the network's own answers; None takes ``likelihood``. They differ where the
             outputs of the predictive are divided by a temperature that was found after training.
     """
@@ -72,13 +72,13 @@ class PosteriorPredictor:
         return {**self.__dict__, "_plan": None}
 
     def plan(self, batch: Batch) -> CheckedPlan:
-        """How the model's layers are read; made from the first batch, and checked on every one."""
+        """Returns how the model's layers are read; made from the first batch, and checked on every one."""
         if self._plan is None:
             self._plan = CheckedPlan(self.model, self.posterior.names, batch)
         return self._plan
 
     def inputs(self, x: Any) -> Batch:
-        """Inputs, checked and moved to the model's device."""
+        """Returns the inputs, checked and moved to the model's device."""
         self._watch.check(self.model)
         check_modes(self.model)
         device, dtype = check_device(self.model)
@@ -103,20 +103,22 @@ class PosteriorPredictor:
         differentiable: bool = False,
         generator: torch.Generator | None = None,
     ) -> Prediction:
-        """Predicts with uncertainty.
+        """Predicts with uncertainty, by linearisation or by sampling.
 
         Args:
-            x: inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
-            kind: "linearised" (default: the Gaussian of the linearised network) or "sampling" (the network under weight samples).
-            link: from latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
-            samples: of the link (mc), or weight samples.
-            diagonal: only variances of the outputs, no covariances.
-            outputs: only these of the C outputs of a regression; cheaper.
-            weights: a fixed set of weight samples for kind="sampling" (`ensemble`).
-            local: kind="sampling": draw the outputs of Linear layers, afresh for every example, instead of their weights
-                (`locally_sampled_outputs`): less noise in averages over inputs, but no common weights.
-            differentiable: keep the gradient in x (small batches).
-            generator: for the samples.
+            x: The inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
+            kind: The predictive: "linearised" (default: the Gaussian of the linearised network) or "sampling" (the
+                network under weight samples).
+            link: The way from a latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
+            samples: The number of samples of the link (mc), or of weight samples.
+            diagonal: Whether to compute only variances of the outputs, no covariances.
+            outputs: The indices of the outputs of a regression to predict, which is cheaper. None means all.
+            weights: A fixed set of weight samples for kind="sampling" (`ensemble`).
+            local: Whether kind="sampling" draws the outputs of Linear layers, afresh for every example, instead of
+                their weights (`locally_sampled_outputs`). There is less noise in averages over inputs, but there are no
+                common weights.
+            differentiable: Whether to keep the gradient in x (small batches).
+            generator: The source of the random samples.
         """
         if kind not in KINDS:
             raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
@@ -158,7 +160,7 @@ class PosteriorPredictor:
 
     @torch.inference_mode(False)
     def map_prediction(self, x: Any) -> Prediction:
-        """The network's own answer as a Prediction without epistemic uncertainty."""
+        """Returns the network's own answer as a Prediction without epistemic uncertainty."""
         with torch.no_grad():
             outputs = call_model(self.model, self.inputs(x).inputs)
         check_outputs(outputs, len(outputs))
@@ -166,25 +168,26 @@ class PosteriorPredictor:
 
     @torch.inference_mode(False)
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
+        """Returns mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
         batch = self.inputs(x)
         with explain_model_errors(self.model, lambda: batch.inputs):
             return joint_covariance(self.plan(batch), self.posterior, batch)
 
     @torch.inference_mode(False)
     def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
-        """The variance gᵀΣg of a scalar functional ψ of the network, g = dψ/dθ at the trained weights.
+        """Returns the variance gᵀΣg of a scalar functional ψ of the network, g = dψ/dθ at the trained weights.
 
         The same call answers for every posterior, whatever it knows of Σ: in blocks, by products with the data, by samples.
 
         Args:
-            functional: a function of the network f: ``lambda f: f(x)[0, 1] - f(x)[0, 0]``; or several, for their covariance.
+            functional: A function of the network f, such as ``lambda f: f(x)[0, 1] - f(x)[0, 0]``, or several, for
+                their covariance.
 
         Returns:
-            A number, 0-d; for a sequence of Q functionals their covariance [Q, Q]; float64.
+            The variance as a 0-d float64 tensor; for a sequence of Q functionals their covariance [Q, Q].
 
         Raises:
-            InputError: a functional that is not scalar or does not depend on the posterior's parameters.
+            InputError: A functional is not scalar or does not depend on the posterior's parameters.
 
         >>> net = nn.Linear(1, 1, bias=False)
         >>> from aftermap.posteriors import GaussianPosterior
@@ -204,26 +207,26 @@ class PosteriorPredictor:
 
     @torch.inference_mode(False)
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Samples of the linearised network's outputs with the true correlation between inputs: [count, N, ..., C]."""
+        """Returns samples of the linearised network's outputs with the true correlation between inputs: [count, N, ..., C]."""
         batch = self.inputs(x)
         with explain_model_errors(self.model, lambda: batch.inputs):
             return function_samples(self.model, self.posterior, batch.inputs, count, generator)
 
     @torch.inference_mode(False)
     def variance_by_layer(self, x: Any) -> Mapping[str, Tensor]:
-        """Each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
+        """Returns each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
         batch = self.inputs(x)
         with explain_model_errors(self.model, lambda: batch.inputs):
             latent = latent_gaussians(self.plan(batch), self.posterior, batch, diagonal=True, by_layer=True)
         return latent[0].by_layer
 
     def where(self: Any, loader: Any, **options: Any) -> Any:
-        """Where the uncertainty sits: by weight, filter, layer, class, input and pixel; see `aftermap.analysis.where`."""
+        """Finds where the uncertainty sits: by weight, filter, layer, class, input and pixel; see `aftermap.analysis.where`."""
         return lazy_attribute("aftermap.analysis.where", "where")(self, loader, **options)
 
 
 def _of_outputs(likelihood: Likelihood, outputs: Sequence[int]) -> Likelihood:
-    """The likelihood of some outputs alone."""
+    """Returns the likelihood of some outputs alone."""
     if not isinstance(likelihood, Gaussian):
         raise InputError(
             f"outputs= chooses among the outputs of a regression; a prediction of {type(likelihood).__name__} needs all of them"

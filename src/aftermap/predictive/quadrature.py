@@ -25,14 +25,14 @@ __all__ = [
     "weighted_quantile",
 ]
 
-_SOBOL_MAX_DIMENSION = 21201  # torch has direction numbers up to here
-_WIDE = 4.0  # above this variance the sum runs over the logit, below it over the standard normal
-_CHUNK = 1 << 15  # elements integrated at once: bounds the memory at a few tens of megabytes
+_SOBOL_MAX_DIMENSION = 21201  # torch has direction numbers up to here.
+_WIDE = 4.0  # Above this variance the sum runs over the logit, below it over the standard normal.
+_CHUNK = 1 << 15  # This many elements are integrated at once, which bounds the memory at a few tens of megabytes.
 _LOG_2PI = math.log(2 * math.pi)
 
 
 def normal_quantile(probability: Tensor) -> Tensor:
-    """The quantile Φ⁻¹(q) of the standard normal, in float64.
+    """Returns the quantile Φ⁻¹(q) of the standard normal, in float64.
 
     >>> round(normal_quantile(torch.tensor(0.975, dtype=torch.float64)).item(), 4)
     1.96
@@ -43,20 +43,20 @@ def normal_quantile(probability: Tensor) -> Tensor:
 def normal_points(
     samples: int, dimension: int, generator: torch.Generator | None = None, *, fixed: bool = False
 ) -> Tensor:
-    """Standard normal points that fill space evenly: a scrambled Sobol sequence through Φ⁻¹.
+    """Returns standard normal points that fill space evenly: a scrambled Sobol sequence through Φ⁻¹.
 
     Every point is exactly standard normal over the scrambling, so averages are unbiased, and their error falls
     faster than 1/√S. At S = 100 the mean of a softmax over 3 to 10 classes is 2 to 12 times as accurate as
     with independent draws, and 1.4 to 4 times as accurate as with antithetic pairs.
 
     Args:
-        samples: S.
-        dimension: C.
-        generator: gives the seed of the scrambling; None is torch's default one.
-        fixed: use one fixed scrambling and leave the generator alone.
+        samples: The number S of points.
+        dimension: The number C of dimensions.
+        generator: The source of the seed of the scrambling. None means torch's default generator.
+        fixed: Whether to use one fixed scrambling and leave the generator alone.
 
     Returns:
-        Float64 [S, C] on the CPU.
+        A float64 tensor [S, C] on the CPU.
 
     References:
         Owen 1998, Scrambling Sobol' and Niederreiter-Xing points.
@@ -73,12 +73,12 @@ def normal_points(
         half = torch.randn((samples + 1) // 2, dimension, generator=own, dtype=torch.float64)
         return torch.cat([half, -half])[:samples]
     uniform = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=seed).draw(samples, dtype=torch.float64)
-    # the sequence has 30 bits: the centre of a cell is never 0 or 1
+    # The sequence has 30 bits, so the centre of a cell is never 0 or 1.
     return normal_quantile(uniform + 2.0**-31)
 
 
 def bernoulli_entropy(logits: Tensor) -> Tensor:
-    """Entropy of a Bernoulli with the given logits, in nats, without cancellation at either end.
+    """Returns the entropy of a Bernoulli with the given logits, in nats, without cancellation at either end.
 
     >>> bernoulli_entropy(torch.tensor([0.0, 1e4]))
     tensor([0.6931, 0.0000])
@@ -93,16 +93,16 @@ def _grid(step: float, reach: float, like: Tensor) -> Tensor:
 
 
 def _narrow(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Trapezoidal sum over z with f = m + √v z; the poles of σ are at least π/2 away, so the error is e⁻³⁸."""
+    """Sums by the trapezoidal rule over z with f = m + √v z; the poles of σ are at least π/2 away, so the error is e⁻³⁸."""
     z = _grid(0.25, 9.0, mean)
     weights = 0.25 * (-0.5 * z.square() - 0.5 * _LOG_2PI).exp()
-    # the offset keeps the derivative of the root finite at v = 0 and moves no result by more than 1e-13
+    # The offset keeps the derivative of the root finite at v = 0 and moves no result by more than 1e-13.
     logits = mean.unsqueeze(-1) + (variance + 1e-12).sqrt().unsqueeze(-1) * z
     return torch.sigmoid(logits) @ weights, bernoulli_entropy(logits) @ weights
 
 
 def _wide(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Trapezoidal sum over the logit l, where σ is the distribution function of a logistic variable."""
+    """Sums by the trapezoidal rule over the logit l, where σ is the distribution function of a logistic variable."""
     logits = _grid(0.5, 40.0, mean)
     sd = variance.sqrt().unsqueeze(-1)
     z = (mean.unsqueeze(-1) - logits) / sd
@@ -112,21 +112,21 @@ def _wide(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def bernoulli_gaussian(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Mean probability and mean entropy of a Bernoulli whose logit is Gaussian.
+    r"""Returns the mean probability and the mean entropy of a Bernoulli whose logit is Gaussian.
 
     .. math::
         \int \sigma(f)\, N(f; m, v)\, df, \qquad \int H[\sigma(f)]\, N(f; m, v)\, df,
 
-    by the trapezoidal rule, which converges exponentially for analytic integrands that decay: over
-    z = (f − m)/√v for v ≤ 4, and above over the logit itself, with E σ(f) = ∫ σ'(l) Φ((m − l)/√v) dl. The
-    absolute error is below 1e-12 for every m and v.
+    The integrals are taken by the trapezoidal rule, which converges exponentially for analytic integrands that decay:
+    over z = (f − m)/√v for v ≤ 4, and above over the logit itself, with E σ(f) = ∫ σ'(l) Φ((m − l)/√v) dl. The absolute
+    error is below 1e-12 for every m and v.
 
     Args:
-        mean: m, any shape.
-        variance: v ≥ 0, the same shape.
+        mean: The mean m, of any shape.
+        variance: The variance v ≥ 0, of the same shape.
 
     Returns:
-        Both integrals, float64, of the shape of ``mean``; differentiable in both arguments.
+        Both integrals, float64, of the shape of ``mean``; they are differentiable in both arguments.
 
     >>> probability, entropy = bernoulli_gaussian(torch.zeros(2), torch.tensor([0.0, 50.0]))
     >>> probability
@@ -137,7 +137,7 @@ def bernoulli_gaussian(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
     parts = []
     for m, v in zip(flat_mean.split(_CHUNK), flat_variance.split(_CHUNK), strict=True):
         is_wide = v > _WIDE
-        # each branch gets a harmless variance where the other is used: its gradient must stay finite
+        # Each branch gets a harmless variance where the other is used, since its gradient must stay finite.
         probability, entropy = _narrow(m, torch.where(is_wide, 1.0, v))
         if bool(is_wide.any()):
             other = _wide(m, torch.where(is_wide, v, 2 * _WIDE))
@@ -149,7 +149,7 @@ def bernoulli_gaussian(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def poisson_lognormal_log_prob(counts: Tensor, mean: Tensor, variance: Tensor, *, nodes: int = 40) -> Tensor:
-    r"""Log-probability of counts whose log-rate is Gaussian, by adaptive Gauss-Hermite quadrature.
+    r"""Returns the log-probability of counts whose log-rate is Gaussian, by adaptive Gauss-Hermite quadrature.
 
     .. math::
         \log \int \mathrm{Poisson}(y; e^{f})\, N(f; m, v)\, df
@@ -157,13 +157,13 @@ def poisson_lognormal_log_prob(counts: Tensor, mean: Tensor, variance: Tensor, *
     The nodes are centred on the mode of the integrand and scaled by its curvature there.
 
     Args:
-        counts: y, any shape.
-        mean: m, the same shape.
-        variance: v ≥ 0, the same shape.
-        nodes: number of nodes.
+        counts: The counts y, of any shape.
+        mean: The mean m of the log-rate, of the same shape.
+        variance: The variance v ≥ 0, of the same shape.
+        nodes: The number of nodes.
 
     Returns:
-        Float64, of the shape of ``counts``.
+        A float64 tensor of the shape of ``counts``.
 
     References:
         Liu and Pierce 1994, A note on Gauss-Hermite quadrature.
@@ -174,7 +174,7 @@ def poisson_lognormal_log_prob(counts: Tensor, mean: Tensor, variance: Tensor, *
     y, m, v = (tensor.to(torch.float64) for tensor in (counts, mean, variance))
     root = (v + 1e-12).sqrt()
     with torch.no_grad():
-        # h'(z) = √v (y − λ) − z is concave and decreasing: Newton from the right of its root is monotone
+        # h'(z) = √v (y − λ) − z is concave and decreasing, so Newton from the right of its root is monotone.
         z = ((y.clamp_min(1e-3).log() - m) / root).clamp_min(0.0)
         for _ in range(60):
             rate = (m + root * z).clamp_max(700.0).exp()
@@ -191,15 +191,15 @@ def poisson_lognormal_log_prob(counts: Tensor, mean: Tensor, variance: Tensor, *
 
 
 def poisson_lognormal_rates(mean: Tensor, variance: Tensor, *, points: int = 128) -> Tensor:
-    """Equally probable rates exp(m + √v z): the centres of equal slices of the log-normal distribution.
+    """Returns equally probable rates exp(m + √v z): the centres of equal slices of the log-normal distribution.
 
     Args:
-        mean: m, any shape.
-        variance: v ≥ 0, the same shape.
-        points: S.
+        mean: The mean m, of any shape.
+        variance: The variance v ≥ 0, of the same shape.
+        points: The number S of rates.
 
     Returns:
-        Float64 [S, *mean.shape].
+        A float64 tensor [S, *mean.shape].
 
     >>> poisson_lognormal_rates(torch.zeros(2), torch.ones(2), points=5)[2]
     tensor([1., 1.], dtype=torch.float64)
@@ -210,21 +210,21 @@ def poisson_lognormal_rates(mean: Tensor, variance: Tensor, *, points: int = 128
 
 
 def poisson_mixture_quantile(rates: Tensor, weights: Tensor | None, level: float) -> Tensor:
-    """The smallest count k with F(k) ≥ level, where F is a mixture of Poisson distributions.
+    """Returns the smallest count k with F(k) ≥ level, where F is a mixture of Poisson distributions.
 
-    F(k) = Σ_s w_s Q(k + 1, λ_s) with Q the upper regularised gamma function. Cantelli's inequality gives a
+    It is F(k) = Σ_s w_s Q(k + 1, λ_s) with Q the upper regularised gamma function. Cantelli's inequality gives a
     bracket, bisection the rest.
 
     Args:
-        rates: λ [S, ...].
-        weights: w [S], summing to one; None is 1/S.
-        level: in (0, 1).
+        rates: The rates λ [S, ...].
+        weights: The weights w [S], summing to one; None means 1/S.
+        level: The level in (0, 1).
 
     Returns:
-        Float64 [...], whole numbers.
+        The counts [...], as whole numbers in float64.
 
     Raises:
-        NumericalError: a rate that is not finite.
+        NumericalError: A rate is not finite.
 
     >>> poisson_mixture_quantile(torch.tensor([[2.0]]), None, 0.5)
     tensor([2.], dtype=torch.float64)
@@ -247,29 +247,29 @@ def poisson_mixture_quantile(rates: Tensor, weights: Tensor | None, level: float
 
 
 def weighted_quantile(samples: Tensor, weights: Tensor | None, level: float) -> Tensor:
-    """The smallest sample at which the weights of the sorted samples have reached ``level``.
+    """Returns the smallest sample at which the weights of the sorted samples have reached ``level``.
 
     Args:
-        samples: [S, ...].
-        weights: [S], summing to one; None is 1/S.
-        level: in (0, 1).
+        samples: The samples [S, ...].
+        weights: The weights [S], summing to one; None means 1/S.
+        level: The level in (0, 1).
 
     Returns:
-        [...], each value one of the samples.
+        The quantiles [...], each value one of the samples.
 
     >>> weighted_quantile(torch.tensor([[3.0], [1.0], [2.0]]), None, 0.5)
     tensor([2.])
     """
     ordered, order = samples.sort(0)
     share = shares(samples, weights).to(torch.float64).expand(samples.shape)
-    # rounding must not push a level that is reached exactly to the next sample
+    # Rounding must not push a level that is reached exactly to the next sample.
     reached = share.gather(0, order).cumsum(0) >= level - 1e-9
     first = reached.to(torch.int8).argmax(0, keepdim=True)
     return ordered.gather(0, first).squeeze(0)
 
 
 def shares(samples: Tensor, weights: Tensor | None) -> Tensor:
-    """Mixture weights as [S, 1, ...], to multiply samples [S, ...] with; None is equal weights.
+    """Returns mixture weights as [S, 1, ...], to multiply samples [S, ...] with; None means equal weights.
 
     >>> shares(torch.zeros(4, 3), None).flatten()
     tensor([0.2500, 0.2500, 0.2500, 0.2500])

@@ -35,19 +35,19 @@ from aftermap.posteriors import GaussianPosterior, Posterior
 
 __all__ = ["draw_weights", "locally_sampled_outputs", "outputs_under", "sampled_outputs", "weight_samples"]
 
-# Weight samples that are alive at once (256 MB in float32).
+# This many numbers of weight samples are alive at once (256 MB in float32).
 _NUMBERS = 1 << 26
 _Change = Callable[[Tensor, Tensor], Tensor]
 
 
 def draw_weights(posterior: Posterior, count: int, generator: torch.Generator | None = None) -> list[Params]:
-    """A fixed set of weight samples, one dict each."""
+    """Returns a fixed set of weight samples, one dict each."""
     weights = posterior.sample(count, generator)
     return [{n: v[i] for n, v in weights.items()} for i in range(count)]
 
 
 def weight_samples(posterior: Posterior, count: int, generator: torch.Generator | None = None) -> Iterator[Params]:
-    """Weight samples one by one; they are drawn some at a time, so that memory does not grow with ``count``."""
+    """Yields weight samples one by one; they are drawn some at a time, so that memory does not grow with ``count``."""
     count = checks.count("count", count)
     step = max(1, _NUMBERS // max(1, posterior.n_params))
     for start in range(0, count, step):
@@ -62,15 +62,15 @@ def sampled_outputs(
     generator: torch.Generator | None = None,
     weights: list[Params] | None = None,
 ) -> Tensor:
-    """Outputs under weight samples: [S, N, ..., C]; the model's own weights come back, whatever happens.
+    """Returns outputs under weight samples [S, N, ..., C]; the model's own weights come back, whatever happens.
 
     Args:
-        model: in eval mode.
-        posterior: to draw from.
-        inputs: as the model takes them.
-        count: S, if ``weights`` is None.
-        generator: for the draws.
-        weights: a fixed set from :func:`draw_weights`, used as it is.
+        model: The network in eval mode.
+        posterior: The posterior to draw from.
+        inputs: The inputs as the model takes them.
+        count: The number S of samples, if ``weights`` is None.
+        generator: The source of the random draws.
+        weights: A fixed set from :func:`draw_weights`, which is used as it is.
     """
     if weights is not None:
         if not weights:
@@ -80,7 +80,7 @@ def sampled_outputs(
 
 
 def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
-    """Outputs with other weights in place; with gradients on, they can be differentiated in the inputs."""
+    """Returns outputs with other weights in place; with gradients on, they can be differentiated in the inputs."""
     if torch.is_grad_enabled():
         # A backward pass reads the weights late: the graph must hold these tensors, not a parameter that changes back.
         return functional_outputs(model, weights, inputs)
@@ -95,20 +95,20 @@ def locally_sampled_outputs(
     count: int,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Outputs with fresh noise for every example: [S, N, ..., C].
+    """Returns outputs with fresh noise for every example: [S, N, ..., C].
 
     Linear layers with a Kronecker or diagonal block that are called once, on one row per example, draw their outputs; all other
     parameters of the posterior are drawn as weights, once per sample.
 
     Args:
         checked: The plan of the model, in eval mode, and of the posterior's parameters.
-        posterior: Gaussian, in blocks.
-        batch: The inputs.
-        count: S.
-        generator: for the draws.
+        posterior: A Gaussian posterior in blocks.
+        batch: The batch of inputs.
+        count: The number S of samples.
+        generator: The source of the random draws.
 
     Raises:
-        UnsupportedError: no layer can draw its outputs.
+        UnsupportedError: No layer can draw its outputs.
     """
     count = checks.count("count", count)
     if not isinstance(posterior, GaussianPosterior):
@@ -137,7 +137,7 @@ def locally_sampled_outputs(
 def _local_layers(
     checked: CheckedPlan, posterior: GaussianPosterior, batch: Batch
 ) -> dict[nn.Module, tuple[BlockPosterior, Layer, OutputNoise]]:
-    """Modules whose outputs can be drawn, with their blocks."""
+    """Returns the modules whose outputs can be drawn, with their blocks."""
     with only_require_grad(checked.model, posterior.names):
         record = checked.record(batch)
     blocks = {frozenset(b.names): b for b in posterior.blocks}
@@ -156,7 +156,7 @@ def _local_layers(
 
 
 def _change(noise: OutputNoise, layer: Layer, generator: torch.Generator | None) -> _Change:
-    """Adds the noise of a layer's weights to its output."""
+    """Returns a change that adds the noise of a layer's weights to its output."""
 
     def change(inputs: Tensor, output: Tensor) -> Tensor:
         rows = append_ones(inputs) if "bias" in layer.named else inputs  # [b, i]

@@ -25,7 +25,7 @@ __all__ = ["TrainedPosterior"]
 
 
 class TrainedPosterior:
-    """A network with the Gaussian over its weights that training has built; final.
+    """A network with the Gaussian over its weights that training has built.
 
     It holds around the weights that the network has when it is made: predictions refuse a network that was trained further.
 
@@ -35,7 +35,7 @@ class TrainedPosterior:
         factors: The curvature that it was made from, as sums over the data.
         likelihood: The likelihood of predictions; None means that it is unknown.
         method: The name of the optimiser.
-        damping: Parameter -> what damping adds to its precision, Nγ/τ.
+        damping: For each parameter what damping adds to its precision, Nγ/τ.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrainedPosterior:
 
     @property
     def predictor(self) -> PosteriorPredictor:
-        """What predicts: model, posterior and likelihood.
+        """The predictor made of model, posterior and likelihood.
 
         Raises:
             InputError: The network has changed since this posterior was made.
@@ -98,7 +98,7 @@ class TrainedPosterior:
 
         Args:
             x: The inputs as the model takes them.
-            kind: "sampling" (the network under draws of the weights, as in training) or "linearised".
+            kind: The predictive: "sampling" (the network under draws of the weights, as in training) or "linearised".
             samples: The number of draws of the weights; for "linearised" those of the link.
             link: How "linearised" turns the Gaussian over outputs into probabilities: "auto", "mc", "probit", "pairwise" or
                 "bridge".
@@ -115,13 +115,13 @@ class TrainedPosterior:
             )
 
     def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
-        """The variance of a functional, as :meth:`PosteriorPredictor.variance_of`; in evaluation mode."""
+        """Returns the variance of a functional, as :meth:`PosteriorPredictor.variance_of` does, in evaluation mode."""
         predictor = self.predictor
         with evaluation_mode(self.model):
             return predictor.variance_of(functional)
 
     def variance_by_layer(self, x: Any) -> dict[str, Tensor]:
-        """Each layer's part of the variance of the outputs [N, ..., C]: where the uncertainty sits."""
+        """Returns each layer's part of the variance of the outputs [N, ..., C]: where the uncertainty sits."""
         predictor = self.predictor
         with evaluation_mode(self.model):
             return dict(predictor.variance_by_layer(x))
@@ -129,11 +129,11 @@ class TrainedPosterior:
     where = PosteriorPredictor.where
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        """Draws of the weights: name -> [count, *shape]."""
+        """Draws weights: for each name a tensor [count, *shape]."""
         return self.posterior.sample(count, generator)
 
     def as_prior(self, *, damping: float = 0.0) -> tuple[Params, Params]:
-        """(mean, precision) of each weight, for `set_prior` of the next task's optimiser.
+        """Returns (mean, precision) of each weight, for `set_prior` of the next task's optimiser.
 
         Precisions are one over the marginal variance, without what damping added to a diagonal posterior: it steadies the
         optimiser, but no datum said it. Keeping a share of it keeps more of the old task at the price of learning the new one

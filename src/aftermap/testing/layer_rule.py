@@ -38,22 +38,24 @@ def check_layer_rule(
 ) -> None:
     """Compares every curvature of a layer with brute force in float64, in a small network around it.
 
-    Checked, for all parameters of the layer together and for each alone: that the rule is used at all, per-example
+    It checks, for all parameters of the layer together and for each alone: that the rule is used at all, per-example
     gradients, the diagonal and the full GGN, Kronecker factors against the rows one by one and (one datum, nothing
     shared) against the exact block, the trace of EKFAC, batches split unevenly, example weights, two calls of the layer
     in one pass, and that the model is left as it was.
 
     Args:
-        module: the layer; a copy in float64 and eval mode is checked.
-        inputs: what the layer is called with: tensors [N, ...] of at least three examples; others are passed on.
-        likelihood: of the small network's three outputs; Categorical by default.
-        targets: [N, ...] for another likelihood.
-        wrap: makes the network [N, ..., 3] from the layer; by default the layer, tanh and a fixed random linear map.
-        without_rule: parameters of the layer that are known to be treated by per-example gradients.
-        tolerance: relative.
+        module: The layer, of which a copy in float64 and eval mode is checked.
+        inputs: The arguments that the layer is called with: tensors [N, ...] of at least three examples; others are
+            passed on.
+        likelihood: The likelihood of the small network's three outputs; Categorical by default.
+        targets: The targets [N, ...] for another likelihood.
+        wrap: A function that makes the network [N, ..., 3] from the layer; by default the layer, tanh and a fixed
+            random linear map.
+        without_rule: The parameters of the layer that are known to be treated by per-example gradients.
+        tolerance: The relative tolerance of comparisons.
 
     Raises:
-        AssertionError: what differs, by how much, and for which parameters.
+        AssertionError: Something differs; the message says what, by how much, and for which parameters.
 
     >>> check_layer_rule(nn.Linear(4, 2), torch.randn(5, 4))
     """
@@ -87,7 +89,7 @@ def check_layer_rule(
 
 
 class _Small(nn.Module):
-    """head(tanh(layer(x))) and, for two calls, a second call on changed inputs."""
+    """The network head(tanh(layer(x))) and, for two calls, a second call on changed inputs."""
 
     head: Tensor
 
@@ -106,7 +108,7 @@ class _Small(nn.Module):
 
 
 def _picked(output: Any) -> Tensor:
-    """The tensor of an output that may be a tuple."""
+    """Returns the tensor of an output that may be a tuple."""
     found = output if isinstance(output, Tensor) else output[0]
     return found
 
@@ -195,14 +197,14 @@ def _check_treatment(case: _Case, found: Factors) -> None:
 
 
 class _Gradients(Accumulator):
-    """Holds what arrives."""
+    """An accumulator that holds the gradients that arrive."""
 
     def add(self, gradients: LayerGradients) -> None:
         self.gradients = gradients
 
 
 def _observed_gradients(case: _Case) -> tuple[ForwardRecord, LayerGradients]:
-    """The observed gradient, back-propagated."""
+    """Returns the observed gradient, back-propagated to the layers."""
     batch = Batch(case.inputs, case.targets, None, case.size)
     plan = plan_model(case.model, case.names, batch)
     with only_require_grad(case.model, case.names):
@@ -215,7 +217,7 @@ def _observed_gradients(case: _Case) -> tuple[ForwardRecord, LayerGradients]:
 
 
 def _check_rows(case: _Case, kron: Factors) -> None:
-    """Per-example gradients, and every sum over rows against the rows themselves, one by one."""
+    """Checks per-example gradients, and every sum over rows against the rows themselves, one by one."""
     record, gradients = _observed_gradients(case)
     truth = reference.per_example_gradients(case.model, case.inputs, case.likelihood, case.targets, case.names)
     for name, value in gradients.per_example(case.names, 0, case.size).items():
@@ -240,7 +242,7 @@ def _check_rows(case: _Case, kron: Factors) -> None:
 
 
 def _all_rows(rows: InputRows, out: int) -> Tensor:
-    """Every row a[b, g, t] by asking for the gradient that only position t has."""
+    """Finds every row a[b, g, t] by asking for the gradient that only position t has."""
     units = torch.zeros(rows.shared, rows.batch, rows.groups, rows.shared, out, dtype=torch.float64)
     index = torch.arange(rows.shared)
     units[index, :, :, index, 0] = 1.0
@@ -248,7 +250,7 @@ def _all_rows(rows: InputRows, out: int) -> Tensor:
 
 
 def _check_one_datum(case: _Case) -> None:
-    """One datum, nothing shared: the Kronecker block is exact."""
+    """Checks that the Kronecker block is exact for one datum with nothing shared."""
     inputs, targets = case.cut([0])
     kron = case.fit("kron", [(inputs, targets)])
     start = 0
@@ -265,13 +267,13 @@ def _check_one_datum(case: _Case) -> None:
             continue
         index = torch.cat([place[n] for n in block.shapes])
         expected = truth[index[:, None], index]
-        if isinstance(block, KronBlock):  # one block per group
+        if isinstance(block, KronBlock):  # There is one block per group.
             expected = expected * (_groups(block)[:, None] == _groups(block))
         case.compare(f"the {block.kind} block for one datum", block.to_dense(), expected)
 
 
 def _groups(block: KronBlock) -> Tensor:
-    """The group of each entry of a block, in the order of its parameters."""
+    """Returns the group of each entry of a block, in the order of its parameters."""
     layout = block.layout
     groups = torch.arange(layout.groups).repeat_interleave(layout.out * layout.in_)
     ordered = torch.empty_like(groups)
@@ -280,7 +282,7 @@ def _groups(block: KronBlock) -> Tensor:
 
 
 def _check_batches(case: _Case, kron: Factors, diagonal: Factors) -> None:
-    """Splitting the data changes nothing; a weight of two is a datum twice."""
+    """Checks that splitting the data changes nothing, and that a weight of two is a datum twice."""
     last = case.size
     split = [case.cut(range(1)), case.cut(range(1, last))]
     case.compare_all("kron in uneven batches", case.fit("kron", split), kron)

@@ -23,17 +23,19 @@ _N = 23
 def check_optimizer(factory: Factory) -> None:
     """Runs the whole contract on a small network in float64.
 
-    Checked: it is a `torch.optim.Optimizer` with its numbers in the groups; training lowers the loss; the parameters hold the
-    mean between steps, also after an exception; ``.grad`` and PyTorch's global generator are left alone; the same seed gives
-    the same run; a state saved and loaded (without pickle) continues bit by bit; blocks of `sampled_params` with ``step()``
-    equal a closure; a backward pass inside the closure equals one outside; schedulers, frozen and unused parameters, extra
-    outputs; a loss that is not finite is skipped; a state of another optimiser is refused.
+    It checks that the object is a `torch.optim.Optimizer` with its numbers in the groups; training lowers the loss; the
+    parameters hold the mean between steps, also after an exception; ``.grad`` and PyTorch's global generator are left
+    alone; the same seed gives the same run; a state saved and loaded (without pickle) continues bit by bit; blocks of
+    `sampled_params` with ``step()`` equal a closure; a backward pass inside the closure equals one outside; schedulers,
+    frozen and unused parameters, extra outputs; a loss that is not finite is skipped; a state of another optimiser is
+    refused.
 
     Args:
-        factory: makes the optimiser from (model, n_data); called often, it must give the same seed each time.
+        factory: A function of (model, n_data) that makes the optimiser; it is called often, and must give the same seed
+            each time.
 
     Raises:
-        AssertionError: what is wrong.
+        AssertionError: The contract is broken; the message says what is wrong.
 
     >>> from aftermap.optim import VOGN
     >>> check_optimizer(lambda net, n: VOGN(net, lr=0.02, n_data=n, generator=torch.Generator().manual_seed(0)))
@@ -58,7 +60,7 @@ def check_optimizer(factory: Factory) -> None:
 
 
 class _Net(nn.Module):
-    """Two layers, and one that is never used."""
+    """A network of two layers, and one that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +73,7 @@ class _Net(nn.Module):
 
 def _make() -> tuple[_Net, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    with torch.random.fork_rng():  # layers draw their weights from the default generator
+    with torch.random.fork_rng():  # Layers draw their weights from the default generator.
         net = _Net().to(torch.float64)
     with torch.no_grad():
         for p in net.parameters():
@@ -222,7 +224,7 @@ def _check_leaves_alone(factory: Factory) -> None:
     gradient = torch.ones_like(net.first.weight)
     net.first.weight.grad = gradient
     state = torch.get_rng_state()
-    with warnings.catch_warnings():  # that the gradient is not used is said once, or not at all
+    with warnings.catch_warnings():  # That the gradient is not used is said once, or not at all.
         warnings.simplefilter("ignore", StatisticalWarning)
         _train(opt, net, x, y, 3)
     _expect(net.first.weight.grad is gradient and bool((gradient == 1).all()), "step(closure) changed .grad")

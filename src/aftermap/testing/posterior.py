@@ -25,19 +25,20 @@ def check_posterior(
 ) -> None:
     """Compares a posterior with its dense precision P = s·H + P₀, written out from the curvature and the prior.
 
-    Checked: `to_dense` (symmetric, positive definite and, for a :class:`GaussianPosterior`, the right matrix); products
-    with precision and covariance, also batched; the log determinant and its ratio to the prior's; `log_prob` against
-    torch.distributions; marginal variances; mean **and covariance** of samples within statistical error; effective
-    parameters, 0 ≤ γ ≤ P and γ = P − tr(P₀Σ); `with_prior` against a posterior made from nothing; the order of names.
+    It checks `to_dense` (symmetric, positive definite and, for a :class:`GaussianPosterior`, the right matrix);
+    products with precision and covariance, also batched; the log determinant and its ratio to the prior's; `log_prob`
+    against torch.distributions; marginal variances; mean **and covariance** of samples within statistical error;
+    effective parameters, 0 ≤ γ ≤ P and γ = P − tr(P₀Σ); `with_prior` against a posterior made from nothing; the order
+    of names.
 
     Args:
-        posterior: over at most a few hundred numbers.
-        generator: for samples and test vectors.
-        samples: how many are drawn for their moments.
-        tolerance: relative; None: 1e-8, or 1e-4 for float32 weights.
+        posterior: A posterior over at most a few hundred numbers.
+        generator: The source of samples and test vectors.
+        samples: The number of samples that are drawn for their moments.
+        tolerance: The relative tolerance. None means 1e-8, or 1e-4 for float32 weights.
 
     Raises:
-        AssertionError: what differs and by how much.
+        AssertionError: Something differs; the message says what, and by how much.
 
     >>> from aftermap.curvature import fit_curvature
     >>> net = torch.nn.Linear(2, 3).double()
@@ -74,7 +75,7 @@ def check_posterior(
 
 
 def dense_precision(posterior: GaussianPosterior) -> Tensor:
-    """The precision [P, P] over `names`, from the curvature's own dense form and the prior; no decomposition.
+    """Returns the precision [P, P] over `names`, from the curvature's own dense form and the prior, without a decomposition.
 
     With factored damping a Kronecker block is (√(s/N) B + √δ/π I) ⊗ (√(sN) A + π√δ I) (Ritter et al. 2018, eq. 9: π = 1).
     """
@@ -105,7 +106,7 @@ def _damped(block: KronBlockPosterior, scale: float, prior: float, with_pi: bool
         left = math.sqrt(scale / n_data) * outputs[g]
         pi = 1.0
         if with_pi and (float(left.trace()) == 0 or float(right.trace()) == 0):
-            left, right = torch.zeros_like(left), torch.zeros_like(right)  # no curvature: the prior as it is
+            left, right = torch.zeros_like(left), torch.zeros_like(right)  # Without curvature the prior stays as it is.
         elif with_pi:
             pi = math.sqrt(float(right.diagonal().mean() / left.diagonal().mean()))
         left = left + math.sqrt(prior) / pi * torch.eye(layout.out, dtype=torch.float64)
@@ -118,7 +119,7 @@ def _damped(block: KronBlockPosterior, scale: float, prior: float, with_pi: bool
 
 
 def _close(what: str, got: Tensor, wanted: Tensor, tolerance: float) -> None:
-    """Relative to the largest entry: small entries of a precision are differences of large ones."""
+    """Compares relative to the largest entry, since small entries of a precision are differences of large ones."""
     if got.shape != wanted.shape:
         raise AssertionError(f"{what}: shape {tuple(got.shape)} instead of {tuple(wanted.shape)}")
     got, wanted = got.detach().cpu().to(torch.float64), wanted.detach().to(torch.float64)
@@ -188,7 +189,7 @@ def _check_densities(posterior: Posterior, truth: Tensor, generator: torch.Gener
     mean = _flat(posterior.mean, posterior)
     normal = torch.distributions.MultivariateNormal(mean, precision_matrix=truth, validate_args=False)
     for lead in ((), (4,), (2, 3)):
-        # Steps of one standard deviation, or the energy drowns everything else.
+        # Steps are of one standard deviation, or the energy drowns everything else.
         step = _normal((*lead, posterior.n_params), generator) @ torch.linalg.cholesky(torch.linalg.inv(truth)).T
         values = mean + step
         actual = posterior.log_prob(_split(values, posterior))
@@ -197,11 +198,11 @@ def _check_densities(posterior: Posterior, truth: Tensor, generator: torch.Gener
         prior = posterior.prior.vector(posterior.names).detach().cpu()
         _close(
             "log_det_ratio", posterior.log_det_ratio(), log_det - prior.log().sum(), tolerance * len(prior)
-        )  # a difference of two log determinants
+        )  # This is a difference of two log determinants.
 
 
 def _check_samples(posterior: Posterior, truth: Tensor, generator: torch.Generator, count: int) -> None:
-    """Whitened by the true precision, samples must have mean 0 and covariance I within six standard errors."""
+    """Checks that samples whitened by the true precision have mean 0 and covariance I within six standard errors."""
     parts = []
     for start in range(0, count, 5_000):
         drawn = _flat(posterior.sample(min(5_000, count - start), generator), posterior, 1)
@@ -238,7 +239,7 @@ def _check_effective(posterior: GaussianPosterior, covariance: Tensor, tolerance
 
 
 def _check_with_prior(posterior: GaussianPosterior, tolerance: float) -> None:
-    """Other precisions (all twice as large, and one factor per layer) and another scale, against a fresh posterior."""
+    """Checks other precisions (all twice as large, and one factor per layer) and another scale, against a fresh posterior."""
     count = len(posterior.layers)
     steps = torch.linspace(0.5, 2.5, count) if count > 1 else torch.tensor([0.4])
     by_layer = {n: float(steps[i]) for i, names in enumerate(posterior.layers.values()) for n in names}
@@ -264,7 +265,7 @@ def _check_with_prior(posterior: GaussianPosterior, tolerance: float) -> None:
 
 
 def _sources(posterior: GaussianPosterior) -> Factors:
-    """The factors that the posterior was made from, as far as a posterior needs them."""
+    """Returns the factors that the posterior was made from, as far as a posterior needs them."""
     counts = [b.eigen.n_data for b in posterior.blocks if isinstance(b, KronBlockPosterior)]
     blocks = tuple(b.source for b in posterior.blocks)
     return Factors("any", blocks, posterior.names, counts[0] if counts else 1.0, 0.0, "exact", {})

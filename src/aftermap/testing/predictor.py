@@ -23,12 +23,12 @@ class ModelSnapshot:
     """Everything of a model that a function must not change, as it was.
 
     Attributes:
-        tensors: parameter or buffer -> (the object's id, a copy of its values).
-        grads: parameter -> (id of ``.grad``, a copy of it), or None.
-        requires_grad: by parameter.
-        training: by module.
-        attributes: module -> names in its ``__dict__``.
-        hooks: module -> keys of each of its hook tables.
+        tensors: For each parameter or buffer the object's id, and a copy of its values.
+        grads: For each parameter the id of its ``.grad`` and a copy of it, or None.
+        requires_grad: The flag of each parameter.
+        training: The mode of each module.
+        attributes: For each module the names in its ``__dict__``.
+        hooks: For each module the keys of each of its hook tables.
     """
 
     tensors: Mapping[str, tuple[int, Tensor]]
@@ -40,7 +40,7 @@ class ModelSnapshot:
 
     @staticmethod
     def of(model: nn.Module) -> ModelSnapshot:
-        """The state of a model now."""
+        """Returns the state of a model now."""
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         parameters = dict(model.named_parameters())
         modules = dict(model.named_modules())
@@ -58,14 +58,14 @@ class ModelSnapshot:
 
 
 def check_unchanged(model: nn.Module, before: ModelSnapshot) -> None:
-    """Raises unless a model is, bit by bit, what it was.
+    """Raises an error unless a model is, bit by bit, what it was.
 
     Args:
-        model: the model now.
-        before: what it was.
+        model: The model as it is now.
+        before: The state that it had before.
 
     Raises:
-        AssertionError: names everything that differs.
+        AssertionError: The model was changed; the message names everything that differs.
 
     >>> net = nn.Linear(2, 3)
     >>> before = ModelSnapshot.of(net)
@@ -94,7 +94,7 @@ def _same(old: tuple[int, Tensor] | None, new: tuple[int, Tensor] | None) -> boo
     (old_id, a), (new_id, b) = old, new
     if old_id != new_id or a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
         return False
-    if a.device.type == "meta":  # no values to compare
+    if a.device.type == "meta":  # There are no values to compare.
         return True
     return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
 
@@ -102,19 +102,21 @@ def _same(old: tuple[int, Tensor] | None, new: tuple[int, Tensor] | None) -> boo
 def check_predictor(predictor: Any, x: Tensor, *, differentiable: bool = True) -> None:
     """Runs the whole contract on a fitted predictor.
 
-    Checked: the answer is a `Prediction` of every input with finite numbers; probabilities are probabilities; the two parts of
-    the uncertainty are not negative and add up; a generator with the same seed gives the same answer and PyTorch's own
-    generator is left alone; the model is left alone, bit by bit; no autograd graph unless asked for, and then the right
-    gradient in x (against a central difference); one input alone gives what it gave among others, where no samples are drawn;
-    inputs that are not finite are refused, and so is an option that ``predict`` does not have.
+    It checks that the answer is a `Prediction` of every input with finite numbers; probabilities are probabilities; the
+    two parts of the uncertainty are not negative and add up; a generator with the same seed gives the same answer and
+    PyTorch's own generator is left alone; the model is left alone, bit by bit; there is no autograd graph unless asked
+    for, and then the right gradient in x (against a central difference); one input alone gives what it gave among
+    others, where no samples are drawn; inputs that are not finite are refused, and so is an option that ``predict``
+    does not have.
 
     Args:
-        predictor: anything with ``predict(x, generator=...)`` and, unless ``differentiable`` is False, ``differentiable=True``.
-        x: inputs [N, ...] in float64, at least three.
-        differentiable: whether gradients in x are checked.
+        predictor: Any object with ``predict(x, generator=...)`` and, unless ``differentiable`` is False,
+            ``differentiable=True``.
+        x: At least three inputs [N, ...] in float64.
+        differentiable: Whether gradients in x are checked.
 
     Raises:
-        AssertionError: what is wrong.
+        AssertionError: The contract is broken; the message says what is wrong.
 
     >>> from aftermap.baselines import Deterministic
     >>> check_predictor(Deterministic(nn.Linear(3, 4).double()), torch.ones(5, 3, dtype=torch.float64))
@@ -188,7 +190,7 @@ def _check_leaves_alone(predictor: Any, x: Tensor) -> None:
 
 
 def _check_alone(predictor: Any, x: Tensor) -> None:
-    """Where the seed does not matter, neither do the other inputs of the batch."""
+    """Checks that where the seed does not matter, the other inputs of the batch do not matter either."""
     whole = _predict(predictor, x)
     if not torch.equal(whole.mean, _predict(predictor, x, _SEED + 1).mean):
         return
@@ -207,7 +209,7 @@ def _check_bad_input(predictor: Any, x: Tensor) -> None:
 
 
 def _check_unknown_option(predictor: Any, x: Tensor) -> None:
-    """A misspelt option must not be swallowed: the answer would be another one than the user asked for."""
+    """Checks that a misspelt option is not swallowed: the answer would be another one than the user asked for."""
     try:
         predictor.predict(x, no_such_option=1)
     except (TypeError, InputError):
@@ -216,7 +218,7 @@ def _check_unknown_option(predictor: Any, x: Tensor) -> None:
 
 
 def _check_gradient(predictor: Any, x: Tensor) -> None:
-    """The derivative of the summed log of the mean along a random direction, for the same samples."""
+    """Checks the derivative of the summed log of the mean along a random direction, for the same samples."""
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(_SEED), dtype=x.dtype)
 
     def value(inputs: Tensor, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Simulation-based calibration: is a method's posterior right, on average over data drawn from the prior?"""
+"""Simulation-based calibration: whether a method's posterior is right, on average over data drawn from the prior."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Sample = Callable[[object, int, torch.Generator], Tensor]
 
 @dataclass(frozen=True)
 class CalibrationRanks:
-    """Ranks of true parameters among posterior samples.
+    """The ranks of true parameters among posterior samples.
 
     Attributes:
-        ranks: [runs, P], each in 0..L: how many of the L samples lie below the true value.
-        n_samples: L.
+        ranks: The number of the L samples that lie below the true value [runs, P], each in 0..L.
+        n_samples: The number L of posterior samples.
     """
 
     ranks: Tensor
@@ -33,23 +33,23 @@ class CalibrationRanks:
 
     @property
     def shares(self) -> Tensor:
-        """Ranks spread over (0, 1): (rank + ½) / (L + 1)."""
+        """The ranks spread over (0, 1): (rank + ½) / (L + 1)."""
         return (self.ranks.double() + 0.5) / (self.n_samples + 1)
 
     def histogram(self, bins: int = 10) -> Tensor:
-        """Counts [P, bins] of the ranks; flat for an exact posterior, a valley for one that is too narrow, a hill for one too wide."""
+        """Returns counts [P, bins] of the ranks: flat for an exact posterior, a valley for a narrow one, a hill for a wide one."""
         place = (self.shares * bins).long().clamp_max(bins - 1)
         return torch.stack([torch.bincount(column, minlength=bins) for column in place.T])
 
     def deviation(self) -> Tensor:
-        """Kolmogorov-Smirnov distance [P] of the ranks from uniform: 0 for a perfect posterior, at most 1."""
+        """Returns the Kolmogorov-Smirnov distance [P] of the ranks from uniform: 0 for a perfect posterior, at most 1."""
         runs = len(self.ranks)
         grid = torch.arange(self.n_samples + 1)
         below = (self.ranks.unsqueeze(-1) <= grid).double().mean(0)  # [P, L + 1]
         return (below - (grid + 1).double() / (self.n_samples + 1)).abs().amax(-1) if runs else torch.empty(0)
 
     def p_value(self) -> Tensor:
-        """Probability [P] of at least this deviation under an exact posterior (asymptotic Kolmogorov law).
+        """Returns the probability [P] of at least this deviation under an exact posterior (asymptotic Kolmogorov law).
 
         Small values say that the posterior is not exact; with discrete ranks they are somewhat too large, never too small.
         """
@@ -60,7 +60,7 @@ class CalibrationRanks:
         return torch.where(scaled < 0.2, 1.0, terms.sum(-1)).clamp(0, 1)
 
     def spread_ratio(self) -> Tensor:
-        """Spread [P] of the ranks relative to uniform ones: 1 exact, above 1 overconfident, below 1 too careful."""
+        """Returns the spread [P] of the ranks relative to uniform ones: 1 is exact, above 1 overconfident, below 1 too careful."""
         return (self.shares - 0.5).square().mean(0).mul(12).sqrt()
 
 
@@ -73,25 +73,26 @@ def simulation_based_calibration(
     generator: torch.Generator | None = None,
     progress: bool | None = None,
 ) -> CalibrationRanks:
-    """Ranks of true parameters under a method's posterior.
+    """Returns the ranks of true parameters under a method's posterior.
 
     In each run θ ~ prior and data ~ p(· | θ) are drawn, and the method gives L posterior samples. If its posterior is exact, the rank
     of every θ_i among them is uniform on 0..L.
 
     Args:
-        simulate: generator -> (θ [P], data): draws from the prior and then from the likelihood.
-        sample: (data, L, generator) -> posterior samples [L, P]; independent ones (thin a chain).
-        runs: number of simulated data sets.
-        n_samples: L.
-        generator: for everything random.
-        progress: show a bar; None: on a terminal.
+        simulate: A function of a generator that draws θ [P] from the prior and then data from the likelihood, and
+            returns (θ, data).
+        sample: A function of (data, L, generator) that returns independent posterior samples [L, P] (thin a chain).
+        runs: The number of simulated data sets.
+        n_samples: The number L of posterior samples.
+        generator: The source of everything random.
+        progress: Whether to show a progress bar. None shows it on a terminal.
 
     Returns:
         The ranks with their deviation from uniform.
 
     Raises:
-        InputError: fewer than 10 runs or no samples.
-        ShapeError: samples of another shape than [L, P].
+        InputError: There are fewer than 10 runs, or no samples.
+        ShapeError: The samples have another shape than [L, P].
 
     References:
         Talts et al. 2018, Validating Bayesian inference algorithms with simulation-based calibration, algorithm 1.
@@ -107,7 +108,7 @@ def simulation_based_calibration(
     """
     runs, n_samples = checks.count("runs", runs, 10), checks.count("n_samples", n_samples)
     source = generator
-    if source is None:  # a private one, seeded from the default one
+    if source is None:  # This one is private, seeded from the default one.
         source = torch.Generator().manual_seed(int(torch.randint(2**62, (1,))))
     ranks = []
     for _ in progress_bar(range(runs), description="calibration", enabled=progress):

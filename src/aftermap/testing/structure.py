@@ -25,7 +25,7 @@ from aftermap.testing.predictor import ModelSnapshot, check_unchanged
 __all__ = ["check_structure"]
 
 _DATA = 7
-# Of the outputs' noise: no two outputs have the same curvature.
+# The noise of each output differs, so that no two outputs have the same curvature.
 _NOISE = (0.5, 1.0, 2.0)
 
 
@@ -36,21 +36,22 @@ def check_structure(name: str, *, samples: int = 20_000, tolerance: float = 1e-8
     is used again without its layer, and one with norm layers. The data are the networks' own outputs, so that the exact Hessian is the Gauss-Newton
     matrix and every curvature must be positive semi-definite.
 
-    Checked: the blocks hold every parameter once and are of the declared kinds; the dense matrix is symmetric and positive
-    semi-definite, and agrees with diagonal, trace, multiples and tensors that are taken out and put back; the order of the
-    data, their split into batches, weights and sums of two fits; the posterior (`check_posterior`: products, determinants,
-    samples, other priors) for every damping that is offered, and that other dampings are refused; linearised predictions
-    against the Jacobian; a folder that is written and read; the message for a name that is not known; that the network is
-    left as it was.
+    It checks that the blocks hold every parameter once and are of the declared kinds; the dense matrix is symmetric and
+    positive semi-definite, and agrees with diagonal, trace, multiples and tensors that are taken out and put back; the
+    order of the data, their split into batches, weights and sums of two fits; the posterior (`check_posterior`:
+    products, determinants, samples, other priors) for every damping that is offered, and that other dampings are
+    refused; linearised predictions against the Jacobian; a folder that is written and read; the message for a name that
+    is not known; that the network is left as it was.
 
     Args:
         name: The name that was given to `register_structure`.
-        samples: How many weights are drawn for the mean and the covariance of samples.
-        tolerance: Of comparisons, relative to the largest entry.
+        samples: The number of weights that are drawn for the mean and the covariance of samples.
+        tolerance: The tolerance of comparisons, relative to the largest entry.
 
     Returns:
-        What does not apply to the structure -> why: networks that it refuses (`UnsupportedError`), and checks that its
-        registration excludes. An empty dictionary means that everything was checked.
+        For each thing that does not apply to the structure the reason why: networks that it refuses
+        (`UnsupportedError`), and checks that its registration excludes. An empty dictionary means that everything was
+        checked.
 
     Raises:
         AssertionError: Something differs; the message says what, by how much and for which network.
@@ -90,7 +91,7 @@ def check_structure(name: str, *, samples: int = 20_000, tolerance: float = 1e-8
 
 
 class _Repeated(nn.Module):
-    """A layer that is called twice."""
+    """A network with a layer that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class _Repeated(nn.Module):
 
 
 class _Tied(nn.Module):
-    """A weight that is used once more without its layer."""
+    """A network with a weight that is used once more without its layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +239,7 @@ def _check_matrix(case: _Case, factors: Factors) -> None:
 
 
 def _check_data(case: _Case, factors: Factors) -> None:
-    """What was summed does not depend on how the data came."""
+    """Checks that what was summed does not depend on how the data came."""
     first, second = range(2), range(2, _DATA)
     dense = factors.to_dense()
     case.close("the data in another order", case.fit([case.some(range(_DATA)[::-1])]).to_dense(), dense)
@@ -278,7 +279,7 @@ def _check_posteriors(case: _Case, factors: Factors, samples: int) -> None:
 
 
 def _check_laplace(case: _Case) -> None:
-    """Linearised predictions against the Jacobian; a folder that is written and read."""
+    """Checks linearised predictions against the Jacobian, and a folder that is written and read."""
     laplace = Laplace(case.model, case.likelihood, structure=case.entry.name, prior_precision=0.7)
     with warnings.catch_warnings():
         # The residuals are zero, so the weights are no minimum of a loss with a prior.

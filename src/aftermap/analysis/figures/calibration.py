@@ -1,4 +1,4 @@
-"""Calibration: is a confidence of 80 % right in 80 % of cases, and does a 90 % interval hold 90 % of targets?"""
+"""Figures of calibration: whether a confidence of 80 % is right in 80 % of cases, and a 90 % interval holds 90 % of targets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from aftermap.analysis.figures.style import INK, Array, axes, color_of, dash_of,
 
 __all__ = ["interval_calibration", "reliability"]
 
-_Z = 1.959964  # two-sided 95 % of the normal
+_Z = 1.959964  # The normal distribution holds 95 % between −Z and Z.
 _MARKERS = ("o", "s", "^", "D")
 
 
 def _wilson(rate: Array, count: Array) -> tuple[Array, Array]:
-    """Ends of the 95 % Wilson interval of a rate, exact enough at any count and in closed form (Wilson 1927)."""
+    """Returns the ends of the 95 % Wilson interval of a rate, exact enough at any count and in closed form (Wilson 1927)."""
     shrink = 1 + _Z**2 / count
     centre = (rate + _Z**2 / (2 * count)) / shrink
     half = _Z / shrink * np.sqrt(rate * (1 - rate) / count + _Z**2 / (4 * count**2))
@@ -29,22 +29,23 @@ def _diagonal(ax: Any) -> None:
 
 
 def reliability(curves: Mapping[str, Any], *, counts: bool = True, ax: Any = None, title: str = "") -> Any:
-    """Reliability diagram: share of right answers over mean confidence, bin by bin, with the number of answers above.
+    """Draws a reliability diagram: the share of right answers over mean confidence, bin by bin, with the number of answers above.
 
     A point under the diagonal is overconfident. The bars are 95 % Wilson intervals of the bin's accuracy; bins without
     answers are left out, and markers grow with the number of answers.
 
     Args:
-        curves: columns "confidence", "accuracy" and "count", as `Results.curves["reliability"]`; or several by name.
-        counts: draw the strip of counts above the diagram.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        curves: The columns "confidence", "accuracy" and "count", as in `Results.curves["reliability"]`, or several such
+            curves by name.
+        counts: Whether to draw the strip of counts above the diagram.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
         The Axes of the diagram; the strip is its only child Axes.
 
     Raises:
-        InputError, DataError, ShapeError: curves that lack a column or do not fit.
+        InputError, DataError, ShapeError: A curve lacks a column or does not fit.
 
     >>> ax = reliability({"confidence": [0.6, 0.9], "accuracy": [0.5, 0.95], "count": [20, 80]})
     >>> ax.get_xlabel(), len(ax.child_axes)
@@ -53,7 +54,7 @@ def reliability(curves: Mapping[str, Any], *, counts: bool = True, ax: Any = Non
     columns = named_curves(curves, ("confidence", "accuracy", "count"), finite=False)
     ax = axes(ax, height=3.1 if ax is None else None)
     _diagonal(ax)
-    ax.set_xlim(0, 1.02)  # room for the last bin's marker
+    ax.set_xlim(0, 1.02)  # This leaves room for the last bin's marker.
     strip = ax.inset_axes([0.0, 1.03, 1.0, 0.17]) if counts else None
     width = 0.8 / (len(next(iter(columns.values()))["count"]) * len(columns))
     top = 1.0
@@ -90,17 +91,18 @@ def reliability(curves: Mapping[str, Any], *, counts: bool = True, ax: Any = Non
 
 
 def interval_calibration(curves: Mapping[str, Any], *, ax: Any = None, title: str = "") -> Any:
-    """Share of targets inside the central interval over the level that the interval promises.
+    """Draws the share of targets inside the central interval over the level that the interval promises.
 
-    Above the diagonal intervals are too wide, under it too narrow; the shade is the miscalibration.
+    Above the diagonal intervals are too wide, under it too narrow. The shaded area is the miscalibration.
 
     Args:
-        curves: columns "level" and "coverage", as `Results.curves["interval_calibration"]`; or several by name.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        curves: The columns "level" and "coverage", as in `Results.curves["interval_calibration"]`, or several such
+            curves by name.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     >>> interval_calibration({"level": [0.0, 0.5, 1.0], "coverage": [0.0, 0.6, 1.0]}).get_xlabel()
     'promised share'

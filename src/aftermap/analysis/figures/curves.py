@@ -34,7 +34,7 @@ __all__ = [
     "training_history",
 ]
 
-_POINTS = 600  # more points than this make a figure heavy and no clearer
+_POINTS = 600  # More points than this make a figure heavy and no clearer.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 ATTACK_QUANTITIES = {
     "accuracy": "accuracy under attack",
@@ -68,28 +68,28 @@ def regression_band(
     x_label: str = "x",
     y_label: str = "y",
 ) -> Any:
-    """The predictive over a line of inputs, with one shade per standard deviation.
+    """Draws the predictive over a line of inputs, with one shade per standard deviation.
 
     The k-th shade fills mean ± k·deviation; shades lie on each other, so that the middle is darkest.
 
     Args:
-        x: inputs [N], in any order.
-        mean: of the predictive [N].
-        deviation: standard deviation of a new target [N], noise included: `prediction.total.sqrt()`.
-        epistemic: standard deviation of the function alone [N]; drawn as a pair of thin lines at one deviation.
-        data: inputs and targets of training data, as points.
-        truth: the true function at x [N], where it is known.
-        deviations: number of shades.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
-        x_label: of the inputs.
-        y_label: of the targets.
+        x: The inputs [N], in any order.
+        mean: The mean of the predictive [N].
+        deviation: The standard deviation of a new target [N], noise included: `prediction.total.sqrt()`.
+        epistemic: The standard deviation of the function alone [N], drawn as a pair of thin lines at one deviation.
+        data: The inputs and targets of training data, drawn as points.
+        truth: The true function at x [N], where it is known.
+        deviations: The number of shades.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
+        x_label: The label of the inputs' axis.
+        y_label: The label of the targets' axis.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     Raises:
-        InputError, DataError, ShapeError: less than one shade, a negative deviation, or lengths that do not fit.
+        InputError, DataError, ShapeError: There is less than one shade, a deviation is negative, or lengths do not fit.
 
     >>> ax = regression_band([0.0, 1.0], [0.0, 1.0], [0.1, 0.2], deviations=2)
     >>> len(ax.collections)
@@ -140,21 +140,21 @@ def observed_against_predicted(
     ax: Any = None,
     title: str = "",
 ) -> Any:
-    """What was observed over what was predicted, with a bar of the given number of deviations around each prediction.
+    """Draws what was observed over what was predicted, with a bar of the given number of deviations around each prediction.
 
-    Points whose bar misses the diagonal are drawn as crosses: for a calibrated Gaussian predictive 4.6 % of them at two
-    deviations. Of more than 600 points every k-th is drawn.
+    Points whose bar misses the diagonal are drawn as crosses; for a calibrated Gaussian predictive these are 4.6 % at
+    two deviations. Of more than 600 points every k-th is drawn.
 
     Args:
-        mean: of the predictive [N].
-        deviation: standard deviation of a new target [N].
-        targets: what was observed [N].
-        deviations: length of a bar to each side.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        mean: The mean of the predictive [N].
+        deviation: The standard deviation of a new target [N].
+        targets: The targets that were observed [N].
+        deviations: The length of a bar to each side, in deviations.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     >>> observed_against_predicted([0.0, 1.0], [0.1, 0.1], [0.1, 2.0]).get_ylabel()
     'observed'
@@ -192,14 +192,14 @@ def observed_against_predicted(
                 label=label,
             )
     finish(ax, title=title, x="predicted mean", y="observed", legend=True)
-    ax.get_legend().set_loc("upper left")  # far from the diagonal
+    ax.get_legend().set_loc("upper left")  # This corner is far from the diagonal.
     return ax
 
 
 def decision_grid(
     low: tuple[float, float], high: tuple[float, float], n: int = 100
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A regular grid of inputs: its two axes [n] and the inputs [n·n, 2], row by row from the bottom.
+    """Returns a regular grid of inputs: its two axes [n] and the inputs [n·n, 2], row by row from the bottom.
 
     >>> x, y, inputs = decision_grid((0.0, 0.0), (1.0, 2.0), n=3)
     >>> inputs.shape, inputs[1]
@@ -211,7 +211,7 @@ def decision_grid(
 
 
 def _on_grid(name: str, values: Any, shape: tuple[int, int], lead: int) -> Array:
-    """[..., n_y·n_x, C] or [..., n_y, n_x, C] -> [..., n_y, n_x, C], with `lead` leading dimensions."""
+    """Brings [..., n_y·n_x, C] or [..., n_y, n_x, C] to [..., n_y, n_x, C], with `lead` leading dimensions."""
     array = values.detach().cpu().double().numpy() if isinstance(values, torch.Tensor) else np.asarray(values, float)
     if array.ndim == lead + 2 and array.shape[lead] == shape[0] * shape[1]:
         array = array.reshape(*array.shape[:lead], *shape, array.shape[-1])
@@ -224,7 +224,7 @@ def _on_grid(name: str, values: Any, shape: tuple[int, int], lead: int) -> Array
 
 
 def _margins(probabilities: Array) -> list[Array]:
-    """Per class its probability minus the largest other one: the boundary of the class is where it is zero.
+    """Returns for each class its probability minus the largest other one; the boundary of the class is where it is zero.
 
     Two classes share one boundary, which is drawn once.
     """
@@ -245,25 +245,26 @@ def decision_map(
     ax: Any = None,
     title: str = "",
 ) -> Any:
-    """The plane of two inputs: shade = class and confidence, thick line = the decision, thin lines = sampled decisions.
+    """Draws the plane of two inputs: shades show class and confidence, a thick line the decision, thin lines sampled decisions.
 
     Args:
-        x: first input along the grid [n_x] (`decision_grid`).
-        y: second input along the grid [n_y].
-        probabilities: predictive at the grid [n_y·n_x, C]: `predict(inputs).mean`.
-        samples: of the probabilities [S, n_y·n_x, C]: `predict(inputs, link="mc").samples`; one boundary each.
-        points: data to show [N, 2].
-        labels: their classes [N], told apart by marker and colour.
-        names: of the classes.
-        max_samples: boundaries drawn at most.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        x: The values of the first input along the grid [n_x] (`decision_grid`).
+        y: The values of the second input along the grid [n_y].
+        probabilities: The predictive at the grid [n_y·n_x, C]: `predict(inputs).mean`.
+        samples: The samples of the probabilities [S, n_y·n_x, C]: `predict(inputs, link="mc").samples`; each gives one
+            boundary.
+        points: The data to show [N, 2].
+        labels: The classes of the points [N], told apart by marker and colour.
+        names: The names of the classes.
+        max_samples: The greatest number of boundaries to draw.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     Raises:
-        ShapeError, InputError: what does not fit the grid, or labels without points.
+        ShapeError, InputError: An argument does not fit the grid, or there are labels without points.
 
     >>> x, y, inputs = decision_grid((-1.0, -1.0), (1.0, 1.0), n=5)
     >>> p = torch.sigmoid(4 * inputs[:, :1])
@@ -299,7 +300,7 @@ def _rgb(color: str) -> tuple[float, ...]:
 
 def _boundaries(ax: Any, x: Array, y: Array, probabilities: Array, **style: Any) -> None:
     for margin in _margins(probabilities):
-        if margin.min() < 0 < margin.max():  # a class that never or always wins has no boundary
+        if margin.min() < 0 < margin.max():  # A class that never or always wins has no boundary.
             ax.contour(
                 x, y, margin, levels=[0.0], colors=style["color"], linewidths=style["linewidths"], alpha=style["alpha"]
             )
@@ -337,22 +338,22 @@ def evidence_curve(
     ax: Any = None,
     title: str = "",
 ) -> Any:
-    """The log evidence, or a validation score, over a hyperparameter; the best value of each curve is marked.
+    """Draws the log evidence, or a validation score, over a hyperparameter, and marks the best value of each curve.
 
     Args:
-        values: of the hyperparameter [N].
-        evidence: at those values [N], or name -> [N]; more is better. NaN leaves a gap.
-        x_label: the hyperparameter.
-        y_label: what is drawn.
-        log: a logarithmic axis of values, which must then be positive.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        values: The values of the hyperparameter [N].
+        evidence: The evidence at those values [N], or several such curves by name; more is better. NaN leaves a gap.
+        x_label: The name of the hyperparameter.
+        y_label: The name of what is drawn.
+        log: Whether the axis of values is logarithmic; they must then be positive.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     Raises:
-        InputError, DataError, ShapeError: values that are not positive on a logarithmic axis, or do not fit.
+        InputError, DataError, ShapeError: A value is not positive on a logarithmic axis, or lengths do not fit.
 
     >>> ax = evidence_curve([0.1, 1.0, 10.0], [-9.0, -4.0, -6.0])
     >>> ax.get_xscale()
@@ -405,22 +406,22 @@ def training_history(
     ax: Any = None,
     title: str = "",
 ) -> Any:
-    """What training logged, one line per quantity.
+    """Draws what training logged, one line per quantity.
 
     Args:
-        history: name -> one number per step; the lengths may differ.
-        steps: place of every number [N]; None: 1, 2, … .
-        x_label: what a step is.
-        y_label: what is drawn.
-        log: a logarithmic axis of heights.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        history: For each name one number per step; the lengths may differ.
+        steps: The place of every number [N]. None means 1, 2, … .
+        x_label: The name of a step.
+        y_label: The name of what is drawn.
+        log: Whether the axis of heights is logarithmic.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     Raises:
-        InputError: no history, or fewer steps than numbers.
+        InputError: There is no history, or there are fewer steps than numbers.
 
     >>> training_history({"train": [2.0, 1.0], "validation": [2.1, 1.4]}).get_xlabel()
     'epoch'
@@ -454,20 +455,21 @@ def attack_curves(
     ax: Any = None,
     title: str = "",
 ) -> Any:
-    """One quantity along the strength of an attack, for one method or several.
+    """Draws one quantity along the strength of an attack, for one method or several.
 
     Args:
-        curves: "steps" and the quantity, as `AttackCurve.to_dict` or an entry of `Results.attacks`; or several by name.
-        quantity: accuracy, entropy, kept or target.
-        strength: what the steps are, with unit.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        curves: The columns "steps" and the quantity, as in `AttackCurve.to_dict` or an entry of `Results.attacks`, or
+            several such curves by name.
+        quantity: The quantity to draw: accuracy, entropy, kept or target.
+        strength: The name of the steps, with their unit.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     Raises:
-        InputError, DataError, ShapeError: an unknown quantity, or curves that lack a column.
+        InputError, DataError, ShapeError: The quantity is unknown, or a curve lacks a column.
 
     >>> attack_curves({"steps": [0.0, 0.1], "accuracy": [0.9, 0.2]}).get_ylabel()
     'accuracy under attack'
@@ -500,21 +502,23 @@ def risk_coverage(
     ax: Any = None,
     title: str = "",
 ) -> Any:
-    """Risk over coverage: the mean loss of the answered inputs when only the least uncertain share is answered.
+    """Draws risk over coverage: the mean loss of the answered inputs when only the least uncertain share is answered.
 
     Args:
-        curves: columns "coverage" and "risk", as `Results.curves["risk_coverage"]`; or several by name.
-        operating: a coverage in (0, 1] to mark on the first curve.
-        loss: what the risk is, the label of its axis.
-        percent: write the risk in percent; False for a loss that is no share.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        curves: The columns "coverage" and "risk", as in `Results.curves["risk_coverage"]`, or several such curves by
+            name.
+        operating: A coverage in (0, 1] to mark on the first curve.
+        loss: The name of the risk, which labels its axis.
+        percent: Whether to write the risk in percent; False for a loss that is no share.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     Raises:
-        InputError, DataError, ShapeError: curves that lack a column or do not fit, or an operating point outside (0, 1].
+        InputError, DataError, ShapeError: A curve lacks a column or does not fit, or the operating point lies outside
+            (0, 1].
 
     >>> ax = risk_coverage({"coverage": [0.5, 1.0], "risk": [0.0, 0.1]}, operating=0.8)
     >>> ax.get_ylabel()
@@ -534,7 +538,7 @@ def risk_coverage(
             linewidth=1.4,
             label=legend_label(name) or "_",
         )
-        # The first few answers are too few for a mean: they must not set the scale.
+        # The first few answers are too few for a mean, so they must not set the scale.
         top = max(top, float(curve["risk"][curve["coverage"] >= 0.1].max(initial=0.0)))
     if operating is not None:
         curve = next(iter(columns.values()))
@@ -546,5 +550,5 @@ def risk_coverage(
         axis.set_major_formatter(lambda value, _: f"{100 * value:.3g} %")
     finish(ax, title=title, x="coverage: share of inputs answered", y=loss, legend=any(columns))
     if any(columns) and percent:
-        ax.get_legend().set_loc("upper left")  # error rates are low where coverage is
+        ax.get_legend().set_loc("upper left")  # Error rates are low where coverage is, so this corner is free.
     return ax

@@ -1,4 +1,4 @@
-"""Telling other data from usual data by a score: shares above a threshold, histograms, ROC."""
+"""Figures of telling other data from usual data by a score: shares above a threshold, histograms, ROC."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ __all__ = ["inverse_ecdf", "roc", "score_histograms"]
 
 
 def inverse_ecdf(curves: Mapping[str, Any], *, score: str = "entropy (nats)", ax: Any = None, title: str = "") -> Any:
-    """Share of inputs whose score lies above each threshold.
+    """Draws the share of inputs whose score lies above each threshold.
 
     Usual data should fall early, other data late: the further apart the curves, the better a threshold separates them.
 
     Args:
-        curves: columns "threshold" and "share_above", as `Results.curves["entropy/test"]`; or several by name.
-        score: its name, with unit.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        curves: The columns "threshold" and "share_above", as in `Results.curves["entropy/test"]`, or several such
+            curves by name.
+        score: The name of the score, with its unit.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     >>> inverse_ecdf({"threshold": [0.0, 1.0], "share_above": [0.5, 0.0]}).get_xlabel()
     'entropy (nats)'
@@ -75,20 +76,20 @@ def score_histograms(
     ax: Any = None,
     title: str = "",
 ) -> Any:
-    """Scores of usual data beside those of other sets, each as shares of its own set in common bins.
+    """Draws the scores of usual data beside those of other sets, each as shares of its own set in common bins.
 
     Args:
-        inside: scores of usual data [N].
-        outside: name -> scores [M].
-        score: its name, with unit.
-        name: of the usual data.
-        bins: number of bins.
-        threshold: drawn as a line: inputs to its right are flagged.
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        inside: The scores of usual data [N].
+        outside: The scores [M] of each other set, by its name.
+        score: The name of the score, with its unit.
+        name: The name of the usual data.
+        bins: The number of bins.
+        threshold: A threshold to draw as a line; inputs to its right are flagged.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     >>> score_histograms([0.1, 0.2], {"other": [0.8, 0.9]}).get_ylabel()
     'share of the set'
@@ -108,13 +109,13 @@ def score_histograms(
 
 
 def roc(inside: Any, outside: Mapping[str, Any], *, ax: Any = None, title: str = "") -> Any:
-    """ROC curves: the share of each other set that is found over the share of usual data that raises a false alarm.
+    """Draws ROC curves: the share of each other set that is found over the share of usual data that raises a false alarm.
 
     Args:
-        inside: scores of usual data [N], higher = more unusual.
-        outside: name -> scores [M].
-        ax: to draw on; None: a new figure.
-        title: of the figure.
+        inside: The scores of usual data [N], higher for the more unusual.
+        outside: The scores [M] of each other set, by its name.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title of the figure.
 
     Returns:
         The Axes; the legend has the area under each curve.

@@ -33,24 +33,24 @@ __all__ = [
     "save_svg",
 ]
 
-# Okabe and Ito's palette: told apart with any colour vision, and in grey.
+# In Okabe and Ito's palette colours are told apart with any colour vision, and in grey.
 CATEGORIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 INK = "#333333"
 SEQUENTIAL = "viridis"
 DIVERGING = "PuOr"
-COLUMN = 3.5  # inches: the width of a journal's column
+COLUMN = 3.5  # The width of a journal's column, in inches.
 Array = npt.NDArray[np.float64]
 _DASHES: tuple[Any, ...] = ("-", (0, (4, 1.6)), (0, (1.2, 1.4)), (0, (6, 1.5, 1.2, 1.5)))
 
 
 def axes(ax: Any = None, *, width: float = COLUMN, height: float | None = None, polar: bool = False) -> Any:
-    """The Axes to draw on: the given one, or the only one of a new figure.
+    """Returns the Axes to draw on: the given one, or the only one of a new figure.
 
     Args:
-        ax: a matplotlib Axes, or None for a new figure of its own.
-        width: of the new figure, inches.
-        height: of the new figure, inches; by default 0.72 of the width.
-        polar: whether a new Axes is polar.
+        ax: A matplotlib Axes, or None for a new figure of its own.
+        width: The width of the new figure, in inches.
+        height: The height of the new figure, in inches; by default 0.72 of the width.
+        polar: Whether a new Axes is polar.
 
     Returns:
         The Axes; its figure is `ax.figure`.
@@ -67,7 +67,7 @@ def axes(ax: Any = None, *, width: float = COLUMN, height: float | None = None, 
 
 
 def finish(ax: Any, *, title: str = "", x: str = "", y: str = "", legend: bool = False) -> Any:
-    """Labels, thin spines and small type, the same on every figure; returns the Axes."""
+    """Gives an Axes labels, thin spines and small type, the same on every figure, and returns it."""
     ax.set_title(title, fontsize=9, color=INK, loc="left")
     ax.set_xlabel(x, fontsize=8, color=INK)
     ax.set_ylabel(y, fontsize=8, color=INK)
@@ -81,7 +81,7 @@ def finish(ax: Any, *, title: str = "", x: str = "", y: str = "", legend: bool =
 
 
 def save_svg(figure: Any) -> str:
-    """The figure as SVG text with real, selectable letters and the same bytes at every run.
+    """Returns the figure as SVG text with real, selectable letters and the same bytes at every run.
 
     >>> save_svg(axes().figure).lstrip().startswith("<svg")
     True
@@ -97,17 +97,17 @@ def save_svg(figure: Any) -> str:
 
 
 def as_array(name: str, values: Any, *, dims: int = 1, finite: bool = True) -> Array:
-    """Numbers of a figure as float64: a tensor, an array or a list; None, which JSON writes for NaN, becomes NaN.
+    """Returns the numbers of a figure as float64: a tensor, an array or a list; None, which JSON writes for NaN, becomes NaN.
 
     Args:
-        name: of the argument, for messages.
-        values: what was given.
-        dims: dimensions it must have.
-        finite: refuse NaN and infinity.
+        name: The name of the argument, for messages.
+        values: The values that were given.
+        dims: The number of dimensions that the values must have.
+        finite: Whether to refuse NaN and infinity.
 
     Raises:
-        DataError: nothing, text, or a number that is not finite.
-        ShapeError: another number of dimensions.
+        DataError: There are no values, they are text, or a number is not finite.
+        ShapeError: The values have another number of dimensions.
 
     >>> as_array("risk", torch.ones(2))
     array([1., 1.])
@@ -130,19 +130,19 @@ def as_array(name: str, values: Any, *, dims: int = 1, finite: bool = True) -> A
 def named_curves(
     curves: Mapping[str, Any], columns: Sequence[str], *, finite: bool = True
 ) -> dict[str, dict[str, Array]]:
-    """One curve, or several by name, each with the wanted columns of one length.
+    """Returns one curve, or several by name, each with the wanted columns of one length.
 
     Args:
-        curves: column -> numbers, or name -> column -> numbers.
-        columns: that each curve must have.
-        finite: refuse NaN and infinity.
+        curves: The columns of one curve by name, or several such curves by name.
+        columns: The columns that each curve must have.
+        finite: Whether to refuse NaN and infinity.
 
     Returns:
-        name -> column -> array; a single curve is called "".
+        For each name the arrays of its columns; a single curve is called "".
 
     Raises:
-        InputError: no curve, or a column is missing.
-        ShapeError: columns of different lengths.
+        InputError: There is no curve, or a column is missing.
+        ShapeError: The columns have different lengths.
 
     >>> list(named_curves({"coverage": [0.5, 1.0], "risk": [0.0, 0.1]}, ("coverage", "risk")))
     ['']
@@ -163,17 +163,17 @@ def named_curves(
 
 
 def color_of(index: int) -> str:
-    """The colour of the index-th curve."""
+    """Returns the colour of the index-th curve."""
     return CATEGORIES[index % len(CATEGORIES)]
 
 
 def dash_of(index: int) -> Any:
-    """The dash pattern of the index-th curve: curves are told apart without colour, too."""
+    """Returns the dash pattern of the index-th curve, so that curves are told apart without colour, too."""
     return _DASHES[index % len(_DASHES)]
 
 
 def legend_label(name: object) -> str:
-    r"""A user's name as a legend shows it: no dollar starts a formula, and no underscore hides the entry.
+    r"""Returns a user's name as a legend shows it: no dollar starts a formula, and no underscore hides the entry.
 
     >>> legend_label("$x"), legend_label("_x") == "_x"
     ('\\$x', False)

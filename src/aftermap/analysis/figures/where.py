@@ -44,18 +44,18 @@ def layer_shares(
     ax: Any = None,
     title: str = "share of the predictive variance",
 ) -> Any:
-    """One bar per layer, the first on top: its share of the variance of the outputs.
+    """Draws one bar per layer, the first on top: its share of the variance of the outputs.
 
     Args:
-        names: layers, in the order of the network.
-        shares: [L], adding up to one together with ``cross``.
-        cross: signed shares of the covariance with other layers [L]; None where layers are independent.
-        parameters: share of all uncertain weights [L], as a circle; None: none.
-        ax: where to draw; None: a new figure.
-        title: above.
+        names: The names of the layers, in the order of the network.
+        shares: The shares [L], which add up to one together with ``cross``.
+        cross: The signed shares of the covariance with other layers [L]; None where layers are independent.
+        parameters: The share of all uncertain weights [L], drawn as a circle. None draws no circles.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title above the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
 
     >>> layer_shares(["0", "2"], [0.25, 0.75]).get_title(loc="left")
     'share of the predictive variance'
@@ -120,19 +120,19 @@ def class_matrix(
     y: str = "output",
     signed: bool = True,
 ) -> Any:
-    """A K×K matrix as a heat map, with numbers where there is room.
+    """Draws a K×K matrix as a heat map, with numbers where there is room.
 
     Args:
-        matrix: [K, K]; NaN is left blank.
-        labels: K names.
-        ax: where to draw; None: a new figure.
-        title: above.
-        x: what the columns are.
-        y: what the rows are.
-        signed: colours diverge at zero; else they start at zero.
+        matrix: The matrix [K, K]; NaN is left blank.
+        labels: The K names of rows and columns.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title above the figure.
+        x: The name of what the columns are.
+        y: The name of what the rows are.
+        signed: Whether colours diverge at zero; otherwise they start at zero.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
     """
     values = as_array("matrix", matrix, dims=2, finite=False)
     if values.shape != (len(labels), len(labels)):
@@ -169,19 +169,19 @@ def layer_calibration(
     ax: Any = None,
     title: str = "rise of the training loss when one layer is drawn",
 ) -> Any:
-    """Dots per layer: measured with two standard errors, linearised, and ½γ; on one spot for a calibrated map.
+    """Draws dots per layer: measured with two standard errors, linearised, and ½γ; they lie on one spot for a calibrated map.
 
     Args:
-        names: layers.
-        measured: nats [L].
-        errors: standard errors [L].
-        linearised: [L].
-        expected: ½γ [L]; NaN where it is not known.
-        ax: where to draw; None: a new figure.
-        title: above.
+        names: The names of the layers.
+        measured: The measured increases [L], in nats.
+        errors: The standard errors of the measured increases [L].
+        linearised: The increases [L] of a network that is linear in the layer.
+        expected: The increases ½γ [L]; NaN where they are not known.
+        ax: The axes to draw on. None makes a new figure.
+        title: The title above the figure.
 
     Returns:
-        The Axes.
+        The Axes that were drawn on.
     """
     values = as_array("measured", measured)
     ax = axes(ax, height=max(1.6, 0.9 + 0.3 * len(values)))
@@ -229,7 +229,7 @@ def _layers(where: Any, **options: Any) -> Any:
 
 
 def _filters(where: Any, layer: str | None = None, **options: Any) -> Any:
-    """By default the first convolution; without one, the first dense layer."""
+    """Draws by default the first convolution, or without one the first dense layer."""
     if layer is None:
         kinds = {k.name: k.layer.kind for k in where.layers}
         layer = next((n for n, kind in kinds.items() if kind.startswith("Conv")), where.layer_names[0])
@@ -264,7 +264,7 @@ def _pairs(where: Any, **options: Any) -> Any:
 
 
 def _captions(where: Any) -> list[str]:
-    """True class → predicted class, or the answer ± its deviation."""
+    """Returns true class → predicted class, or the answer ± its deviation, for each input."""
     inputs, names = where.inputs, where.classes.labels
     predictions = inputs.predictions
     known = [t.reshape(-1)[0].item() if getattr(t, "numel", lambda: 0)() == 1 else None for t in inputs.targets]
@@ -278,7 +278,7 @@ def _captions(where: Any) -> list[str]:
 
 
 def _arrow(true: str, answer: str) -> str:
-    """On one line where it fits above a small picture."""
+    """Returns both on one line where they fit above a small picture."""
     gap = " " if len(true) + len(answer) <= 9 else "\n"
     return f"{short_name(true, 13)}{gap}→ {short_name(answer, 13)}"
 

@@ -37,17 +37,17 @@ __all__ = [
     "weight_histograms",
 ]
 
-_LINES = 6  # more layers than this are drawn as rows of a picture instead of lines
+_LINES = 6  # More layers than this are drawn as rows of a picture instead of lines.
 _EPISTEMIC, _ALEATORIC = CATEGORIES[0], CATEGORIES[4]
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure that holds several Axes; inches."""
+    """Returns a figure that can hold several Axes, with its size in inches."""
     return optional("matplotlib.figure", "plot", "figures").Figure(figsize=(width, height), layout="constrained")
 
 
 def short_name(name: str, limit: int = 22) -> str:
-    """A path with shorter words, numbers kept: they tell layers apart.
+    """Returns a path with shorter words; numbers are kept, since they tell layers apart.
 
     >>> short_name("encoder.block.11.attention.projection")
     'enco.bloc.11.atte.proj'
@@ -61,7 +61,7 @@ def short_name(name: str, limit: int = 22) -> str:
 
 
 def percent(value: float, _: object = None) -> str:
-    """A share as a tick label.
+    """Returns a share as a tick label.
 
     >>> percent(0.025), percent(0.4)
     ('2.5%', '40%')
@@ -70,7 +70,7 @@ def percent(value: float, _: object = None) -> str:
 
 
 def legend_below(ax: Any, points: float, columns: int = 3) -> None:
-    """A legend below the Axes, ``points`` under its edge: below ticks and labels, whatever the height."""
+    """Puts a legend below the Axes, ``points`` under its edge: below ticks and labels, whatever the height."""
     transforms = optional("matplotlib.transforms", "plot", "figures")
     shift = transforms.ScaledTranslation(0.0, -points / 72, ax.figure.dpi_scale_trans)
     ax.legend(
@@ -88,7 +88,7 @@ def legend_below(ax: Any, points: float, columns: int = 3) -> None:
 
 
 def bare(ax: Any) -> None:
-    """A picture: a thin frame, no ticks."""
+    """Gives the Axes of a picture a thin frame and no ticks."""
     ax.set_xticks([])
     ax.set_yticks([])
     for spine in ax.spines.values():
@@ -96,7 +96,7 @@ def bare(ax: Any) -> None:
 
 
 def color_bar(picture: Any, ax: Any, label: str = "", **options: Any) -> Any:
-    """A small colour bar beside one Axes, or a list of them."""
+    """Puts a small colour bar beside one Axes, or a list of them."""
     first = ax[0] if isinstance(ax, list) else ax
     bar = first.figure.colorbar(picture, ax=ax, **options)
     bar.ax.tick_params(labelsize=6, colors=INK, width=0.5, length=2)
@@ -109,22 +109,22 @@ def color_bar(picture: Any, ax: Any, label: str = "", **options: Any) -> Any:
 def filter_maps(
     weight: Any, deviation: Any, *, contraction: Any = None, limit: int = 8, channel: int = 0, title: str = ""
 ) -> Any:
-    """The weights of filters, and below them the standard deviations of the same weights.
+    """Draws the weights of filters, and below them the standard deviations of the same weights.
 
     Args:
-        weight: [O, I, kh, kw] of a convolution, or [O, I] of a dense layer, which is drawn as one picture.
-        deviation: √v, of the same shape.
-        contraction: by filter [O], written below it; None: none.
-        limit: filters shown; the first.
-        channel: the input channel shown.
-        title: above.
+        weight: The weights [O, I, kh, kw] of a convolution, or [O, I] of a dense layer, which is drawn as one picture.
+        deviation: The standard deviations √v, of the same shape.
+        contraction: The contraction of each filter [O], written below it. None writes nothing.
+        limit: The number of filters shown, from the first on.
+        channel: The input channel that is shown.
+        title: The title above the figure.
 
     Returns:
-        The Figure.
+        The matplotlib Figure.
 
     Raises:
-        ShapeError: shapes that do not fit.
-        InputError: a channel that does not exist.
+        ShapeError: The shapes do not fit together.
+        InputError: The channel does not exist.
     """
     weights, deviations = (torch.as_tensor(v).detach().cpu().double() for v in (weight, deviation))
     if weights.shape != deviations.shape or weights.dim() not in (2, 3, 4):
@@ -167,12 +167,12 @@ def filter_maps(
 
 
 def _positive(value: float) -> float:
-    """Without the minus sign of a rounding error."""
+    """Returns the value without the minus sign of a rounding error."""
     return value if abs(value) >= 0.005 else 0.0
 
 
 def _matrix_maps(weights: Array, deviations: Array, title: str) -> Any:
-    """A dense layer: outputs down, inputs across."""
+    """Draws a dense layer, with outputs down and inputs across."""
     wide = weights.shape[1] > 2 * weights.shape[0]
     figure = new_figure(COLUMN, 3.0 if wide else 2.3)
     grid = figure.subplots(2, 1, sharex=True) if wide else figure.subplots(1, 2, sharey=True)
@@ -198,17 +198,17 @@ def weight_histograms(
     *,
     title: str = "",
 ) -> Any:
-    """How the weights of each layer are spread: by contraction, and by signal-to-noise ratio.
+    """Draws how the weights of each layer are spread: by contraction, and by signal-to-noise ratio.
 
     Args:
-        contraction: layer -> counts between ``contraction_edges``.
-        log_snr: layer -> counts between ``snr_edges``, of log₁₀ |w|/√v.
-        contraction_edges: one more than counts.
-        snr_edges: one more than counts.
-        title: above.
+        contraction: For each layer the counts between ``contraction_edges``.
+        log_snr: For each layer the counts between ``snr_edges``, of log₁₀ |w|/√v.
+        contraction_edges: The edges of the bins, one more than counts.
+        snr_edges: The edges of the bins, one more than counts.
+        title: The title above the figure.
 
     Returns:
-        The Figure: lines for few layers, rows of a picture for many.
+        The Figure, with lines for few layers and rows of a picture for many.
     """
     names = list(contraction)
     few = len(names) <= _LINES
@@ -247,7 +247,7 @@ def weight_histograms(
 
 
 def _picture(values: Tensor) -> Array | None:
-    """[1, C, H, W] or [1, H, W] of one input as [H, W] or [H, W, 3] in 0 to 1; None if it is no picture."""
+    """Returns one input [1, C, H, W] or [1, H, W] as [H, W] or [H, W, 3] in 0 to 1, or None if it is no picture."""
     value = values.detach().cpu().double()[0]
     if value.dim() == 3 and value.shape[0] in (1, 3):
         value = value[0] if value.shape[0] == 1 else value.permute(1, 2, 0)
@@ -288,19 +288,19 @@ def uncertain_inputs(
     unit: str = "nats",
     title: str = "most uncertain inputs",
 ) -> Any:
-    """Inputs in a grid; below each what was expected and answered, and its uncertainty in two parts.
+    """Draws inputs in a grid; below each stands what was expected and answered, and its uncertainty in two parts.
 
     Args:
-        inputs: batches of one: pictures [1, C, H, W] or [1, H, W], or vectors [1, D].
-        epistemic: [T].
-        aleatoric: [T].
-        captions: T short lines.
-        columns: of the grid.
-        unit: of the uncertainty.
-        title: above.
+        inputs: Batches of one: pictures [1, C, H, W] or [1, H, W], or vectors [1, D].
+        epistemic: The epistemic uncertainties [T].
+        aleatoric: The aleatoric uncertainties [T].
+        captions: The T short lines to write below the inputs.
+        columns: The number of columns of the grid.
+        unit: The unit of the uncertainty.
+        title: The title above the figure.
 
     Returns:
-        The Figure.
+        The matplotlib Figure.
     """
     model, data = as_array("epistemic", epistemic), as_array("aleatoric", aleatoric)
     if not len(inputs) == len(model) == len(data) == len(captions):
@@ -348,17 +348,18 @@ def uncertain_inputs(
 def saliency_maps(
     inputs: Sequence[Any], gradients: Any, captions: Sequence[str], *, columns: int = 8, title: str = ""
 ) -> Any:
-    """Inputs, and below each how strongly its epistemic uncertainty hangs on every pixel or feature.
+    """Draws inputs, and below each how strongly its epistemic uncertainty hangs on every pixel or feature.
 
     Args:
-        inputs: batches of one.
-        gradients: of the same shapes [T, ...]; pictures show their size (summed over colours), vectors their sign too.
-        captions: T short lines.
-        columns: of the grid.
-        title: above; "" for a default.
+        inputs: The inputs, as batches of one.
+        gradients: The gradients, of the same shapes [T, ...]; pictures show their size (summed over colours), vectors
+            their sign too.
+        captions: The T short lines to write below the inputs.
+        columns: The number of columns of the grid.
+        title: The title above the figure; "" means a default.
 
     Returns:
-        The Figure.
+        The matplotlib Figure.
     """
     slopes = torch.as_tensor(gradients).detach().cpu().double()
     if not len(inputs) == len(slopes) == len(captions):

@@ -17,21 +17,21 @@ MARKS = {"better": "▲", "worse": "▼", "same": "=", "": ""}
 _CLASSES = ("accuracy", "nll", "ece", "brier")
 _VALUES = ("rmse", "nll", "crps", "coverage_0.5", "coverage_0.9", "coverage_0.95", "width_0.95", "miscalibration_area")
 _NO_INTERVAL = ("mce", "classwise_ece", "miscalibration_area", "aupr_out", "aupr_in")
-_TWO_SIDED = 2.0  # standard errors
+_TWO_SIDED = 2.0  # In standard errors.
 LEVELS = ("good", "worse", "alone")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number of both predictors.
+    """One number of both predictors, as a row of a table.
 
     Attributes:
-        name: as in `Results.flat`, or "seconds_per_1000".
-        label: in words, with the OOD set where there is one.
-        meaning: its definition.
-        map: of the network alone, None without one.
-        bayesian: of the Bayesian predictor.
-        mark: better, worse, same, or "" where neither is or nothing is compared.
+        name: The name of the number, as in `Results.flat`, or "seconds_per_1000".
+        label: The name in words, with the OOD set where there is one.
+        meaning: The definition of the number.
+        map: The number of the network alone; None without one.
+        bayesian: The number of the Bayesian predictor.
+        mark: The comparison: better, worse, same, or "" where neither is better or nothing is compared.
     """
 
     name: str
@@ -42,18 +42,18 @@ class Row:
     mark: str
 
     def text(self, which: str) -> str:
-        """The number of "map" or "bayesian" as it is written."""
+        """Returns the number of "map" or "bayesian" as it is written."""
         metric = self.map if which == "map" else self.bayesian
         return "–" if metric is None else written(metric.value, self.meaning.form)
 
     def interval(self, which: str) -> str:
-        """Its confidence interval as it is written, or ""."""
+        """Returns its confidence interval as it is written, or ""."""
         metric = self.map if which == "map" else self.bayesian
         return "" if metric is None else interval(metric, self.meaning.form)
 
 
 def same_data(bayesian: Results, map: Results | None) -> None:
-    """Raises unless both evaluations are of one task and the same data."""
+    """Raises an error unless both evaluations are of one task and the same data."""
     if map is None:
         return
     if bayesian.kind != map.kind:
@@ -64,24 +64,25 @@ def same_data(bayesian: Results, map: Results | None) -> None:
 
 
 def comparison(bayesian: Results, map: Results | None = None, *, names: Sequence[str] | None = None) -> list[Row]:
-    """The table of a report and of the command line.
+    """Returns the table of a report and of the command line.
 
-    By default accuracy, NLL, ECE, Brier score, AUROC and FPR95 by entropy for every OOD set, accuracy at 80 % coverage and the
-    time per 1,000 inputs; for regression RMSE, NLL, CRPS, coverage and width of intervals. A number is marked better or worse
-    only if the difference is more than chance: two standard errors of the paired difference where every input is in both
-    tables, otherwise neither number in the other's interval; shares without an interval by their binomial error. Numbers for
-    which none of these is known are not marked, unless there was no bootstrap at all.
+    By default the rows are accuracy, NLL, ECE, Brier score, AUROC and FPR95 by entropy for every OOD set, accuracy at
+    80 % coverage and the time per 1,000 inputs; for regression RMSE, NLL, CRPS, coverage and width of intervals. A
+    number is marked better or worse only if the difference is more than chance: two standard errors of the paired
+    difference where every input is in both tables, otherwise neither number in the other's interval; shares without an
+    interval by their binomial error. Numbers for which none of these is known are not marked, unless there was no
+    bootstrap at all.
 
     Args:
-        bayesian: the evaluation of the Bayesian predictor.
-        map: that of the network alone, on the same data.
-        names: of numbers, as in `Results.flat`; None: the above.
+        bayesian: The evaluation of the Bayesian predictor.
+        map: The evaluation of the network alone, on the same data.
+        names: The names of numbers, as in `Results.flat`. None means those above.
 
     Returns:
         One row per number that either has.
 
     Raises:
-        InputError: evaluations of different data or tasks, or an unknown name.
+        InputError: The evaluations are of different data or tasks, or a name is unknown.
     """
     same_data(bayesian, map)
     flats = [r.flat() | _time(r) for r in (bayesian, map) if r is not None]
@@ -123,7 +124,7 @@ def _label(name: str, meaning: Definition) -> str:
 
 
 def _badness(name: str, meaning: Definition, value: float) -> float:
-    """Lower is better; the share inside an interval is best at the level that the interval promises."""
+    """Returns a number of which lower is better; the share inside an interval is best at the level that the interval promises."""
     if name.startswith("coverage_"):
         return abs(value - float(name.rpartition("_")[2]))
     return -value if meaning.better == "higher" else value
@@ -145,9 +146,9 @@ def _mark(name: str, ours: Metric, theirs: Metric, bayesian: Results, map: Resul
 
 
 def _by_chance(name: str, ours: Metric, theirs: Metric, bayesian: Results, map: Results) -> bool | None:
-    """Whether a difference may be chance; None where nobody knows."""
+    """Tells whether a difference may be chance; None where nobody knows."""
     if name == "seconds_per_1000":
-        # A clock is noisy: half a time more or less says nothing.
+        # A clock is noisy: half the time more or less says nothing.
         return max(ours.value, theirs.value) < 1.5 * min(ours.value, theirs.value)
     error = paired_error({"accuracy": "correct", "nll": "nll"}.get(name, ""), bayesian, map)
     if error is not None:
@@ -162,7 +163,7 @@ def _by_chance(name: str, ours: Metric, theirs: Metric, bayesian: Results, map: 
 
 
 def paired_error(column: str, bayesian: Results, map: Results) -> float | None:
-    """Standard error of the mean difference of a column over the test inputs; None where a table lacks it."""
+    """Returns the standard error of the mean difference of a column over the test inputs; None where a table lacks it."""
     parts = []
     for results in (bayesian, map):
         table = results.table
@@ -178,13 +179,14 @@ def paired_error(column: str, bayesian: Results, map: Results) -> float | None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an evaluation says.
+    """What an evaluation says about the Bayesian predictor.
 
     Attributes:
-        level: "good": not worse than the network alone; "worse": worse beyond the tolerance; "alone": nothing to compare with.
-        headline: one sentence.
-        text: the numbers behind it.
-        problems: why the level is worse, one phrase each.
+        level: The judgement: "good" (not worse than the network alone), "worse" (worse beyond the tolerance), or
+            "alone" (nothing to compare with).
+        headline: The judgement in one sentence.
+        text: The numbers behind the headline.
+        problems: The reasons why the level is worse, one phrase each.
     """
 
     level: str
@@ -212,18 +214,19 @@ def verdict(
     more than ``underconfidence`` beyond what the network itself shows; or an NLL that is not finite.
 
     Args:
-        bayesian: the evaluation of the Bayesian predictor.
-        map: that of the network alone, on the same data; None: the numbers are told without a comparison.
-        threshold: for flagging inputs, if one was chosen; it ends the text.
-        accuracy_drop: allowed fall in accuracy.
-        underconfidence: allowed mean confidence below accuracy.
-        nll_rise: allowed rise of the NLL in nats; None: 0.02 plus 5 % of the network's NLL for classes, otherwise 0.2.
+        bayesian: The evaluation of the Bayesian predictor.
+        map: The evaluation of the network alone, on the same data. With None the numbers are told without a comparison.
+        threshold: The threshold for flagging inputs, if one was chosen; it ends the text.
+        accuracy_drop: The allowed fall in accuracy.
+        underconfidence: The allowed distance of the mean confidence below the accuracy.
+        nll_rise: The allowed rise of the NLL in nats. None means 0.02 plus 5 % of the network's NLL for classes,
+            otherwise 0.2.
 
     Returns:
         The verdict; `str` gives headline and text.
 
     Raises:
-        InputError: evaluations of different data or tasks.
+        InputError: The evaluations are of different data or tasks.
 
     >>> import torch
     >>> from aftermap.baselines import Deterministic
@@ -262,7 +265,7 @@ def _problems(
         classes = bayesian.kind in ("classification", "binary")
         allowed = nll_rise if nll_rise is not None else 0.02 + 0.05 * abs(before) if classes else 0.2
         chance = _TWO_SIDED * (paired_error("nll", bayesian, map) or 0.0)
-        # Not "after − before > …": a number that is not finite must be a problem, too.
+        # This is not "after − before > …", since a number that is not finite must be a problem, too.
         if not after - before <= max(allowed, chance):
             problems.append(f"negative log-likelihood {_change(before, after, 'nats')}")
     name = "signed_calibration_error"
@@ -325,7 +328,7 @@ def _capital(text: str) -> str:
 
 
 def _numbers(rows: dict[str, Row]) -> str:
-    """Accuracy, calibration and likelihood, before and after."""
+    """Writes accuracy, calibration and likelihood, before and after."""
     parts = []
     for name, words in (
         ("ece", "calibration error"),

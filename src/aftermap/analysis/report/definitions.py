@@ -12,13 +12,13 @@ __all__ = ["Definition", "definition", "interval", "written"]
 
 @dataclass(frozen=True)
 class Definition:
-    """One kind of number.
+    """The definition of one kind of number.
 
     Attributes:
-        label: as in a table.
-        form: percent, points (a share that is a difference), nats, number or seconds.
-        better: "higher", "lower", or "" where neither is.
-        meaning: one or two sentences.
+        label: The name of the number in a table.
+        form: The way to write it: percent, points (a share that is a difference), nats, number or seconds.
+        better: The better direction: "higher", "lower", or "" where neither is.
+        meaning: The meaning in one or two sentences.
     """
 
     label: str
@@ -164,7 +164,7 @@ _KNOWN = {
 
 
 def definition(name: str) -> Definition:
-    """What a metric is; `name` as in `Results.metrics`, or the last part of a name such as "kmnist/entropy/auroc".
+    """Returns what a metric is; `name` is as in `Results.metrics`, or the last part of a name such as "kmnist/entropy/auroc".
 
     >>> definition("accuracy_at_80").label, definition("coverage_0.95").better
     ('Accuracy at 80 % coverage', '')
@@ -206,7 +206,7 @@ def definition(name: str) -> Definition:
 
 
 def written(value: float, form: str) -> str:
-    r"""A number as people write it.
+    r"""Returns a number as people write it.
 
     >>> written(0.02018, "percent"), written(0.10112, "nats"), written(float("nan"), "number")
     ('2.0\xa0%', '0.101', '–')
@@ -237,7 +237,7 @@ def written(value: float, form: str) -> str:
 
 
 def interval(metric: Metric, form: str) -> str:
-    """The confidence interval of a number, or nothing where it has none."""
+    """Returns the confidence interval of a number, or nothing where it has none."""
     if metric.lower == metric.upper or not (math.isfinite(metric.lower) and math.isfinite(metric.upper)):
         return ""
     # The basic bootstrap of a calibration error, which cannot be negative, may cross zero.

@@ -47,24 +47,25 @@ def write_report(
     """Writes a report: one HTML file that needs nothing else, on screen (light or dark), on paper, at any width.
 
     Args:
-        path: of the file; its folder must exist. An existing file is replaced once the new one is complete.
-        bayesian: the evaluation of the Bayesian predictor.
-        map: that of the network alone on the same data, to compare with.
-        where: the result of `la.where(loader)`, for the section on where the uncertainty sits.
-        title: of the report.
-        settings: name -> value, listed as they are: structure, prior precision, seeds, …
-        images: pictures of the test inputs in their order, [N, H, W], [N, 1, H, W] or [N, 3, H, W].
-        classes: names of the classes.
-        threshold: for flagging inputs, if one was chosen.
-        figures: caption -> Axes of more figures, such as a training history or a regression band.
-        most_uncertain: how many of the most uncertain inputs to show.
+        path: The file to write, whose folder must exist. An existing file is replaced once the new one is complete.
+        bayesian: The evaluation of the Bayesian predictor.
+        map: The evaluation of the network alone on the same data, to compare with.
+        where: The result of `la.where(loader)`, for the section on where the uncertainty sits.
+        title: The title of the report.
+        settings: The settings by name, listed as they are: structure, prior precision, seeds and so on.
+        images: The pictures of the test inputs in their order, [N, H, W], [N, 1, H, W] or [N, 3, H, W].
+        classes: The names of the classes.
+        threshold: The threshold for flagging inputs, if one was chosen.
+        figures: The Axes of more figures by caption, such as a training history or a regression band.
+        most_uncertain: The number of the most uncertain inputs to show.
 
     Returns:
-        The path.
+        The path of the file.
 
     Raises:
-        InputError, DataError, ShapeError: evaluations of different data, images or names that do not fit, no such folder.
-        UnsupportedError: matplotlib or jinja2 is not installed.
+        InputError, DataError, ShapeError: The evaluations are of different data, images or names do not fit, or there
+            is no such folder.
+        UnsupportedError: The package matplotlib or jinja2 is not installed.
     """
     target = Path(path)
     if not target.parent.is_dir():
@@ -105,7 +106,7 @@ def render_report(
     figures: Mapping[str, Any] | None = None,
     most_uncertain: int = 12,
 ) -> str:
-    """The text of the report; the arguments are those of `write_report`."""
+    """Returns the text of the report; the arguments are those of `write_report`."""
     for name, results in (("bayesian", bayesian), ("map", map)):
         if not isinstance(results, Results) and not (results is None and name == "map"):
             raise InputError(f"{name} must be Results, as evaluate() returns them, got {type(results).__name__}")
@@ -220,7 +221,7 @@ def _said(value: Any) -> str:
 
 
 def _moment(value: Any) -> str:
-    """A time as people write it: 2026-11-15 23:38 UTC."""
+    """Returns a time as people write it: 2026-11-15 23:38 UTC."""
     try:
         moment = datetime.fromisoformat(str(value))
     except ValueError:

@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 _CLASSES = ("classification", "binary")
-_COLUMN = 3.5  # inches
-_HEIGHT = 2.8  # inches: figures that stand side by side are equally high
+_COLUMN = 3.5  # In inches.
+_HEIGHT = 2.8  # In inches; figures that stand side by side are equally high.
 _COLUMNS = {
     "layer": ("Layer", "text"),
     "kind": ("Kind", "text"),
@@ -52,19 +52,20 @@ _COLUMNS = {
     "cross share": ("With other layers", "points"),
     "epistemic share": ("Epistemic", "percent"),
 }
-_MOST_LAYERS = 24  # a longer table belongs in a file
+_MOST_LAYERS = 24  # A longer table belongs in a file.
 
 
 def as_images(images: Any, n_data: int) -> Any:
-    """Images of the test inputs as one array [N, H, W] or [N, H, W, 3], not yet scaled.
+    """Returns images of the test inputs as one array [N, H, W] or [N, H, W, 3], not yet scaled.
 
     Args:
-        images: [N, H, W], [N, 1, H, W], [N, 3, H, W], [N, H, W, 1] or [N, H, W, 3]: tensor or array; in the order of the test data.
-        n_data: N.
+        images: A tensor or an array [N, H, W], [N, 1, H, W], [N, 3, H, W], [N, H, W, 1] or [N, H, W, 3], in the order
+            of the test data.
+        n_data: The number N of test inputs.
 
     Raises:
-        ShapeError: another shape, or another number of images than inputs.
-        DataError: numbers that are not finite.
+        ShapeError: The images have another shape, or their number is not that of the inputs.
+        DataError: Some numbers are not finite.
 
     >>> as_images(torch.zeros(5, 1, 4, 3), 5).shape
     (5, 4, 3)
@@ -87,7 +88,7 @@ def as_images(images: Any, n_data: int) -> Any:
 
 
 def data_uri(image: Any, low: float, high: float) -> str:
-    """A picture [H, W] (grey) or [H, W, 3] as a PNG data address; `low` is black and `high` full brightness.
+    """Returns a picture [H, W] (grey) or [H, W, 3] as a PNG data address; `low` is black and `high` full brightness.
 
     >>> data_uri(np.eye(3), 0.0, 1.0)[:22]
     'data:image/png;base64,'
@@ -125,7 +126,7 @@ class Section:
 
 
 def picture(drawn: Any, key: str, caption: str, description: str) -> Picture:
-    """An Axes, or a Figure of several, as a picture of the page."""
+    """Turns an Axes, or a Figure of several, into a picture of the page."""
     svg = inline_svg(drawn, key, description)
     if not hasattr(drawn, "get_xlim"):
         return Picture(svg, caption, wide=drawn.get_figwidth() > 1.3 * _COLUMN)
@@ -134,7 +135,7 @@ def picture(drawn: Any, key: str, caption: str, description: str) -> Picture:
 
 
 def _by_name(bayesian: Results, map: Results | None) -> dict[str, Results]:
-    """The Bayesian predictor first: it has the first colour everywhere."""
+    """Returns the evaluations by name, the Bayesian predictor first, since it has the first colour everywhere."""
     if map is None:
         return {bayesian.name: bayesian}
     if map.name == bayesian.name:
@@ -147,7 +148,7 @@ def _curves(named: Mapping[str, Results], key: str) -> dict[str, Any]:
 
 
 def calibration(bayesian: Results, map: Results | None) -> Section | None:
-    """Confidence against accuracy, or promised against observed share of targets."""
+    """Shows confidence against accuracy, or the promised against the observed share of targets."""
     named = _by_name(bayesian, map)
     if bayesian.kind in _CLASSES:
         return _class_calibration(bayesian, named)
@@ -235,7 +236,7 @@ def _class_calibration(bayesian: Results, named: Mapping[str, Results]) -> Secti
 
 
 def selective(bayesian: Results, map: Results | None) -> Section | None:
-    """Risk against coverage, with the table behind the slider."""
+    """Shows risk against coverage, with the table behind the slider."""
     named = _by_name(bayesian, map)
     ours = next(iter(named))
     points = operating_points(bayesian, {n: r for n, r in named.items() if n != ours})
@@ -264,7 +265,7 @@ def selective(bayesian: Results, map: Results | None) -> Section | None:
 
 
 def _dot(drawing: Picture, coverage: float, risk: float) -> str:
-    """The operating point on the curve; the page's script moves it, without a script it stays at 80 %."""
+    """Returns the operating point on the curve; the page's script moves it, and without a script it stays at 80 %."""
     left, top, width, height = drawing.box
     low, high, bottom, ceiling = drawing.limits
     x = left + width * (coverage - low) / (high - low)
@@ -276,15 +277,15 @@ def _dot(drawing: Picture, coverage: float, risk: float) -> str:
 
 
 def main_score(results: Results) -> str:
-    """The score that unusual data are told apart by: entropy, or the variance where there is none."""
+    """Returns the score that unusual data are told apart by: entropy, or the variance where there is none."""
     return "entropy" if all("entropy" in scores for scores in results.ood.values()) else "variance"
 
 
 def detection(bayesian: Results, map: Results | None, limit: float | None = None) -> Section | None:
-    """Other data beside the test data: histograms of the score, shares above a threshold, ROC, and every score's numbers."""
+    """Shows other data beside the test data: histograms of the score, shares above a threshold, ROC, and every score's numbers."""
     if not bayesian.ood:
         return None
-    named = dict(reversed(_by_name(bayesian, map).items()))  # before, after
+    named = dict(reversed(_by_name(bayesian, map).items()))  # The network alone comes first.
     ours, score = list(named)[-1], main_score(bayesian)
     known = {name: {d: column(r, score, d) for d in ("test", *bayesian.ood)} for name, r in named.items()}
     known = {name: sets for name, sets in known.items() if all(v is not None for v in sets.values())}
@@ -325,7 +326,7 @@ def _detection_cells(results: Results, data: str, score: str) -> tuple[str, str]
 
 
 def _histograms(known: Mapping[str, Mapping[str, Any]], score: str, limit: float | None, ours: str) -> list[Picture]:
-    """One picture per predictor, all on one scale."""
+    """Draws one picture per predictor, all on one scale."""
     if not known:
         return []
     every = np.concatenate([values for sets in known.values() for values in sets.values()])
@@ -350,7 +351,7 @@ def _histograms(known: Mapping[str, Mapping[str, Any]], score: str, limit: float
 
 
 def attacks(bayesian: Results, map: Results | None) -> Section | None:
-    """Accuracy and entropy along the strength of each attack."""
+    """Shows accuracy and entropy along the strength of each attack."""
     if not bayesian.attacks:
         return None
     named = _by_name(bayesian, map)
@@ -372,7 +373,7 @@ def attacks(bayesian: Results, map: Results | None) -> Section | None:
 
 @dataclass(frozen=True)
 class Card:
-    """One uncertain input."""
+    """One uncertain input, as a card of the page."""
 
     title: str
     answer: str
@@ -385,13 +386,13 @@ class Card:
 
     @property
     def share(self) -> float:
-        """Epistemic part of the total, in percent."""
+        """The epistemic part of the total, in percent."""
         total = self.epistemic + self.aleatoric
         return 100 * self.epistemic / total if total > 0 else 0.0
 
 
 def most_uncertain(results: Results, images: Any, classes: Sequence[str] | None, count: int) -> list[Card]:
-    """The test inputs with the largest epistemic uncertainty; of a predictor that has none, the largest total."""
+    """Returns the test inputs with the largest epistemic uncertainty, or, of a predictor that has none, the largest total."""
     columns = [column(results, c) for c in ("epistemic", "aleatoric")]
     if columns[0] is None or columns[1] is None or count < 1:
         return []
@@ -432,7 +433,7 @@ def most_uncertain(results: Results, images: Any, classes: Sequence[str] | None,
 
 
 def used_definitions(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Label and meaning of every number, once each."""
+    """Returns label and meaning of every number, once each."""
     definitions = {}
     for name in names:
         meaning = definition(name)
@@ -442,13 +443,13 @@ def used_definitions(names: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def check_where(where: Any) -> None:
-    """Raises unless it is the result of `where`, or None."""
+    """Raises an error unless the argument is the result of `where`, or None."""
     if where is not None and not isinstance(where, Where):
         raise InputError(f"where must be the result of where(predictor, loader), got {type(where).__name__}")
 
 
 def where_section(where: Where) -> Section:
-    """Layer shares as picture and table, the classes that are taken for each other, and what the most uncertain inputs look at."""
+    """Shows layer shares, the classes that are taken for each other, and what the most uncertain inputs look at."""
     return Section(
         notes=_notes(where),
         pictures=_pictures(where),
@@ -515,6 +516,6 @@ def _pictures(where: Where) -> list[Picture]:
 
 
 def _are_images(where: Where) -> bool:
-    """Whether the inputs have a height and a width, so that a map over them can be looked at."""
+    """Tells whether the inputs have a height and a width, so that a map over them can be looked at."""
     shape = getattr(where.inputs.inputs[0], "shape", ()) if len(where.inputs.inputs) else ()
     return len(shape) >= 2 and min(shape[-2:]) > 1

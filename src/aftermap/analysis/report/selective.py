@@ -19,7 +19,7 @@ _PERCENT = 100
 
 
 def column(results: Results, name: str, data: str = "test") -> Array | None:
-    """One column of the table for one set, float64; None where the table lacks it or a number is missing.
+    """Returns one column of the table for one set, float64; None where the table lacks it or a number is missing.
 
     >>> column(Results("x", "regression", 2, {}, table={"set": ["test", "other"], "entropy": [1.0, 2.0]}), "entropy")
     array([1.])
@@ -39,15 +39,15 @@ class OperatingPoints:
     """What happens when the p % least uncertain inputs are answered, p = 1..100.
 
     Attributes:
-        coverage: share answered, ⌈p N / 100⌉ / N.
-        answered: number answered.
-        risk: mean loss of the answered.
-        threshold: score of the most uncertain answered input; NaN where the scores are not known.
-        caught: share of the total loss that is set aside; NaN where there is none.
-        others: name of another predictor -> its risk at the same coverage.
-        outside: OOD set -> share of its inputs that the threshold sets aside.
-        n_data: N.
-        score: whose threshold it is.
+        coverage: The share of inputs that are answered, ⌈p N / 100⌉ / N.
+        answered: The number of inputs that are answered.
+        risk: The mean loss of the answered inputs.
+        threshold: The score of the most uncertain answered input; NaN where the scores are not known.
+        caught: The share of the total loss that is set aside; NaN where there is none.
+        others: The risk of each other predictor at the same coverage, by its name.
+        outside: For each OOD set the share of its inputs that the threshold sets aside.
+        n_data: The number N of inputs.
+        score: The score that the threshold is of.
     """
 
     coverage: Sequence[float]
@@ -61,7 +61,7 @@ class OperatingPoints:
     score: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, rounded to what is shown."""
+        """Returns plain values, rounded to what is shown."""
 
         def short(values: Sequence[float]) -> list[float | None]:
             return [float(f"{v:.6g}") if math.isfinite(v) else None for v in values]
@@ -79,7 +79,7 @@ class OperatingPoints:
 
 
 def _losses(results: Results) -> Array | None:
-    """Loss of every test input: wrong or not, or the squared error."""
+    """Returns the loss of every test input: wrong or not, or the squared error."""
     right = column(results, "correct")
     if right is not None:
         return 1.0 - right
@@ -88,7 +88,7 @@ def _losses(results: Results) -> Array | None:
 
 
 def _curve(results: Results) -> tuple[Array, Array, Array | None] | None:
-    """Coverage, risk and thresholds: of every test input where the table has them, otherwise the thinned curve."""
+    """Returns coverage, risk and thresholds: of every test input where the table has them, otherwise of the thinned curve."""
     scores, losses = column(results, "entropy"), _losses(results)
     if scores is not None and losses is not None:
         curve = risk_coverage(scores, losses)
@@ -100,11 +100,11 @@ def _curve(results: Results) -> tuple[Array, Array, Array | None] | None:
 
 
 def operating_points(results: Results, others: Mapping[str, Results] | None = None) -> OperatingPoints | None:
-    """The slider's table for one evaluation, beside the risk of others at the same coverage.
+    """Returns the slider's table for one evaluation, beside the risk of others at the same coverage.
 
     Args:
-        results: whose entropy decides which inputs are answered.
-        others: name -> evaluation on the same data, each deciding by its own entropy.
+        results: The evaluation whose entropy decides which inputs are answered.
+        others: More evaluations on the same data by name, each deciding by its own entropy.
 
     Returns:
         One entry per percent; None if the evaluation has no risk-coverage curve.

@@ -15,20 +15,20 @@ _ID = re.compile(r'\b(id|xlink:href|href)="(#?)([^"]+)"')
 _URL = re.compile(r"url\(#([^)]+)\)")
 _STYLE = re.compile(r"<defs>\s*<style[^>]*>.*?</style>\s*</defs>", re.DOTALL)
 _META = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
-_FONT = re.compile(r"font: (?:(\w+) )?([\d.]+)px [^;\"]*|font-family: [^;\"]*;? ?")  # both ways to write it are met
+_FONT = re.compile(r"font: (?:(\w+) )?([\d.]+)px [^;\"]*|font-family: [^;\"]*;? ?")  # Both ways to write it are met.
 _ROOT = re.compile(r"<svg\b[^>]*?viewBox=\"([^\"]+)\"[^>]*>", re.DOTALL)
 
 
 def inline_svg(ax: Any, key: str, description: str) -> str:
-    """The figure of an Axes, or a Figure, as text for a page.
+    """Returns the figure of an Axes, or a Figure, as text for a page.
 
     Names inside the picture get a prefix, so that several pictures on one page do not mix up their parts; the palette becomes
     CSS variables (--c0, --c1, …, --ink, --paper), and letters take the font of the page.
 
     Args:
-        ax: of the figure, or the Figure itself.
-        key: prefix of the names inside, different for every picture on a page.
-        description: what the picture shows, for those who do not see it.
+        ax: The Axes of the figure, or the Figure itself.
+        key: The prefix of the names inside, different for every picture on a page.
+        description: The content of the picture in words, for those who do not see it.
 
     Returns:
         SVG text, trusted: every user-given text in it is escaped.
@@ -59,13 +59,13 @@ def inline_svg(ax: Any, key: str, description: str) -> str:
 
 
 def _page_font(match: re.Match[str]) -> str:
-    """Size and weight without the family, which is the page's."""
+    """Returns size and weight without the family, which is the page's."""
     size = "" if match[2] is None else f"font-size: {match[2]}px"
     return f"font-weight: bold; {size}" if match[1] == "bold" else size
 
 
 def plot_box(ax: Any) -> tuple[float, float, float, float]:
-    """Where the plotting area lies in the picture: left, top, width and height, in units of its viewBox.
+    """Returns where the plotting area lies in the picture: left, top, width and height, in units of its viewBox.
 
     It is known once the figure has been drawn, so ask after a first `inline_svg`.
     """

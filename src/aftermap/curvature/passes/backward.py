@@ -42,7 +42,7 @@ __all__ = [
     "norms",
 ]
 
-# A layer's gradient and autograd's may differ by so much, relative to their size.
+# A layer's gradient and autograd's may differ by this much, relative to their size.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
 
 
@@ -74,7 +74,7 @@ class LayerGradients:
         return self.record.batch
 
     def block_gradients(self, layer: int, start: int, length: int) -> Tensor:
-        """Per-example gradients of a layer's block [v, length, g, o, i] for some examples, summed over its calls."""
+        """Returns per-example gradients of a layer's block [v, length, g, o, i] for some examples, summed over its calls."""
         total: Tensor | None = None
         for call, gradients in self.by_layer[layer]:
             part = call.rows.examples(start, length).per_example_gradients(gradients[:, start : start + length])
@@ -85,7 +85,7 @@ class LayerGradients:
         return total
 
     def per_example(self, names: Sequence[str], start: int, length: int) -> dict[str, Tensor]:
-        """Per-example gradients [v, length, *shape] of the named parameters, over every use of each."""
+        """Returns per-example gradients [v, length, *shape] of the named parameters, over every use of each."""
         gradients: dict[str, Tensor] = {}
         plan, wanted = self.record.plan, set(names)
         for number in sorted({k for n in names for k in plan.layers_of_parameter.get(n, ())}):
@@ -114,14 +114,14 @@ class Accumulator(ABC):
     stacks_vectors: bool = False
 
     def start_batch(self, record: ForwardRecord) -> None:  # noqa: B027
-        """Called once for each batch, before any gradient."""
+        """Is called once for each batch, before any gradient."""
 
     @abstractmethod
     def add(self, gradients: LayerGradients) -> None:
-        """Called when the last gradient that it waits for has arrived."""
+        """Is called when the last gradient that it waits for has arrived."""
 
     def blocks(self) -> list[Block]:
-        """The blocks of a fit; an accumulator of something else has none."""
+        """Returns the blocks of a fit; an accumulator of something else has none."""
         return []
 
 
@@ -136,15 +136,15 @@ class PerExampleSum(ABC):
 
     @abstractmethod
     def block(self) -> Block:
-        """The block that the sums make."""
+        """Returns the block that the sums make."""
 
 
 class PerExampleAccumulator(Accumulator):
     """Hands per-example gradients, some examples at a time, to sums that share one pass over them.
 
     Args:
-        sums: What is summed.
-        numbers: How many numbers the gradients of one example and one vector have.
+        sums: The sums that share the pass.
+        numbers: The number of numbers in the gradients of one example and one vector.
         layers: The layers whose gradients are needed; None for all.
     """
 
@@ -166,11 +166,11 @@ class PerExampleAccumulator(Accumulator):
 
 
 class BackwardPass:
-    """Hands arriving gradients to accumulators. A gradient is let go when its last reader has been served.
+    """Hands arriving gradients to accumulators, and lets go of a gradient when its last reader has been served.
 
     Args:
         record: A batch after its forward pass.
-        accumulators: Who reads the gradients.
+        accumulators: The readers of the gradients.
     """
 
     def __init__(self, record: ForwardRecord, accumulators: Sequence[Accumulator]):
@@ -178,7 +178,7 @@ class BackwardPass:
         self._accumulators = list(accumulators)
         self._layers: list[tuple[int, ...]] = []
         self._edges: list[set[int]] = []
-        self._readers: dict[int, list[int]] = {}  # edge -> the accumulators that wait for it
+        self._readers: dict[int, list[int]] = {}  # By edge, these are the accumulators that wait for it.
         for number, accumulator in enumerate(self._accumulators):
             layers = tuple(record.calls) if accumulator.layers is None else accumulator.layers
             layers = tuple(k for k in layers if k in record.calls)
@@ -194,11 +194,11 @@ class BackwardPass:
         """Back-propagates vectors from the outputs.
 
         Args:
-            vectors: [v, b, ..., c].
-            together: All vectors in one vectorised pass (faster for matrix products, slower for convolutions), instead of
-                one by one.
-            keep_graph: The graph is needed again afterwards.
-            also: Parameters whose gradients are wanted too, for the only vector of this pass.
+            vectors: The vectors [v, b, ..., c] at the outputs.
+            together: Whether all vectors go in one vectorised pass (faster for matrix products, slower for
+                convolutions), instead of one by one.
+            keep_graph: Whether the graph is needed again afterwards.
+            also: The parameters whose gradients are wanted too, for the only vector of this pass.
 
         Returns:
             The gradients of ``also``; None where the outputs do not depend on a parameter.
@@ -213,7 +213,7 @@ class BackwardPass:
         gradients: Sequence[Tensor | None] = []
         if edges:
             with warnings.catch_warnings():
-                # A missing batching rule makes PyTorch loop inside: slower, not wrong.
+                # A missing batching rule makes PyTorch loop inside, which is slower, not wrong.
                 warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
                 gradients = torch.autograd.grad(
                     self.record.outputs,
@@ -240,7 +240,8 @@ class BackwardPass:
         stacking = [n for n, a in enumerate(self._accumulators) if several and a.stacks_vectors]
         waiting = [n for n in range(len(self._accumulators)) if n not in stacking]
         stacked_edges = {e for n in stacking for e in self._edges[n]}
-        # One buffer [b, v, ...] for each edge: seen as [v, b, ...], its vectors merge into one matrix without a copy.
+        # There is one buffer [b, v, ...] for each edge: seen as [v, b, ...], its vectors merge into one matrix without
+        # a copy.
         buffers: dict[int, Tensor] = {}
         deepest = record.deepest_edges
         asked: list[Any] = [*(record.edges[n] for n in deepest), *also]
@@ -248,7 +249,7 @@ class BackwardPass:
 
         def arrived(edge: int, gradient: Tensor) -> None:
             if edge in stacked_edges:
-                if edge not in buffers:  # an output that does not depend on a layer has a zero gradient there
+                if edge not in buffers:  # An output that does not depend on a layer has a zero gradient there.
                     buffers[edge] = gradient.new_zeros(gradient.shape[0], len(vectors), *gradient.shape[1:])
                 buffers[edge][:, place] = gradient
             self.receive(edge, gradient[None])
@@ -270,7 +271,7 @@ class BackwardPass:
                         gradient = gradients.pop(number)
                         if gradient is not None:
                             arrived(deepest[number], gradient)
-                        del gradient  # the next vector needs the memory
+                        del gradient  # The next vector needs the memory.
                     del gradients
                 self.end_vectors()
         for number in stacking:
@@ -281,12 +282,12 @@ class BackwardPass:
     def start_vectors(
         self, vectors: Tensor, waiting: Sequence[int] | None = None, *, for_the_last_time: bool = False
     ) -> None:
-        """Vectors set off.
+        """Begins a pass in which vectors set off from the outputs.
 
         Args:
-            vectors: [v, b, ..., c].
+            vectors: The vectors [v, b, ..., c] at the outputs.
             waiting: The accumulators that wait for their gradients; None for all.
-            for_the_last_time: The inputs of a layer are let go with its gradients.
+            for_the_last_time: Whether the inputs of a layer are let go with its gradients.
         """
         self._vectors, self._for_the_last_time = vectors, for_the_last_time
         self._arrived: dict[int, Tensor] = {}
@@ -295,7 +296,7 @@ class BackwardPass:
         self._unread = {e: sum(n in self._missing for n in readers) for e, readers in self._readers.items()}
 
     def receive(self, edge: int, gradient: Tensor) -> None:
-        """A gradient [v, ...] has arrived at an edge."""
+        """Takes a gradient [v, ...] that has arrived at an edge."""
         if not self._unread.get(edge):
             return
         self._arrived[edge] = gradient
@@ -307,7 +308,7 @@ class BackwardPass:
                     self._serve(number)
 
     def end_vectors(self) -> None:
-        """The pass is over: serves those who wait for a gradient that does not exist."""
+        """Ends the pass, and serves those who wait for a gradient that does not exist."""
         for number in list(self._missing):
             self._serve(number)
 
@@ -323,7 +324,7 @@ class BackwardPass:
             self.record.calls.update({k: [] for k in self._layers[number]})
 
     def _gradients(self, number: int, vectors: Tensor, arrived: Mapping[int, Tensor]) -> LayerGradients:
-        """What an accumulator reads: the gradients of its layers among those that have arrived."""
+        """Returns what an accumulator reads: the gradients of its layers among those that have arrived."""
         by_layer = {
             k: [(c, c.gradients(arrived[c.edge])) for c in self.record.calls[k] if c.edge in arrived]
             for k in self._layers[number]
@@ -338,7 +339,7 @@ class BackwardPass:
 
     @property
     def ends_at_outputs(self) -> bool:
-        """Whether the only recorded call is the one that made the outputs (a last-layer posterior)."""
+        """Tells whether the only recorded call is the one that made the outputs (a last-layer posterior)."""
         edges, calls = self.record.edges, [c for calls in self.record.calls.values() for c in calls]
         return len(calls) == 1 and len(edges) == 1 and edges[0] == get_gradient_edge(self.record.outputs)
 
@@ -346,7 +347,7 @@ class BackwardPass:
 def _looking_at(
     number: int, edge: GradientEdge, arrived: Callable[[int, Tensor], None]
 ) -> Callable[[Sequence[Tensor | None]], None]:
-    """A hook that hands out the gradient of one edge when it passes by."""
+    """Returns a hook that hands out the gradient of one edge when it passes by."""
 
     def look(gradients: Sequence[Tensor | None]) -> None:
         gradient = gradients[edge.output_nr]
@@ -413,14 +414,14 @@ def contradictions(record: ForwardRecord) -> dict[str, str]:
     tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
     reasons: dict[str, str] = {}
     for name, error in zip(names, errors, strict=True):
-        # Not "error > ...": a NaN is wrong, too.
+        # This is not "error > ...", since a NaN is wrong, too.
         if not error <= tolerance * sizes[name] + noise or mixing.intersection(plan.layers_of_parameter[name]):
             reasons[name] = "it is also used outside its layer's call (or the layer mixes examples)"
     return reasons
 
 
 def norms(values: Sequence[Tensor]) -> list[float]:
-    """Euclidean norms of all tensors, with one look at the device."""
+    """Returns the Euclidean norms of all tensors, with one look at the device."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, value in enumerate(values):
         by_dtype.setdefault(value.dtype, []).append(number)

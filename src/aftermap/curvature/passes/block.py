@@ -1,4 +1,4 @@
-"""What a fit gives back for some parameters: a symmetric matrix, as a sum over data."""
+"""The block that a fit gives back for some parameters: a symmetric matrix, as a sum over data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Block(ABC):
     """A symmetric matrix over some parameters, in the order of `shapes`, each parameter row-major.
 
     Attributes:
-        kind: A word for tables and saved folders.
+        kind: The word for tables and saved folders.
         dampings: The ways in which a posterior may add the prior to the block.
         joins_layers: Whether a block may hold several layers with the terms between them.
     """
@@ -32,35 +32,35 @@ class Block(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """A name for tables: the layer's path, or the first parameter."""
+        """The name for tables: the layer's path, or the first parameter."""
 
     @property
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Parameters and their shapes."""
+        """The parameters and their shapes."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that adds up over data."""
+        """Returns everything that adds up over data."""
 
     @abstractmethod
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Block:
-        """The same block with other sums."""
+        """Returns the same block with other sums."""
 
     @abstractmethod
     def scaled(self, factor: float) -> Block:
-        """The block times a number."""
+        """Returns the block times a number."""
 
     @abstractmethod
     def to_dense(self) -> Tensor:
-        """[p, p] in float64."""
+        """Returns the matrix [p, p] in float64."""
 
     @abstractmethod
     def diagonal(self) -> dict[str, Tensor]:
-        """The diagonal, by parameter, in float64."""
+        """Returns the diagonal by parameter, in float64."""
 
     def matrices_to_decompose(self, prior: Prior) -> list[tuple[str, Tensor]]:
-        """The positive semi-definite matrices [g, D, D] whose eigendecompositions `posterior` needs, with names for messages.
+        """Returns the matrices [g, D, D] whose eigendecompositions `posterior` needs, with names for messages.
 
         They are collected over all blocks and shared out over processes.
         """
@@ -77,15 +77,15 @@ class Block(ABC):
         dtype: torch.dtype,
         n_data: float,
     ) -> Any:
-        """The `BlockPosterior` with precision s·H + P₀ of this block H.
+        """Returns the `BlockPosterior` with precision s·H + P₀ of this block H.
 
         Args:
-            prior: P₀, at least over the parameters of the block.
-            scale: s, 0-d float64.
-            eigen: Eigenvalues and eigenvectors of `matrices_to_decompose`, in its order, in float64.
+            prior: The prior, with precisions P₀ at least over the parameters of the block.
+            scale: The factor s of the curvature, 0-d float64.
+            eigen: The eigenvalues and eigenvectors of `matrices_to_decompose`, in its order, in float64.
             damping: How a Kronecker product and the prior are added: one of `dampings`, or "exact".
             dtype: The precision of samples and of gradients that the posterior will meet: the network's own.
-            n_data: How many data the block is a sum over.
+            n_data: The number of data that the block is a sum over.
         """
 
     @property
@@ -94,7 +94,7 @@ class Block(ABC):
         return sum(math.prod(s) for s in self.shapes.values())
 
     def trace(self) -> float:
-        """Σ of the diagonal."""
+        """Returns the sum of the diagonal."""
         return float(sum(d.sum() for d in self.diagonal().values()))
 
     def __add__(self, other: Block) -> Block:
@@ -104,7 +104,7 @@ class Block(ABC):
 
 
 def same_names(left: Block, right: Block) -> None:
-    """Raises unless two blocks are of one kind and over the same parameters."""
+    """Raises an error unless two blocks are of one kind and over the same parameters."""
     if type(left) is not type(right) or left.shapes != right.shapes:
         raise InputError(
             f"a {left.kind} block over {list(left.shapes)} and a {right.kind} block over {list(right.shapes)} cannot be added; "

@@ -7,8 +7,9 @@ activations plus a few per-example gradients of one layer.
 The gradients are those of the loss as it is returned. For a mean over n examples an example's own gradient is n times
 what arrives at its rows; the optimiser, which was told the reduction, knows that factor.
 
-BatchNorm in training mode: the statistics of the batch couple the examples, so an example has no gradient of its own.
-What is squared is then what arrives at an example's rows of a layer; the sum over examples is still the true gradient.
+With BatchNorm in training mode the statistics of the batch couple the examples, so an example has no gradient of its
+own. What is squared is then what arrives at an example's rows of a layer; the sum over examples is still the true
+gradient.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ _TOLERANCE = {torch.float64: 1e-7, torch.float32: 5e-3}
 
 
 class GradientMoments(Accumulator):
-    """Σ g and Σ g² over the examples of one batch, for a layer or for layers that share a parameter.
+    """The sums Σ g and Σ g² over the examples of one batch, for a layer or for layers that share a parameter.
 
     Args:
-        layers: The layers' numbers.
-        names: Their covered parameters.
+        layers: The numbers of the layers.
+        names: The covered parameters of the layers.
     """
 
     def __init__(self, layers: tuple[int, ...], names: Sequence[str]):
@@ -75,7 +76,7 @@ class GradientMoments(Accumulator):
             for values, block in ((self.sums, total), (self.squares, squares)):
                 values.update({n: v for n, v in layout.split(block).items() if n in self.names})
             return
-        # Several uses of a weight: its per-example gradients add up before the square.
+        # The per-example gradients of several uses of a weight add up before the square.
         size = gradients.record.size
         stride = examples_per_chunk(sum(plan.layers[k].layout.size for k in self.layers))
         for start in range(0, size, stride):
@@ -90,11 +91,12 @@ class ClosureReader:
     """Reads closures that use a model.
 
     Args:
-        model: Any module; unchanged between closures.
+        model: Any module, which is unchanged between closures.
         names: The parameters whose statistics are wanted.
-        for_matrix: Makes the accumulator of a layer with a weight matrix, whose block is read instead of squares; None: all
-            layers give squares.
-        gradients_only: Only gradients are taken; the calls stay as they are for somebody who reads the graph afterwards.
+        for_matrix: A function that makes the accumulator of a layer with a weight matrix, whose block is read instead
+            of squares. With None all layers give squares.
+        gradients_only: Whether only gradients are taken; the calls then stay as they are for somebody who reads the
+            graph afterwards.
     """
 
     def __init__(
@@ -107,18 +109,18 @@ class ClosureReader:
     ):
         self.model, self.names = model, list(names)
         self.parameters = {n: named_parameters(model)[n] for n in self.names}
-        with evaluation_mode(model):  # whether BatchNorm has a rule must not depend on the mode
+        with evaluation_mode(model):  # Whether BatchNorm has a rule must not depend on the mode.
             self.layers = find_layers(model, self.names, batch_statistics=True)
         self.for_matrix, self.gradients_only = for_matrix, gradients_only
         self.plan: ModelPlan | None = None
-        self.without_block: set[str] = set()  # parameters whose layers give squares instead of a block
+        self.without_block: set[str] = set()  # The layers of these parameters give squares instead of a block.
         self.verified: set[Signature] = set()
-        self.compare_next = True  # whether all gradients of the next closure are compared with autograd's
+        self.compare_next = True  # This tells whether all gradients of the next closure are compared with autograd's.
         self._warned: set[str] = set()
 
     @contextmanager
     def reading(self, size: int | None = None) -> Iterator[ClosureReading]:
-        """Inside, calls of the model are recorded; ``size`` overrides the number of examples."""
+        """Records the calls of the model inside; ``size`` overrides the number of examples."""
         reading = ClosureReading(self, size)
         watched = {n: self.parameters[n] for n in self.from_autograd()}
         try:
@@ -130,7 +132,7 @@ class ClosureReader:
             raise
 
     def from_autograd(self) -> list[str]:
-        """Parameters whose gradient comes from autograd: all until they are compared once, later those without a rule."""
+        """Returns the parameters whose gradient is autograd's: all until they are compared once, later those without a rule."""
         if self.plan is None or self.compare_next or self.for_matrix is not None or self.gradients_only:
             return self.names
         return [n for n in self.names if n in self.plan.uncovered]
@@ -171,13 +173,13 @@ class ClosureReader:
         return known.without(reasons)
 
     def warn(self, message: str) -> None:
-        """Warns, once for each message."""
+        """Warns once for each message."""
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, StatisticalWarning, stacklevel=6)
 
     def accumulators(self, plan: ModelPlan) -> list[Accumulator]:
-        """What reads the gradients of one closure."""
+        """Returns what reads the gradients of one closure."""
         made: list[Accumulator] = []
         for numbers in plan.tied_layers:
             if self.for_matrix is not None and self.has_block(plan, numbers[0]):
@@ -188,17 +190,17 @@ class ClosureReader:
         return made
 
     def has_block(self, plan: ModelPlan, number: int) -> bool:
-        """Whether a layer gives a block of its own: it has a weight matrix and shares no parameter with another."""
+        """Tells whether a layer gives a block of its own: it has a weight matrix and shares no parameter with another."""
         rule, names = plan.layers[number].rule, plan.layers[number].layout.names
         fits = rule.matrix and not rule.one_hot and number in plan.whole_layers
         return self.for_matrix is not None and fits and self.without_block.isdisjoint(names)
 
     def give_up(self, plan: ModelPlan, reasons: Mapping[str, str]) -> ModelPlan:
-        """The plan from now on: these parameters are used in another way than it says, and have no rule after all."""
+        """Returns the plan from now on: these parameters are used in another way than it says, and have no rule after all."""
         self.plan = plan.without(reasons)
         name, reason = next(iter(reasons.items()))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-        if self.verified:  # in the first step it is part of the plan, later it is news
+        if self.verified:  # In the first step it is part of the plan, later it is news.
             self.warn(
                 f"{name}{more} is used in another way than in the steps before: {reason}. Its gradient is autograd's from "
                 "now on, and its squares are made example by example"
@@ -208,7 +210,7 @@ class ClosureReader:
 
 @dataclass
 class ClosureReading:
-    """One closure as it goes by."""
+    """The reading of one closure as it goes by."""
 
     reader: ClosureReader
     given_size: int | None = None
@@ -217,7 +219,7 @@ class ClosureReading:
     _early: list[tuple[int, Tensor]] = field(default_factory=list)
     _received: set[int] = field(default_factory=set)
     _pass: BackwardPass | None = None
-    _edges: dict[int, int] = field(default_factory=dict)  # number of a recorded call -> its edge in the pass
+    _edges: dict[int, int] = field(default_factory=dict)  # From a recorded call's number to its edge.
     _accumulators: list[Accumulator] = field(default_factory=list)
     _signature: Signature | None = None
     _size: int = 0
@@ -233,7 +235,7 @@ class ClosureReading:
 
     @property
     def size(self) -> int:
-        """How many examples the closure saw."""
+        """The number of examples that the closure saw."""
         if self.given_size is not None or self._size:
             return self.given_size or self._size
         call = self.model_call()
@@ -257,7 +259,7 @@ class ClosureReading:
         )
 
     def on_gradient(self, number: int, gradient: Tensor) -> None:
-        """Called by the backward pass with the gradient at the output of a layer's call."""
+        """Is called by the backward pass with the gradient at the output of a layer's call."""
         if self.closed or self.reader.gradients_only:
             return
         if number in self._received:
@@ -277,24 +279,24 @@ class ClosureReading:
         edge = self._edges.get(number)
         if edge is not None:
             call = self.record.calls[number]
-            self.record.calls[number] = replace(call, inputs=call.inputs.new_empty(0))  # its memory may go
+            self.record.calls[number] = replace(call, inputs=call.inputs.new_empty(0))  # Its memory may go.
             del call
             with torch.no_grad():
                 backward.receive(edge, gradient.detach()[None])
 
     def _start(self, plan: ModelPlan, root: Tensor | None) -> BackwardPass:
-        """All calls are known: the pass that the gradients of this closure arrive at.
+        """Returns the pass that the gradients of this closure arrive at, once all calls are known.
 
         Args:
-            plan: How the layers are read.
-            root: What is differentiated; None where the closure does that itself: then the graph of the model's output is
-                looked at.
+            plan: The plan that says how the layers are read.
+            root: The tensor that is differentiated. It is None where the closure does that itself; then the graph of
+                the model's output is looked at.
         """
         reader, call = self.reader, self.model_call()
         if call is not None and call.output is not None and (root is None or reader.for_matrix is not None):
             root = (
                 call.output
-            )  # with blocks all gradients are autograd's, and a penalty outside the model changes no block
+            )  # With blocks all gradients are autograd's, and a penalty outside the model changes no block.
         batch = Batch(None, None, None, self.size)
         outputs = torch.zeros(()) if root is None else root
         forward = ForwardRecord.make(reader.model, batch, outputs, plan, self.record.calls)
@@ -312,7 +314,7 @@ class ClosureReading:
         self._accumulators = reader.accumulators(plan)
         for accumulator in self._accumulators:
             accumulator.start_batch(forward)
-        forward.outputs = torch.zeros(())  # the graph belongs to the closure
+        forward.outputs = torch.zeros(())  # The graph belongs to the closure.
         self._pass = BackwardPass(forward, self._accumulators)
         dtype = next(iter(reader.parameters.values())).dtype
         self._pass.start_vectors(torch.empty(1, 0, dtype=dtype), for_the_last_time=True)
@@ -320,7 +322,7 @@ class ClosureReading:
 
     @autograd_errors_explained()
     def differentiate(self, loss: Tensor, *, keep: bool = False) -> None:
-        """One backward pass from the loss to the layers (and to parameters that need autograd's own gradient)."""
+        """Runs one backward pass from the loss to the layers (and to parameters that need autograd's own gradient)."""
         reader = self.reader
         if reader.plan is not None and not reader.gradients_only and self.record.calls:
             self._start(reader.plan, loss)
@@ -332,14 +334,14 @@ class ClosureReading:
         # Autograd holds what it is asked for until the end; on its way to the deepest edges it passes by all others.
         wanted: list[Any] = [edges[n] for n in sorted(deepest_edges(edges))]
         wanted += [c.output for c in self.record.model_calls if c.output is not None and parameters]
-        if wanted or parameters:  # the hooks take what arrives at layers and outputs
+        if wanted or parameters:  # The hooks take what arrives at layers and outputs.
             gradients = torch.autograd.grad(loss, [*parameters.values(), *wanted], retain_graph=keep, allow_unused=True)
             for name, gradient in zip(parameters, gradients, strict=False):
                 if gradient is not None:
                     self.record.parameter_gradients[name] = gradient
 
     def release(self) -> None:
-        """Lets go of the graph. Its nodes hold the hooks, the hooks hold this reading: a circle that Python cannot see."""
+        """Lets go of the graph: its nodes hold the hooks, and the hooks hold this reading, a circle that Python cannot see."""
         self.closed = True
         self.record.release()
         self._early.clear()
@@ -350,7 +352,7 @@ class ClosureReading:
         """Completes the sums, after the hooks are gone and while the parameters are still those of the closure.
 
         Args:
-            scale: Of the loss that was differentiated against the one meant (a gradient scaler's).
+            scale: The scale of the loss that was differentiated against the one meant (a gradient scaler's).
         """
         self.closed = True
         reader, gradients = self.reader, self.record.parameter_gradients
@@ -365,7 +367,7 @@ class ClosureReading:
         if reader.gradients_only:
             return ClosureStatistics({n: g.detach() / scale for n, g in gradients.items()}, {}, self.size)
         statistics = self._collect()
-        plan = reader.plan or plan  # a rule may have been given up on the way
+        plan = reader.plan or plan  # A rule may have been given up on the way.
         if self._signature is None or self._signature not in reader.verified:
             plan = self._compare(plan, statistics, gradients)
         rest = [n for n in reader.names if n in plan.uncovered and self._gradient_of(n) is not None]
@@ -381,7 +383,7 @@ class ClosureReading:
                 statistics.sums[name] = arrived.detach().clone() if scale != 1.0 else arrived.detach()
         if scale != 1.0:
             for values, by in ((statistics.sums, scale), (statistics.squares, scale**2)):
-                if values:  # K-FAC asks for no squares
+                if values:  # K-FAC asks for no squares.
                     torch._foreach_div_(list(values.values()), by)
             statistics.blocks = {
                 k: b.with_tensors({**b.tensors(), "outputs": b.tensors()["outputs"] / scale**2})
@@ -390,7 +392,7 @@ class ClosureReading:
         return statistics
 
     def _gradient_of(self, name: str) -> Tensor | None:
-        """Autograd's gradient: as it arrived, or as the closure's own backward pass left it."""
+        """Returns autograd's gradient, as it arrived, or as the closure's own backward pass left it."""
         gradient = self.record.parameter_gradients.get(name)
         return self.reader.parameters[name].grad if gradient is None else gradient
 
@@ -407,7 +409,7 @@ class ClosureReading:
         return statistics
 
     def _compare(self, plan: ModelPlan, statistics: ClosureStatistics, gradients: Mapping[str, Tensor]) -> ModelPlan:
-        """Compares the rules' sums with autograd's gradients; returns the plan without the rules that do not hold."""
+        """Compares the rules' sums with autograd's gradients, and returns the plan without the rules that do not hold."""
         reader = self.reader
         wrong: dict[str, str] = {}
         for name, total in statistics.sums.items():
@@ -417,7 +419,8 @@ class ClosureReading:
             expected = (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
             tolerance = 5e-2 if self._is_low_precision else _TOLERANCE.get(total.dtype, 5e-2)
             error, size = float((total - expected).norm()), float(expected.norm())
-            # Not "error > ...": a NaN is wrong, too, but then autograd's is not finite either, and the step is skipped.
+            # This is not "error > ...", since a NaN is wrong, too; but then autograd's is not finite either, and the
+            # step is skipped.
             if error > tolerance * size + 1e3 * torch.finfo(total.dtype).tiny:
                 wrong[name] = USED_OUTSIDE
         read = {*statistics.sums, *(n for k in statistics.blocks for n in plan.layers[k].layout.names)}
@@ -435,12 +438,12 @@ class ClosureReading:
 
     @property
     def _is_low_precision(self) -> bool:
-        """Whether the outputs are 16-bit numbers (autocast)."""
+        """Tells whether the outputs are 16-bit numbers (autocast)."""
         half = (torch.bfloat16, torch.float16)
         return any(c.output is not None and c.output.dtype in half for c in self.record.model_calls)
 
     def _squares_without_rule(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Σ g² of parameters without a rule: the model is run again, one example at a time, in evaluation mode."""
+        """Returns Σ g² of parameters without a rule: the model is run again, one example at a time, in evaluation mode."""
         call, reader = self.model_call(), self.reader
         inputs = None if call is None else inputs_of_call(reader.model, call)
         if call is None or call.gradient is None or inputs is None:

@@ -24,27 +24,28 @@ __all__ = ["per_example_products"]
 def per_example_products(
     model: nn.Module, names: Sequence[str], batch: Batch, vectors: Tensor, start: int, length: int
 ) -> dict[str, Tensor]:
-    """J_nᵀ v for examples ``start … start + length`` and each vector.
+    """Returns J_nᵀ v for examples ``start … start + length`` and each vector.
 
     Args:
-        model: any module; nothing of it is changed.
-        names: parameters J is taken with respect to.
-        batch: the inputs of b examples.
-        vectors: [v, b, ..., c].
-        start: the first example wanted.
-        length: how many are wanted.
+        model: Any module; nothing of it is changed.
+        names: The parameters that J is taken with respect to.
+        batch: The inputs of b examples.
+        vectors: The vectors [v, b, ..., c] at the outputs.
+        start: The first example wanted.
+        length: The number of examples wanted.
 
     Returns:
-        name -> [v, length, *shape].
+        For each name the products [v, length, *shape].
     """
-    # Seen on the whole batch: a tensor that only happens to have as many rows as are chosen has no batch dimension.
+    # This looks at the whole batch: a tensor that only happens to have as many rows as are chosen has no batch
+    # dimension.
     dims = _batch_dims(batch, batch.inputs)
     chosen = batch.take(torch.arange(start, start + length)).inputs
     parts = vectors[:, start : start + length]
     try:
         return _vectorised(model, names, chosen, dims, parts)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
-        # An operation that cannot be vectorised: the loop makes the same numbers, and raises what is really wrong.
+        # An operation cannot be vectorised: the loop makes the same numbers, and raises what is really wrong.
         return _looped(model, names, chosen, dims, parts)
 
 
@@ -93,7 +94,7 @@ def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vect
 
 
 def _batch_dims(batch: Batch, inputs: Any, path: Path = ()) -> Any:
-    """0 where a tensor holds one row for each example, None elsewhere, in the structure of the inputs."""
+    """Returns 0 where a tensor holds one row for each example, None elsewhere, in the structure of the inputs."""
     if isinstance(inputs, Tensor):
         return 0 if batch.is_batched(path, inputs) else None
     if isinstance(inputs, Mapping):
@@ -104,7 +105,7 @@ def _batch_dims(batch: Batch, inputs: Any, path: Path = ()) -> Any:
 
 
 def _one(inputs: Any, dims: Any, example: int) -> Any:
-    """One example, without a batch dimension."""
+    """Returns one example, without a batch dimension."""
     if isinstance(inputs, Tensor):
         return inputs[example] if dims == 0 else inputs
     if isinstance(inputs, Mapping):

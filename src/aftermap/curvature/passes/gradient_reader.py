@@ -23,10 +23,10 @@ class ClosureStatistics:
     """Sums over the examples of one closure, for the loss as it was returned.
 
     Attributes:
-        sums: Parameter -> Σ_n g_n; a parameter that the loss does not depend on is missing.
-        squares: Parameter -> Σ_n g_n²; empty where nobody asked for them.
-        size: How many examples.
-        blocks: Layer number -> the block of its own accumulator, instead of squares.
+        sums: The sum Σ_n g_n of each parameter; a parameter that the loss does not depend on is missing.
+        squares: The sum Σ_n g_n² of each parameter; empty where nobody asked for them.
+        size: The number of examples.
+        blocks: For each layer number the block of its own accumulator, instead of squares.
     """
 
     sums: dict[str, Tensor]
@@ -36,7 +36,7 @@ class ClosureStatistics:
 
 
 class Reading(Protocol):
-    """One closure as it goes by."""
+    """The reading of one closure as it goes by."""
 
     @property
     def gradients_came(self) -> bool:
@@ -46,18 +46,18 @@ class Reading(Protocol):
         """Runs the backward pass for a closure that did not."""
 
     def finish(self, *, scale: float = 1.0) -> ClosureStatistics:
-        """The sums, for the loss divided by ``scale``."""
+        """Returns the sums, for the loss divided by ``scale``."""
 
     def release(self) -> None:
-        """Lets go of the graph."""
+        """Lets go of the graph that the reading holds."""
 
 
 class GradientReader:
     """Reads gradients of parameters and nothing else.
 
     Args:
-        model: tells how many examples a closure saw; None: every closure counts as one.
-        parameters: by name.
+        model: The model that tells how many examples a closure saw. With None every closure counts as one.
+        parameters: The parameters by name.
     """
 
     def __init__(self, model: nn.Module | None, parameters: Mapping[str, Tensor]):
@@ -65,7 +65,7 @@ class GradientReader:
 
     @contextmanager
     def reading(self, size: int | None = None) -> Iterator[GradientReading]:
-        """Inside, the model's calls are counted."""
+        """Counts the model's calls inside."""
         reading = GradientReading(self, size)
         handle = None if self.model is None else hook_model(self.model, reading.record.model_calls.append)
         try:
@@ -92,7 +92,7 @@ class GradientReading:
 
     @property
     def size(self) -> int:
-        """How many examples, over every call of the model."""
+        """The number of examples, over every call of the model."""
         if self.given_size is not None:
             return self.given_size
         total = 0
@@ -105,20 +105,21 @@ class GradientReading:
 
     @autograd_errors_explained()
     def differentiate(self, loss: Tensor, *, keep: bool = False) -> None:
-        """Gradients of the loss in every parameter that requires one."""
+        """Takes gradients of the loss in every parameter that requires one."""
         active = {n: p for n, p in self.reader.parameters.items() if p.requires_grad}
-        # Through .grad, which is empty here: autograd hands that over faster than what `torch.autograd.grad` returns.
+        # This goes through .grad, which is empty here: autograd hands that over faster than what `torch.autograd.grad`
+        # returns.
         torch.autograd.backward(loss, retain_graph=keep, inputs=list(active.values()))
         self.sums = {n: p.grad for n, p in active.items() if p.grad is not None}
         for p in active.values():
             p.grad = None
 
     def release(self) -> None:
-        """Lets go of the graph."""
+        """Lets go of the graph that the reading holds."""
         self.record.release()
 
     def finish(self, *, scale: float = 1.0) -> ClosureStatistics:
-        """The gradients; no squares."""
+        """Returns the gradients, without squares."""
         sums = self.sums
         if not sums:
             sums = {n: p.grad.detach() for n, p in self.reader.parameters.items() if p.grad is not None}
@@ -129,10 +130,10 @@ class GradientReading:
 
 
 def loss_of(result: Any) -> Tensor:
-    """The loss in what a closure returned: a tensor, the first of a tuple or list, or the entry "loss" of a mapping.
+    """Returns the loss in what a closure returned: a tensor, the first of a tuple or list, or the entry "loss" of a mapping.
 
     Raises:
-        InputError: there is none, or it is not a single number.
+        InputError: There is no loss, or it is not a single number.
 
     >>> float(loss_of((torch.tensor(2.0), "logits")))
     2.0
@@ -155,7 +156,7 @@ def loss_of(result: Any) -> Tensor:
 
 
 def with_loss(result: Any, loss: Tensor) -> Any:
-    """What a closure returned, with another loss in the place of its own."""
+    """Returns what a closure returned, with another loss in the place of its own."""
     if isinstance(result, tuple | list):
         return type(result)([loss, *result[1:]]) if type(result) in (tuple, list) else (loss, *result[1:])
     if isinstance(result, Mapping):

@@ -1,4 +1,4 @@
-"""Per-example gradients of a batch."""
+"""The gradients of a batch, example by example."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ def per_example_gradients(
     params: Selection = "all",
     unpack: Unpack | None = None,
 ) -> dict[str, Tensor]:
-    """The gradient of −log p(y_n | f(x_n, θ)) in θ for every example n of a batch.
+    """Returns the gradient of −log p(y_n | f(x_n, θ)) in θ for every example n of a batch.
 
-    One forward and one backward pass to the layers' outputs; layers without a rule by exact products, one example at a time.
+    It takes one forward and one backward pass to the layers' outputs; layers without a rule go by exact products, one
+    example at a time.
 
     Args:
-        model: a network with outputs [N, ..., C], in eval mode; it is unchanged afterwards.
-        batch: (x, y), (x, y, weight) or a mapping; the weight multiplies an example's gradient.
-        likelihood: "classification", "binary", "regression", "counts", or a likelihood object.
-        params: "all", "last_layer", names, a regular expression, or a function of (name, parameter).
-        unpack: turns a batch of another form into (inputs, targets).
+        model: A network with outputs [N, ..., C], in eval mode; it is unchanged afterwards.
+        batch: The batch (x, y), (x, y, weight) or a mapping; the weight multiplies an example's gradient.
+        likelihood: The likelihood: "classification", "binary", "regression", "counts", or a likelihood object.
+        params: The parameters: "all", "last_layer", names, a regular expression, or a function of (name, parameter).
+        unpack: A function that turns a batch of another form into (inputs, targets).
 
     Returns:
-        Parameter name -> [N, *shape].
+        For each parameter its gradients [N, *shape].
 
     Raises:
-        InputError, DataError, UnsupportedError: with what is wrong and what to do.
+        InputError, DataError, UnsupportedError: The message says what is wrong and what to do.
 
     >>> import torch
     >>> net = nn.Linear(2, 1, bias=False)

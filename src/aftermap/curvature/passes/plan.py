@@ -1,4 +1,4 @@
-"""Which layers of a network have a rule, where their batch is, and which parameters have none, with the reason.
+"""The plan of a network: which layers have a rule, where their batch is, and which parameters have none, with the reason.
 
 A plan is made by a look at two and three examples, before the work, and answers for a model nobody has seen before: do the
 outputs of one example depend on others? Which dimension of each layer's input is the batch? And do the rules give the true
@@ -46,13 +46,13 @@ __all__ = [
     "plan_model",
 ]
 
-WHOLE_MODEL = "(model)"  # the name of a layer that is the whole model
-# Outputs of one example in batches of different size may differ by so much, relative to the largest.
+WHOLE_MODEL = "(model)"  # This is the name of a layer that is the whole model.
+# Outputs of one example in batches of different size may differ by this much, relative to the largest.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 # So many examples of a batch are run again where it uses the network in a new way, and on batches 2, 4, 8, …. Their graph stands
 # beside that of the batch: more of them would show in a fit's memory (python -m benchmarks.memory resnet20 "aftermap kron").
 _EXAMPLES_TO_VERIFY = 4
-# What a model may raise where an argument has another length than it expects.
+# A model may raise these where an argument has another length than it expects.
 _FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedError)
 USED_OUTSIDE = "it is also used outside its layer's call"
 _MIXES = "its layer works on the examples in another order, or mixes them"
@@ -60,13 +60,13 @@ _MIXES = "its layer works on the examples in another order, or mixes them"
 
 @dataclass(frozen=True)
 class Layer:
-    """A block of parameters with its rule. Modules that share all of its parameters share the layer.
+    """A block of parameters with its rule; modules that share all of its parameters share the layer.
 
     Attributes:
         name: The path of the first module (``encoder.0.attn.in_proj`` for a part of one).
-        rule: How calls are read.
-        named: Role -> (parameter name, parameter); only selected parameters.
-        layout: How they form a block.
+        rule: The rule by which calls are read.
+        named: For each role the name of its parameter and the parameter; only selected parameters.
+        layout: The way in which they form a block.
     """
 
     name: str
@@ -85,14 +85,14 @@ class ModelPlan:
     """The layers of a network, their batch dimensions, and the parameters that no rule covers.
 
     Attributes:
-        layers: In the order of the model's modules.
-        hooked: (module, layer number) for every module whose calls are recorded by a hook.
-        attention: (module, {projection: layer number}) for every multi-head attention.
-        uncovered: For each selected parameter that no rule covers, why.
-        batch_dimensions: (layer number, id of the module) -> the dimension of the batch in its inputs.
-        unused: Parameters that the outputs of the first examples do not depend on.
-        numbers: How many numbers the recorded layers put out for one example: what its gradients take.
-        whole_inputs: Where among the inputs there are tensors that belong to all examples together.
+        layers: The layers in the order of the model's modules.
+        hooked: The pair (module, layer number) for every module whose calls are recorded by a hook.
+        attention: The pair (module, {projection: layer number}) for every multi-head attention.
+        uncovered: The reason for each selected parameter that no rule covers.
+        batch_dimensions: For each (layer number, id of the module) the dimension of the batch in its inputs.
+        unused: The parameters that the outputs of the first examples do not depend on.
+        numbers: The number of numbers that the recorded layers put out for one example, which its gradients take.
+        whole_inputs: The places among the inputs of tensors that belong to all examples together.
     """
 
     layers: list[Layer] = field(default_factory=list)
@@ -143,15 +143,15 @@ class ModelPlan:
         return {name: p for layer in self.layers for name, p in layer.named.values() if name not in self.uncovered}
 
     def without(self, reasons: Mapping[str, str]) -> ModelPlan:
-        """The same plan with these parameters uncovered."""
+        """Returns the same plan with these parameters uncovered."""
         return replace(self, uncovered={**self.uncovered, **reasons})
 
     def marked(self, batch: Batch) -> Batch:
-        """The batch, which now knows what among its inputs has no batch dimension, whatever its length."""
+        """Returns the batch, which now knows what among its inputs has no batch dimension, whatever its length."""
         return replace(batch, whole=batch.whole | self.whole_inputs) if self.whole_inputs else batch
 
     def agree_over_processes(self, names: Sequence[str]) -> ModelPlan:
-        """What all processes found: a rule is used only where it held on every one. In one process: the same."""
+        """Returns what all processes found: a rule is used only where it held on every one."""
         uncovered = torch.tensor([n not in self.layers_of_parameter for n in names], dtype=torch.int64)
         used = torch.tensor([n not in self.unused for n in names], dtype=torch.int64)
         all_reduce_([uncovered, used])
@@ -190,7 +190,7 @@ class PlanCheck:
 
     def __init__(self) -> None:
         self.used: set[str] = set()
-        self._verified: set[tuple[Signature, bool]] = set()  # with whether the batch had more than one example
+        self._verified: set[tuple[Signature, bool]] = set()  # The bool says: more than one example.
         self._batches = 0
 
     def check(self, record: ForwardRecord) -> None:
@@ -217,7 +217,7 @@ def _contradictions_of_some(record: ForwardRecord, is_new: bool) -> dict[str, st
     """Runs the model again on some examples of a batch, in reverse order: what belongs to an example must stay with it.
 
     Args:
-        record: The batch.
+        record: The record of the batch.
         is_new: Whether gradients are compared, too. Where some examples alone do not make the network do what the whole batch
             did, those of the whole batch are.
     """
@@ -243,9 +243,9 @@ def _contradictions_of_some(record: ForwardRecord, is_new: bool) -> dict[str, st
 
 
 def _is_of_other_examples(inputs: Tensor, again: Tensor, index: Tensor) -> bool:
-    """Whether a layer's input rows [b, ...] of some examples are others than in another batch, by more than rounding."""
+    """Tells whether a layer's input rows [b, ...] of some examples are others than in another batch, by more than rounding."""
     if inputs.shape[1:] != again.shape[1:]:
-        return False  # padded to another length, say: nothing can be compared
+        return False  # They are padded to another length, say: nothing can be compared.
     expected = inputs[index]
     if not inputs.is_floating_point():
         return not torch.equal(expected, again)
@@ -268,7 +268,7 @@ class CheckedPlan:
         self._check = PlanCheck()
 
     def record(self, batch: Batch) -> ForwardRecord:
-        """Runs the model on a batch. A parameter whose rule is contradicted is treated by per-example gradients from now on.
+        """Runs the model on a batch; a parameter whose rule is contradicted is treated by per-example gradients from now on.
 
         Call it where exactly the parameters `names` require a gradient (`only_require_grad`).
         """
@@ -288,10 +288,10 @@ def find_layers(model: nn.Module, names: Sequence[str], *, batch_statistics: boo
     """Finds every module that owns selected parameters and gives each a rule, or a reason why it has none.
 
     Args:
-        model: Any module.
+        model: Any PyTorch module.
         names: The selected parameters.
-        batch_statistics: Also take BatchNorm layers that normalise with the statistics of the batch (training): their
-            rule then reads those statistics as constants.
+        batch_statistics: Whether to take also BatchNorm layers that normalise with the statistics of the batch
+            (training): their rule then reads those statistics as constants.
 
     Returns:
         A plan that does not know the batch dimensions yet.
@@ -342,13 +342,13 @@ def _add_layer(
     owned: Mapping[str, Tensor | None],
     selected: Mapping[int, str],
 ) -> int | None:
-    """The number of the layer that these parameters make; None where none of them is selected."""
+    """Returns the number of the layer that these parameters make; None where none of them is selected."""
     named = {role: (selected[id(p)], p) for role, p in owned.items() if p is not None and id(p) in selected}
     if not named:
         return None
     name = path or WHOLE_MODEL
     layout = rule.layout(name, module, named)
-    shape = (layout.groups, layout.out, layout.in_)  # a weight may be tied between convolutions with other groups
+    shape = (layout.groups, layout.out, layout.in_)  # A weight may be tied between convolutions with other groups.
     key = (type(rule), shape, *((role, id(p)) for role, (_, p) in named.items()))
     if key not in numbers:
         numbers[key] = len(plan.layers)
@@ -393,7 +393,7 @@ def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: 
 
 
 def _possibly_whole(batch: Batch) -> list[frozenset[Path]]:
-    """Which tensors may belong to all examples together, the likeliest first: square matrices, any one, or all but the first."""
+    """Returns which tensors may belong to all examples together: square matrices, any one, or all but the first."""
     batched = [(path, tensor) for path, tensor in batch.tensors() if batch.is_batched(path, tensor)][1:]
     squares = frozenset(path for path, t in batched if t.dim() == 2 and t.shape[0] == t.shape[1])
     choices = [squares, *(frozenset([path]) for path, _ in batched), frozenset(path for path, _ in batched)]
@@ -401,14 +401,14 @@ def _possibly_whole(batch: Batch) -> list[frozenset[Path]]:
 
 
 def _explain_ambiguity(model: nn.Module, batch: Batch, error: Exception) -> None:
-    """Raises if the model accepts the whole batch, but no few examples of it, whatever is left whole."""
+    """Raises an error if the model accepts the whole batch, but no few examples of it, whatever is left whole."""
     choices = _possibly_whole(batch)
     if isinstance(error, AftermapError) or not choices:
         return
     try:
         with torch.no_grad():
             call_model(model, batch.inputs)
-    except Exception:  # the model does not accept its inputs at all: its own error says why
+    except Exception:  # The model does not accept its inputs at all, and its own error says why.
         return
     arguments = ", ".join(".".join(map(str, path)) for path in sorted(choices[-1], key=str))
     raise InputError(
@@ -420,15 +420,15 @@ def _explain_ambiguity(model: nn.Module, batch: Batch, error: Exception) -> None
 
 @autograd_errors_explained()
 def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch, verify: bool) -> ModelPlan:
-    """A plan, where it is known which of the inputs have a batch dimension."""
+    """Makes a plan, where it is known which of the inputs have a batch dimension."""
     check_modes(model)
     plan = find_layers(model, names)
     with only_require_grad(model, names):
-        # The pair holds the last two of the three, backwards: any influence of an example on another shows.
+        # The pair holds the last two of the three, backwards, so that any influence of an example on another shows.
         pair, calls_of_pair = _run(model, plan, _copies(batch, [2, 1]))
         shapes_of_pair = [c.out_shape for c in calls_of_pair]
         pair = pair.detach()
-        del calls_of_pair  # with them goes the graph of the pair
+        del calls_of_pair  # With them goes the graph of the pair.
         three = _copies(batch, [0, 1, 2])
         outputs, calls = _run(model, plan, three)
         check_outputs(outputs, 3)
@@ -456,7 +456,7 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch, verify: boo
 
 
 def _copies(batch: Batch, places: Sequence[int]) -> Batch:
-    """Chosen examples of a batch, repeated where it has fewer."""
+    """Returns chosen examples of a batch, repeated where it has fewer."""
     index = torch.tensor(places) % batch.size
     return replace(batch.take(index), targets=None, weight=None)
 
@@ -474,7 +474,7 @@ def _run(model: nn.Module, plan: ModelPlan, batch: Batch) -> tuple[Tensor, list[
 
 
 def _check_independent(outputs: Tensor, in_other_batch: Tensor) -> None:
-    """Raises if the outputs of the same examples in two batches differ by more than rounding."""
+    """Raises an error if the outputs of the same examples in two batches differ by more than rounding."""
     tolerance = _ROUNDING.get(outputs.dtype, 5e-2)
     if outputs.shape != in_other_batch.shape or float((outputs - in_other_batch).abs().max()) > tolerance * float(
         in_other_batch.abs().max()
@@ -488,7 +488,7 @@ def _check_independent(outputs: Tensor, in_other_batch: Tensor) -> None:
 def _find_batch_dimensions(
     pair: Sequence[tuple[int, ...]], triple: Sequence[RecordedCall], plan: ModelPlan
 ) -> tuple[dict[tuple[int, int], int], set[int]]:
-    """The batch dimension by (layer, module), and layers with a call that has none; of the pair only its output shapes."""
+    """Returns the batch dimension by (layer, module), and layers with a call that has none; of the pair only its output shapes."""
     dimensions: dict[tuple[int, int], int] = {}
     unbatched: set[int] = set()
     if len(pair) != len(triple):
@@ -507,7 +507,7 @@ def _find_batch_dimensions(
 
 
 def inputs_of_call(model: nn.Module, call: ModelCall) -> Any:
-    """The arguments of a call as the inputs of a batch: a tensor, a tuple or a mapping; None if they cannot be told."""
+    """Returns the arguments of a call as the inputs of a batch: a tensor, a tuple or a mapping; None if they cannot be told."""
     if not call.kwargs:
         return call.args[0] if len(call.args) == 1 else tuple(call.args)
     if not call.args:
@@ -519,7 +519,7 @@ def inputs_of_call(model: nn.Module, call: ModelCall) -> Any:
 
 
 def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
-    """Names of the parameters of the last layer with a weight matrix.
+    """Returns the names of the parameters of the last layer with a weight matrix.
 
     It is the layer whose output is returned as it is; failing that (a reshape or a scale follows), the last one called.
 
@@ -531,7 +531,7 @@ def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
     >>> find_last_layer(net, Batch(torch.zeros(1, 2), None, None, 1))
     ['2.weight', '2.bias']
     """
-    check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
+    check_modes(model)  # This comes before the first forward pass, which would move BatchNorm's statistics.
     names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
     plan = find_layers(model, names)
     with only_require_grad(model, names):
@@ -540,7 +540,7 @@ def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
         except _FAILURES:
             if not _possibly_whole(batch):
                 raise
-            outputs, calls = _run(model, plan, batch)  # an argument may belong to all examples together
+            outputs, calls = _run(model, plan, batch)  # An argument may belong to all examples together.
     matrix = [c for c in calls if plan.layers[c.layer].rule.matrix]
     if not matrix:
         raise UnsupportedError(
@@ -554,7 +554,7 @@ def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
 
 
 def _check_all_outputs_depend_on(call: RecordedCall, outputs: Tensor, plan: ModelPlan) -> None:
-    """Raises where a layer is one of several heads: the variance of the other outputs would be zero, without a word."""
+    """Raises an error where a layer is one of several heads: the variance of the other outputs would be zero, without a word."""
     units = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
     heads = [u.expand_as(outputs) for u in units]
     gradients = [torch.autograd.grad(outputs, call.edge, h, retain_graph=True, allow_unused=True)[0] for h in heads]

@@ -39,17 +39,17 @@ class GGNOperator:
     products in its own.
 
     Args:
-        model: a network with outputs [N, ..., C].
-        data: batches that can be iterated repeatedly (a list or a DataLoader), the same examples every time.
-        likelihood: gives Lambda through `hessian(outputs, targets)`; class weights and ignored targets enter
-            there.
-        names: parameter names, in the flat order (each row-major); None means all that require a gradient.
-        unpack: turns a batch into (inputs, targets) or (inputs, targets, weight); None understands these as
-            they are.
-        chunk_size: how many columns go through the network at once: more is faster and needs more memory.
+        model: A network with outputs [N, ..., C].
+        data: Batches that can be iterated repeatedly (a list or a DataLoader), with the same examples every time.
+        likelihood: The likelihood, which gives Lambda through `hessian(outputs, targets)`; class weights and ignored
+            targets enter there.
+        names: The names of the parameters in the flat order (each row-major). None means all that require a gradient.
+        unpack: A function that turns a batch into (inputs, targets) or (inputs, targets, weight). None understands
+            these as they are.
+        chunk_size: The number of columns that go through the network at once; more is faster and needs more memory.
 
     Raises:
-        InputError: unknown names, or a chunk size below 1.
+        InputError: A name is unknown, or the chunk size is below 1.
 
     >>> from aftermap.likelihoods import Gaussian
     >>> net = nn.Linear(2, 1, bias=False)
@@ -94,7 +94,7 @@ class GGNOperator:
 
     @property
     def n_data(self) -> int:
-        """The number of examples seen in a pass; counted now if there has been none."""
+        """The number of examples seen in a pass, counted now if there has been none."""
         if self._n_data is None:
             seen = 0
             with fail_together("counting the data"):
@@ -104,20 +104,20 @@ class GGNOperator:
 
     @autograd_errors_explained()
     def mv(self, v: Tensor) -> Tensor:
-        """G v.
+        """Returns the product G v.
 
         The sums over batches are kept in the dtype of v: float64 vectors cost little and keep a float32
         network's product as exact as it is.
 
         Args:
-            v: [P] or [P, k].
+            v: The vector [P], or vectors [P, k].
 
         Returns:
-            Like v.
+            The product, of the shape of v.
 
         Raises:
-            ShapeError: v does not fit the parameters.
-            DataError: the data gave another number of examples than before.
+            ShapeError: The shape of v does not fit the parameters.
+            DataError: The data gave another number of examples than before.
         """
         if v.dim() not in (1, 2) or v.shape[0] != self.size:
             raise ShapeError(f"got a vector of shape {tuple(v.shape)}; pass [{self.size}] or [{self.size}, k]")
@@ -133,14 +133,15 @@ class GGNOperator:
 
     @autograd_errors_explained()
     def noise(self, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draws from N(0, G): sum_n sqrt(w_n) J_n^T S_n eps_n with S_n S_n^T = Lambda_n and standard normal eps_n.
+        """Draws from N(0, G), as sum_n sqrt(w_n) J_n^T S_n eps_n with S_n S_n^T = Lambda_n and standard normal eps_n.
 
         Args:
-            count: how many draws, in one pass over the data.
-            generator: the source of randomness; each process of a group needs another one, since each has other data.
+            count: The number of draws, in one pass over the data.
+            generator: The source of the random draws; each process of a group needs another one, since each has other
+                data.
 
         Returns:
-            [P, count] in float64.
+            The draws [P, count] in float64.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise InputError(f"the number of draws must be a whole number of at least 1, got {count!r}")
@@ -157,18 +158,18 @@ class GGNOperator:
         return self.mv(v)
 
     def to_dense(self) -> Tensor:
-        """G [P, P] in float64; for small models and tests."""
+        """Returns G [P, P] in float64; for small models and tests."""
         return self.mv(torch.eye(self.size, dtype=torch.float64, device=self.device))
 
     def _batches(self) -> Iterable[Batch]:
         return iterate(self._data, device=self.device, dtype=self._model_dtype, unpack=self._unpack)
 
     def _working_params(self) -> Params:
-        """The weights in the precision of products."""
+        """Returns the weights in the precision of products."""
         return {name: p.to(self.dtype) for name, p in self._params.items()}
 
     def _outputs(self, params: Params, batch: Batch) -> Tensor:
-        """Outputs under ``params``, in the precision of products."""
+        """Returns the outputs under ``params``, in the precision of products."""
         if self.dtype == self._model_dtype:
             return functional_outputs(self._model, params, batch.inputs)
         others = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
@@ -187,7 +188,7 @@ class GGNOperator:
         self._n_data = seen
 
     def _batch_product(self, batch: Batch, columns: Tensor) -> Tensor:
-        """One batch's sum of w_n J_n^T Lambda_n J_n V for V [P, k]."""
+        """Returns one batch's sum of w_n J_n^T Lambda_n J_n V for V [P, k]."""
         if self.dtype != self._model_dtype:
             try:
                 return self._product(batch, columns.to(self.dtype))
@@ -252,7 +253,7 @@ class GGNOperator:
         return torch.stack(out, dim=1).detach()
 
     def _batch_noise(self, batch: Batch, count: int, generator: torch.Generator | None) -> Tensor:
-        """One batch's sum of sqrt(w_n) J_n^T S_n eps_n: [P, count]."""
+        """Returns one batch's sum of sqrt(w_n) J_n^T S_n eps_n: [P, count]."""
         with torch.enable_grad():
             params = {name: p.clone().requires_grad_() for name, p in self._working_params().items()}
             f = self._outputs(params, batch)
@@ -272,7 +273,7 @@ class GGNOperator:
         return torch.stack(out, dim=1).detach()
 
     def _output_hessian(self, f: Tensor, batch: Batch) -> Tensor:
-        """w_n Lambda_n in float64: [N, ..., C, C].
+        """Returns w_n Lambda_n in float64: [N, ..., C, C].
 
         In single precision a direction in which outputs do not matter, such as a shift of all logits, would get curvature.
         """

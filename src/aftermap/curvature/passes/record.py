@@ -58,11 +58,11 @@ class RecordedCall:
     Attributes:
         layer: The number of the layer in the plan.
         module: The module that was called (modules with tied parameters share a layer, but not a stride).
-        inputs: What went in, detached.
-        version: The input's version when it was seen.
-        edge: Where in the graph the output's gradient arrives.
+        inputs: The input of the call, detached.
+        version: The version of the input when it was seen.
+        edge: The place in the graph where the output's gradient arrives.
         out_shape: The shape of the output.
-        group: Which group of the block the call concerns; None for all.
+        group: The group of the block that the call concerns; None for all.
     """
 
     layer: int
@@ -74,7 +74,7 @@ class RecordedCall:
     group: int | None = None
 
     def check_unchanged(self) -> None:
-        """Raises if the input was overwritten after the call (autograd would refuse to train such a model, too)."""
+        """Raises an error if the input was overwritten after the call (autograd would refuse to train such a model, too)."""
         if self.inputs._version != self.version:
             raise UnsupportedError(
                 f"the input of a {type(self.module).__name__} was changed in place after the call, so its curvature is lost. "
@@ -94,11 +94,12 @@ def _edge(output: Tensor) -> GradientEdge:
 def record_calls(
     plan: ModelPlan, on_gradient: Callable[[int, Tensor], None] | None = None
 ) -> Iterator[list[RecordedCall]]:
-    """Inside, every call of the plan's layers is appended to the list that is yielded.
+    """Appends every call of the plan's layers inside to the list that is yielded.
 
     Args:
-        plan: Which modules to listen to.
-        on_gradient: Called with a call's number and its output gradient as soon as a backward pass reaches it.
+        plan: The plan that says which modules to listen to.
+        on_gradient: A function that is called with a call's number and its output gradient as soon as a backward pass
+            reaches it.
 
     >>> from aftermap.curvature.passes.plan import find_layers
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(inplace=True), nn.Linear(3, 1))
@@ -119,7 +120,7 @@ def record_calls(
                 RecordedCall(layer, module, detached, detached._version, _edge(output), tuple(output.shape), group)
             )
             if on_gradient is not None:
-                # Registered before any in-place activation: the hook stays with the layer's own output.
+                # This is registered before any in-place activation, so that the hook stays with the layer's own output.
                 output.register_hook(partial(on_gradient, len(calls) - 1))
 
     def hook_for(layer: int) -> Any:
@@ -143,7 +144,7 @@ def record_calls(
 
 @contextmanager
 def _tapped(module: nn.MultiheadAttention, parts: Mapping[str, int], record: Any) -> Iterator[None]:
-    """Inside, the attention's forward pass is written out and reports its projections."""
+    """Writes the attention's forward pass out inside, so that it reports its projections."""
 
     def tap(part: str, inputs: Tensor, output: Tensor, group: int | None) -> None:
         if part in parts:
@@ -167,7 +168,7 @@ class ModelCall:
     """One call of the whole model.
 
     Attributes:
-        args, kwargs: What it was called with.
+        args, kwargs: The arguments that it was called with.
         output: The tensor found in what it returned; None where there is not exactly one (or ``logits``).
         gradient: The output's gradient, once a backward pass has reached it.
     """
@@ -180,7 +181,7 @@ class ModelCall:
 
 @dataclass
 class ClosureRecord:
-    """What a user's closure did with a model: calls of layers, calls of the whole, gradients that reached parameters."""
+    """The record of what a user's closure did with a model: calls of layers and of the whole, and gradients of parameters."""
 
     calls: list[RecordedCall] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)
@@ -202,13 +203,14 @@ def record_closure(
     on_gradient: Callable[[int, Tensor], None],
     parameters: Mapping[str, Tensor],
 ) -> Iterator[ClosureRecord]:
-    """Inside, calls of layers and calls of the whole model are recorded, whoever makes them.
+    """Records calls of layers and calls of the whole model inside, whoever makes them.
 
     Args:
-        model: The whole model; its inputs and the gradient of its output are kept.
-        plan: Which layers to listen to.
-        on_gradient: Called with the number of a layer's call and its output gradient, during the backward pass.
-        parameters: Parameters whose gradients are kept as they arrive: before anybody clips or averages them.
+        model: The whole model, of which inputs and the gradient of the output are kept.
+        plan: The plan that says which layers to listen to.
+        on_gradient: A function that is called with the number of a layer's call and its output gradient, during the
+            backward pass.
+        parameters: The parameters whose gradients are kept as they arrive, before anybody clips or averages them.
     """
     with ExitStack() as stack:
         calls = stack.enter_context(record_calls(plan, on_gradient))
@@ -242,14 +244,14 @@ def hook_model(model: nn.Module, on_call: Callable[[ModelCall], None]) -> Remova
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         tensor = _only_tensor(output)
         if not torch.is_grad_enabled() or (tensor is not None and not tensor.requires_grad):
-            return  # a look at the outputs, say for a metric
+            return  # It is a look at the outputs, say for a metric.
         on_call(ModelCall(args, kwargs, tensor))
 
     return model.register_forward_hook(hook, with_kwargs=True)
 
 
 def _only_tensor(output: Any) -> Tensor | None:
-    """The tensor that a model returned: itself, its ``logits``, or the only one of a sequence."""
+    """Returns the tensor that a model returned: itself, its ``logits``, or the only one of a sequence."""
     if isinstance(output, Tensor):
         return output
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
@@ -261,7 +263,7 @@ def _only_tensor(output: Any) -> Tensor | None:
 
 @contextmanager
 def outputs_replaced(changes: Mapping[nn.Module, Callable[[Tensor, Tensor], Tensor]]) -> Iterator[None]:
-    """Inside, each of the modules returns what its function makes of (input, output).
+    """Lets each of the modules return, inside, what its function makes of (input, output).
 
     >>> net = nn.Linear(2, 3)
     >>> with outputs_replaced({net: lambda x, out: 0 * out + x.sum()}):
@@ -290,7 +292,7 @@ class LayerCall:
         call: The call as it was recorded.
         inputs: The input [b, ...].
         space: The shape of the output without the batch.
-        to_batch_first: Takes the gradient [v, *output] at the call's edge to [v, b, ...].
+        to_batch_first: A function that takes the gradient [v, *output] at the call's edge to [v, b, ...].
         edge: The number of the edge.
         cached: Whether the rows are kept, because several vectors will meet them.
     """
@@ -313,18 +315,18 @@ class LayerCall:
         return self._rows
 
     def fresh_rows(self) -> InputRows:
-        """The input rows, not kept: for what is done once per batch."""
-        if set(self.layer.named) != {"bias"}:  # the gradient of a bias does not depend on the input
+        """Returns the input rows, which are not kept, for what is done once per batch."""
+        if set(self.layer.named) != {"bias"}:  # The gradient of a bias does not depend on the input.
             self.call.check_unchanged()
         rule, group, inputs = self.layer.rule, self.call.group, self.inputs
-        if inputs.is_floating_point():  # under autocast, sums are made in the parameters' dtype
+        if inputs.is_floating_point():  # Under autocast, sums are made in the parameters' dtype.
             inputs = inputs.to(self.layer.dtype)
         if group is not None and isinstance(rule, PackedProjectionRule):
             return rule.rows_of_group(inputs, group, self.layer.named)
         return rule.rows(self.call.module, inputs, self.space, self.layer.named)
 
     def gradients(self, arrived: Tensor) -> Tensor:
-        """The gradient [v, *output] that arrived at the edge as [v, b, g, t, o]."""
+        """Returns the gradient [v, *output] that arrived at the edge as [v, b, g, t, o]."""
         rule, group = self.layer.rule, self.call.group
         batch_first = self.to_batch_first(arrived.to(self.layer.dtype))
         if group is not None and isinstance(rule, PackedProjectionRule):
@@ -337,11 +339,12 @@ def layer_calls(call: RecordedCall, layer: Layer, edge: int, batch_dimension: in
 
     Args:
         call: The call as it was recorded.
-        layer: Its layer.
-        edge: The number of its edge.
-        batch_dimension: Which dimension of input and output holds the batch. Along dimension 0 an example may own several
-            consecutive rows (tokens or frames folded into the batch): they become shared positions, or calls of their own.
-        size: How many examples there are.
+        layer: The layer of the call.
+        edge: The number of the call's edge.
+        batch_dimension: The dimension of input and output that holds the batch. Along dimension 0 an example may own
+            several consecutive rows (tokens or frames folded into the batch): they become shared positions, or calls of
+            their own.
+        size: The number of examples.
     """
     inputs, shape = call.inputs, call.out_shape
     if batch_dimension == 1:
@@ -368,16 +371,16 @@ def layer_calls(call: RecordedCall, layer: Layer, edge: int, batch_dimension: in
 
 @dataclass
 class ForwardRecord:
-    """A batch after its forward pass.
+    """The record of a batch after its forward pass.
 
     Attributes:
         model: The network.
-        batch: What it was called with.
-        outputs: What it returned [b, ..., c].
-        plan: How its layers are read.
-        calls: Layer number -> its calls; every layer that covers a parameter has an entry.
+        batch: The batch that it was called with.
+        outputs: The outputs that it returned [b, ..., c].
+        plan: The plan that says how its layers are read.
+        calls: For each layer number its calls; every layer that covers a parameter has an entry.
         edges: The gradient edges of the calls, numbered.
-        misfits: Parameters of layers that were called on something that does not fit the batch, with the reason.
+        misfits: The parameters of layers that were called on something that does not fit the batch, with the reason.
     """
 
     model: nn.Module
@@ -419,17 +422,17 @@ class ForwardRecord:
 
     @cached_property
     def deepest_edges(self) -> list[int]:
-        """Numbers of the edges behind which there is no other; the graph is the same for every vector."""
+        """The numbers of the edges behind which there is no other; the graph is the same for every vector."""
         return sorted(deepest_edges(self.edges))
 
     @cached_property
     def uses(self) -> dict[str, int]:
-        """How often the outputs use each parameter that requires a gradient."""
+        """The number of times that the outputs use each parameter that requires a gradient."""
         return uses_in_graph(self.outputs, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
 
     @cached_property
     def signature(self) -> Signature:
-        """How this batch used the parameters that are covered by a rule."""
+        """The way in which this batch used the parameters that are covered by a rule."""
         names, uses, size = self.plan.layers_of_parameter, self.uses, self.batch.size
         folds = {
             number: tuple(call.call.out_shape[0] != size for call in calls if call.call.group is None)
@@ -443,7 +446,7 @@ class ForwardRecord:
 
 
 def deepest_edges(edges: Sequence[GradientEdge]) -> set[int]:
-    """Numbers of the edges from whose nodes no other edge's node can be reached."""
+    """Returns the numbers of the edges from whose nodes no other edge's node can be reached."""
     nodes = {edge.node for edge in edges}
     deepest = set()
     for number, edge in enumerate(edges):
@@ -460,7 +463,7 @@ def deepest_edges(edges: Sequence[GradientEdge]) -> set[int]:
 
 
 def uses_in_graph(output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """How often the graph of an output uses each parameter: the edges into its leaf, or into a node that only casts it.
+    """Counts how often the graph of an output uses each parameter: the edges into its leaf, or into a node that only casts it.
 
     >>> weight = torch.ones(2, requires_grad=True)
     >>> uses_in_graph((weight * 3 + weight).sum(), {"weight": weight})
@@ -472,7 +475,7 @@ def uses_in_graph(output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str,
         return uses
     seen: set[Node] = {output.grad_fn}
     stack: list[Node] = [output.grad_fn]
-    leaves: dict[Node, str | None] = {}  # a leaf, or a cast of one -> the parameter's name; None: neither
+    leaves: dict[Node, str | None] = {}  # A leaf, or a cast of one, has the parameter's name; anything else has None.
     while stack:
         for node, _ in stack.pop().next_functions:
             if node is None:
@@ -489,7 +492,7 @@ def uses_in_graph(output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def _leaf_of(node: Node) -> Tensor | None:
-    """The tensor that a node accumulates a gradient for, also behind a cast: autocast keeps the casts of weights."""
+    """Returns the tensor that a node accumulates a gradient for, also behind a cast, since autocast keeps the casts of weights."""
     if type(node).__name__ == "ToCopyBackward0" and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     variable: Tensor | None = getattr(node, "variable", None)

@@ -26,7 +26,7 @@ from aftermap.progress import progress
 
 __all__ = ["CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
 
-# Back-propagated at once: so many numbers of gradients (8 MB in float32).
+# This many numbers of gradients are back-propagated at once (8 MB in float32).
 _GRADIENT_NUMBERS = 1 << 21
 # Examples are worked on together while their layers' outputs hold at most this many numbers (8 MB in float32), but never
 # fewer than so many: small pieces waste time on overhead.
@@ -35,13 +35,13 @@ _LEAST_EXAMPLES = 16
 
 
 def vectors_go_together(model: nn.Module) -> bool:
-    """Whether all vectors go in one pass: PyTorch's vectorised backward pass is slow for convolutions and pooling."""
+    """Tells whether all vectors go in one pass: PyTorch's vectorised backward pass is slow for convolutions and pooling."""
     slow = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.RNNBase)
     return not any(isinstance(m, slow) for m in model.modules())
 
 
 def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> Batch:
-    """The first batch that holds an example; the data are asked anew for the rest."""
+    """Returns the first batch that holds an example; the data are asked anew for the rest."""
     device, dtype = check_device(model)
     for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
         return batch
@@ -50,12 +50,12 @@ def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) ->
 
 @dataclass
 class DataCounts:
-    """What passed by, of one pass over the data.
+    """The counts of what passed by in one pass over the data.
 
     Attributes:
-        n_data: How many data there are; weights count as copies.
-        loss: Σ −log p.
-        n_outputs: How many numbers the network returns for one datum.
+        n_data: The number of data; weights count as copies.
+        loss: The sum Σ −log p.
+        n_outputs: The number of numbers that the network returns for one datum.
         kind: The kind of vectors.
         used: The parameters that some batch has used.
     """
@@ -73,21 +73,22 @@ class CurvatureProblem:
 
     Attributes:
         model: The network.
-        data: Batches.
-        likelihood: Of the targets.
+        data: Batches of (x, y).
+        likelihood: The likelihood of the targets.
         names: The selected parameters.
-        plan: How the layers are read.
+        plan: The plan that says how the layers are read.
         curvature: The kind of vectors, or "auto".
-        approach: How Kronecker factors treat shared weights: "expand" or "reduce".
-        samples: Draws for each datum, for the random kinds of vectors.
-        chunk: Vectors at a time; None chooses by memory.
-        passes: How often the data are gone through (an augmenting loader gives new samples of the same data).
-        rank: Of a low-rank approximation.
-        small_block: Up to this size norm layers and parameters without a rule get a full block.
+        approach: The way in which Kronecker factors treat shared weights: "expand" or "reduce".
+        samples: The number of draws for each datum, for the random kinds of vectors.
+        chunk: The number of vectors at a time; None chooses by memory.
+        passes: The number of times that the data are gone through (an augmenting loader gives new samples of the same
+            data).
+        rank: The rank of a low-rank approximation.
+        small_block: The size up to which norm layers and parameters without a rule get a full block.
         sums_dtype: The dtype of the sums.
-        unpack: Turns a batch of another form into (inputs, targets).
-        generator: For the random kinds of vectors.
-        show_progress: Whether to show a bar; None: on a terminal.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        generator: The source of the random kinds of vectors.
+        show_progress: Whether to show a progress bar. None shows it on a terminal.
     """
 
     model: nn.Module
@@ -115,7 +116,7 @@ class CurvatureProblem:
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return check_device(self.model)[0]
 
     @property
@@ -127,12 +128,12 @@ class CurvatureProblem:
     def run(
         self, accumulators: Sequence[Accumulator], description: str, *, whole_batches: bool = False
     ) -> tuple[tuple[Block, ...], DataCounts]:
-        """Passes over the data with these accumulators.
+        """Passes over the data with these accumulators, and returns their blocks.
 
         Args:
-            accumulators: What is summed.
-            description: Stands beside the progress bar.
-            whole_batches: Batches are not worked on in pieces (where a batch is averaged over, as in KFRA).
+            accumulators: The accumulators that sum.
+            description: The words beside the progress bar.
+            whole_batches: Whether batches are not worked on in pieces (where a batch is averaged over, as in KFRA).
 
         Returns:
             The blocks of the accumulators and what passed by, both for one pass over the data of this process.
@@ -168,7 +169,7 @@ class CurvatureProblem:
         return blocks, counts
 
     def sum_loss(self) -> DataCounts:
-        """Only counts the data and sums their loss."""
+        """Counts the data and sums their loss, and nothing else."""
         counts = DataCounts(kind="exact", used=frozenset(self.names))
         with fail_together("summing the loss"), torch.no_grad():
             for batch in self._batches("loss"):
@@ -177,7 +178,7 @@ class CurvatureProblem:
         return counts
 
     def _batches(self, description: str) -> Iterator[Batch]:
-        """Every batch of every pass, checked."""
+        """Yields every batch of every pass, checked."""
         device, dtype = check_device(self.model)
         for number in range(self.passes):
             label = description if self.passes == 1 else f"{description} {number + 1}/{self.passes}"
@@ -185,7 +186,7 @@ class CurvatureProblem:
             yield from map(self.plan.marked, iterate(bar, device=device, dtype=dtype, unpack=self.unpack))
 
     def _pieces(self, description: str, whole_batches: bool) -> Iterator[Batch]:
-        """Batches in pieces whose gradients take little memory; sums over data do not notice."""
+        """Yields batches in pieces whose gradients take little memory; sums over data do not notice."""
         size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, self.plan.numbers)))
         for batch in self._batches(description):
             if whole_batches or batch.size <= size:
@@ -232,7 +233,7 @@ class CurvatureProblem:
                 backward.run(part, together=go_together, keep_graph=done < vectors.count)
 
     def _reasons_of_all_processes(self, reasons: dict[str, str]) -> dict[str, str]:
-        """What any process noticed: all of them must begin again with the same plan."""
+        """Returns what any process noticed, since all of them must begin again with the same plan."""
         contradicted = torch.tensor([n in reasons for n in self.names], dtype=torch.int64)
         all_reduce_([contradicted])
         elsewhere = "its rule does not hold on the data of another process"

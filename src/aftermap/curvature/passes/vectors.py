@@ -1,4 +1,4 @@
-"""What is back-propagated from the outputs of a network: the only switch for the kind of curvature.
+"""The vectors that are back-propagated from the outputs of a network: the only switch for the kind of curvature.
 
 The curvature of one example in its outputs f [..., C], flattened over its R positions, is blockdiag_r(Λ_r),
 with Λ_r the Hessian of the negative log-likelihood at position r. A set of vectors v stands for it through
@@ -23,22 +23,22 @@ from aftermap.likelihoods.base import Likelihood, check_values
 __all__ = ["AUTO_LIMIT", "VECTOR_KINDS", "Vectors", "make_vectors", "resolve_kind"]
 
 VECTOR_KINDS = ("exact", "rademacher", "sampled", "empirical", "jacobian")
-AUTO_LIMIT = 20  # "auto" is exact up to this many outputs of one example
+AUTO_LIMIT = 20  # "auto" is exact up to this many outputs of one example.
 
 
 def resolve_kind(kind: str, outputs: Tensor) -> str:
-    """The kind of vectors that a word stands for: "auto" is exact for R·C ≤ 20 outputs, rademacher above.
+    """Returns the kind of vectors that a word stands for: "auto" is exact for R·C ≤ 20 outputs, rademacher above.
 
     Args:
-        kind: one of ``VECTOR_KINDS`` or "auto".
-        outputs: [N, ..., C].
+        kind: The kind of vectors: one of ``VECTOR_KINDS`` or "auto".
+        outputs: The network's outputs [N, ..., C].
 
     Returns:
-        One of ``VECTOR_KINDS``.
+        The kind, one of ``VECTOR_KINDS``.
 
     Raises:
-        InputError: another word.
-        ShapeError: outputs with fewer than two dimensions.
+        InputError: The word is another one.
+        ShapeError: The outputs have fewer than two dimensions.
 
     >>> resolve_kind("auto", torch.zeros(8, 10)), resolve_kind("auto", torch.zeros(8, 3, 10))
     ('exact', 'rademacher')
@@ -64,8 +64,8 @@ class Vectors:
     and a second iteration draws anew.
 
     Args:
-        kind: one of ``VECTOR_KINDS``.
-        count: number of vectors V.
+        kind: The kind of vectors, one of ``VECTOR_KINDS``.
+        count: The number V of vectors.
     """
 
     kind: str
@@ -77,41 +77,41 @@ class Vectors:
     _generator: torch.Generator | None = field(repr=False)
 
     def chunks(self, size: int | None = None) -> Iterator[Tensor]:
-        """Iterate over the vectors in chunks.
+        """Yields the vectors in chunks.
 
         Args:
-            size: at most this many vectors at a time; None takes the vectors of one position at a time for
-                exact and jacobian (all of them if there is one position), and all vectors of the other kinds.
+            size: The greatest number of vectors at a time. None takes the vectors of one position at a time for exact
+                and jacobian (all of them if there is one position), and all vectors of the other kinds.
 
         Yields:
-            [v, N, ..., C] with v ≤ size, in the dtype and on the device of the outputs.
+            Vectors [v, N, ..., C] with v ≤ size, in the dtype and on the device of the outputs.
 
         Raises:
-            InputError: a size below 1.
+            InputError: The size is below 1.
         """
         if size is not None and size < 1:
             raise InputError(f"the number of vectors in a chunk is {size}, but must be 1 or more, or None.")
-        # checked here, not at the first use of the iterator
+        # This is checked here, not at the first use of the iterator.
         step = size or max(self._columns, 1)
         return (self._chunk(start, min(start + step, self.count)) for start in range(0, self.count, step))
 
     @property
     def _columns(self) -> int:
-        """Vectors of one position; all of them for the kinds that do not go position by position."""
+        """Returns the number of vectors of one position, or of all for the kinds that do not go position by position."""
         if self.kind == "jacobian":
             return self._outputs.shape[-1]
         return self._likelihood.columns(self._outputs.shape[-1]) if self.kind == "exact" else self.count
 
     @torch.no_grad()
     def _chunk(self, start: int, stop: int) -> Tensor:
-        """The vectors start ... stop - 1: [v, N, ..., C]."""
-        if self.kind == "jacobian":  # the identity belongs to the network, not to the data: no weights
+        """Returns the vectors start ... stop - 1: [v, N, ..., C]."""
+        if self.kind == "jacobian":  # The identity belongs to the network, not to the data, so it takes no weights.
             return self._unit_vectors(start, stop).contiguous()
         if self.kind == "exact":
             basis = self._unit_vectors(start, stop)
             chunk = self._likelihood.hessian_root_mv(self._outputs, basis, self._targets)
         else:
-            # one draw after the other, so that the random numbers do not depend on the size of the chunk
+            # One draw comes after the other, so that the random numbers do not depend on the size of the chunk.
             chunk = torch.stack([self._draw() for _ in range(start, stop)])
             chunk = chunk if self.count == 1 else chunk / math.sqrt(self.count)
         if self.kind == "rademacher":
@@ -119,7 +119,7 @@ class Vectors:
         return chunk if self._root_weight is None else chunk * self._root_weight
 
     def _unit_vectors(self, start: int, stop: int) -> Tensor:
-        """Rows start ... stop - 1 of the identity over (positions, columns): [v, N, ..., K]."""
+        """Returns rows start ... stop - 1 of the identity over (positions, columns): [v, N, ..., K]."""
         positions, columns = self._outputs.shape[1:-1], self._columns
         index = torch.arange(start, stop, device=self._outputs.device)
         basis = self._outputs.new_zeros(stop - start, math.prod(positions) * columns)
@@ -128,14 +128,14 @@ class Vectors:
         return basis.expand(-1, self._outputs.shape[0], *[-1] * (len(positions) + 1))
 
     def _draw(self) -> Tensor:
-        """One sample for every example: a gradient [N, ..., C], or the signs [N, ..., K] of rademacher."""
+        """Draws one sample for every example: a gradient [N, ..., C], or the signs [N, ..., K] of rademacher."""
         outputs, targets = self._outputs, self._targets
         if self.kind == "rademacher":
             columns = self._likelihood.columns(outputs.shape[-1])
             return signs_like(outputs.new_empty(()).expand(*outputs.shape[:-1], columns), self._generator)
         if self.kind == "sampled":
             return self._likelihood.sample_gradient(outputs, targets, self._generator)
-        if targets is None:  # make_vectors has refused this
+        if targets is None:  # make_vectors has refused this.
             raise InputError("empirical vectors need targets.")
         return self._likelihood.gradient(outputs, targets)
 
@@ -150,7 +150,7 @@ def make_vectors(
     samples: int = 1,
     generator: torch.Generator | None = None,
 ) -> Vectors:
-    r"""The vectors to back-propagate for one kind of curvature.
+    r"""Returns the vectors to back-propagate for one kind of curvature.
 
     Per example, with w its weight and everything flattened over (positions, C):
 
@@ -167,21 +167,21 @@ def make_vectors(
     Targets are not checked here: call ``likelihood.check`` where data enter.
 
     Args:
-        kind: one of ``VECTOR_KINDS`` or "auto".
-        likelihood: gives Λ.
-        outputs: [N, ..., C]; detached.
-        targets: as the likelihood says; None if there are none (not for empirical).
-        weight: [N], not negative; a weight of w means w copies of the datum. None means 1.
-        samples: M, for rademacher and sampled; the other kinds draw nothing and take no notice.
-        generator: the source of randomness; None is torch's default one.
+        kind: The kind of vectors: one of ``VECTOR_KINDS`` or "auto".
+        likelihood: The likelihood, which gives Λ.
+        outputs: The network's outputs [N, ..., C], which are detached.
+        targets: The targets in the form that the likelihood describes; None if there are none (not for empirical).
+        weight: The weights [N], not negative; a weight of w means w copies of the datum. None means 1.
+        samples: The number M of samples for rademacher and sampled; the other kinds draw nothing and take no notice.
+        generator: The source of the random draws. None means torch's default generator.
 
     Returns:
         The vectors; ``chunks`` builds them.
 
     Raises:
-        InputError: an unknown kind, fewer than one sample, or empirical without targets.
-        ShapeError: a weight that is not [N].
-        DataError: a weight that is negative or not finite.
+        InputError: The kind is unknown, there is less than one sample, or empirical has no targets.
+        ShapeError: The weight is not [N].
+        DataError: A weight is negative or not finite.
 
     >>> from aftermap.likelihoods import Gaussian
     >>> vectors = make_vectors("exact", Gaussian(noise=0.5), torch.zeros(1, 2), None)
@@ -214,7 +214,7 @@ def make_vectors(
 
 
 def _root_weight(weight: Tensor, outputs: Tensor) -> Tensor:
-    """The square root of the weights of the examples, ready to multiply [V, N, ..., C]."""
+    """Returns the square root of the weights of the examples, ready to multiply [V, N, ..., C]."""
     if weight.shape != outputs.shape[:1]:
         raise ShapeError(
             f"weight has shape {list(weight.shape)}, but one value per example is needed: {[outputs.shape[0]]}."

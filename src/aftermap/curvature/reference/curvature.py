@@ -4,10 +4,9 @@ Every function here loops: over examples, over outputs, over positions. Nothing 
 engine, so that the two can be compared. Models should be in eval mode: each example is passed through the
 network alone, as a batch of one.
 
-Conventions: all results are *sums* over data of the negative log-likelihood E_n. With J_n = d f_n / d theta
-[R*C, P] (R positions, C outputs) and Lambda_n = d^2 E_n / d f^2, the generalised Gauss-Newton matrix is
-sum_n w_n J_n^T Lambda_n J_n. The flat order is that of `names`, each parameter row-major. A weight w_n means
-w_n copies of the datum.
+By convention all results are *sums* over data of the negative log-likelihood E_n. With J_n = d f_n / d theta [R*C, P]
+(R positions, C outputs) and Lambda_n = d^2 E_n / d f^2, the generalised Gauss-Newton matrix is sum_n w_n J_n^T Lambda_n
+J_n. The flat order is that of `names`, each parameter row-major. A weight w_n means w_n copies of the datum.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ __all__ = [
 
 
 def jacobian(model: nn.Module, inputs: Inputs, names: Sequence[str] | None = None) -> Tensor:
-    """Jacobian of the flattened outputs of every example with respect to the parameters.
+    """Returns the Jacobian of the flattened outputs of every example with respect to the parameters.
 
-    J[n, i, p] = d f_n[i] / d theta[p], where i runs over positions and outputs, row-major.
+    It is J[n, i, p] = d f_n[i] / d theta[p], where i runs over positions and outputs, row-major.
 
     Args:
-        model: a network with outputs [N, ..., C].
-        inputs: a tensor, a tuple (`model(*inputs)`) or a mapping (`model(**inputs)`).
-        names: parameter names, in the flat order; None means all that require a gradient.
+        model: A network with outputs [N, ..., C].
+        inputs: A tensor, a tuple (`model(*inputs)`) or a mapping (`model(**inputs)`).
+        names: The names of the parameters in the flat order. None means all that require a gradient.
 
     Returns:
-        J: [N, R*C, P].
+        The Jacobians J [N, R*C, P].
 
     >>> model = nn.Linear(2, 3, bias=False)
     >>> jacobian(model, torch.tensor([[1.0, 2.0]]))[0]
@@ -82,18 +81,18 @@ def per_example_gradients(
     names: Sequence[str] | None = None,
     weight: Tensor | None = None,
 ) -> Params:
-    """Gradient of w_n E_n for every example, one backward pass each.
+    """Returns the gradient of w_n E_n for every example, one backward pass each.
 
     Args:
-        model: a network with outputs [N, ..., C].
-        inputs: a tensor, a tuple or a mapping of tensors with N examples.
-        likelihood: gives `nll(outputs, targets) -> [N]`.
-        targets: [N, ...].
-        names: parameter names; None means all that require a gradient.
-        weight: [N] or None.
+        model: A network with outputs [N, ..., C].
+        inputs: A tensor, a tuple or a mapping of tensors with N examples.
+        likelihood: The likelihood, which gives `nll(outputs, targets) -> [N]`.
+        targets: The targets [N, ...].
+        names: The names of the parameters. None means all that require a gradient.
+        weight: The weight of each example [N], or None.
 
     Returns:
-        name -> [N, *shape of the parameter].
+        For each name the gradients [N, *shape of the parameter].
     """
     params = select(model, names)
     gradients = []
@@ -115,12 +114,12 @@ def sum_squared_gradients(
     names: Sequence[str] | None = None,
     weight: Tensor | None = None,
 ) -> Params:
-    """The diagonal of the empirical Fisher: sum_n w_n g_n^2 (per-example squares, not the square of the sum).
+    """Returns the diagonal of the empirical Fisher: sum_n w_n g_n^2 (per-example squares, not the square of the sum).
 
-    Args and shapes as `per_example_gradients`.
+    The arguments and shapes are those of `per_example_gradients`.
 
     Returns:
-        name -> a tensor of the parameter's shape.
+        For each name a tensor of the parameter's shape.
     """
     gradients = per_example_gradients(model, inputs, likelihood, targets, names)
     result = {}
@@ -138,13 +137,13 @@ def ggn(
     names: Sequence[str] | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """The generalised Gauss-Newton matrix G = sum_n w_n sum_r J_nr^T Lambda_nr J_nr.
+    """Returns the generalised Gauss-Newton matrix G = sum_n w_n sum_r J_nr^T Lambda_nr J_nr.
 
-    Args and shapes as `per_example_gradients`; here the likelihood gives
-    `hessian(outputs, targets) -> [N, ..., C, C]`.
+    The arguments and shapes are those of `per_example_gradients`; here the likelihood gives `hessian(outputs, targets)
+    -> [N, ..., C, C]`.
 
     Returns:
-        G: [P, P], symmetric and positive semi-definite.
+        The matrix G [P, P], symmetric and positive semi-definite.
     """
     params = select(model, names)
     J = jacobian(model, inputs, names)
@@ -168,12 +167,12 @@ def empirical_fisher(
     names: Sequence[str] | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """The empirical Fisher sum_n w_n g_n g_n^T with gradients g_n at the observed targets.
+    """Returns the empirical Fisher sum_n w_n g_n g_n^T with gradients g_n at the observed targets.
 
-    Args and shapes as `per_example_gradients`.
+    The arguments and shapes are those of `per_example_gradients`.
 
     Returns:
-        [P, P].
+        The empirical Fisher matrix [P, P].
     """
     gradients = per_example_gradients(model, inputs, likelihood, targets, names)
     g = torch.cat([v.reshape(len(v), -1) for v in gradients.values()], dim=1)
@@ -189,12 +188,12 @@ def hessian(
     names: Sequence[str] | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """The Hessian of sum_n w_n E_n; indefinite in general.
+    """Returns the Hessian of sum_n w_n E_n, which is indefinite in general.
 
-    Args and shapes as `per_example_gradients`.
+    The arguments and shapes are those of `per_example_gradients`.
 
     Returns:
-        [P, P], symmetric up to rounding.
+        The Hessian [P, P], symmetric up to rounding.
     """
     params = select(model, names)
     w = example_weights(weight, count_examples(inputs), next(iter(params.values())))
@@ -222,12 +221,12 @@ def diagonal_ggn(
     names: Sequence[str] | None = None,
     weight: Tensor | None = None,
 ) -> Params:
-    """The diagonal of `ggn`, cut into parameters.
+    """Returns the diagonal of `ggn`, cut into parameters.
 
-    Args and shapes as `per_example_gradients`.
+    The arguments and shapes are those of `per_example_gradients`.
 
     Returns:
-        name -> a tensor of the parameter's shape.
+        For each name a tensor of the parameter's shape.
     """
     params = select(model, names)
     pieces = (
@@ -237,14 +236,14 @@ def diagonal_ggn(
 
 
 def linearised_covariance(J: Tensor, Sigma: Tensor) -> Tensor:
-    """Covariance of the linearised outputs, V_n = J_n Sigma J_n^T.
+    """Returns the covariance of the linearised outputs, V_n = J_n Sigma J_n^T.
 
     Args:
-        J: [N, R*C, P].
-        Sigma: [P, P].
+        J: The Jacobians [N, R*C, P].
+        Sigma: The covariance of the weights [P, P].
 
     Returns:
-        V: [N, R*C, R*C].
+        The covariances V [N, R*C, R*C].
 
     >>> linearised_covariance(torch.tensor([[[1.0, 2.0]]]), torch.eye(2))
     tensor([[[5.]]])
@@ -253,7 +252,7 @@ def linearised_covariance(J: Tensor, Sigma: Tensor) -> Tensor:
 
 
 def _rows(function: Callable[[Params], Tensor], params: Params) -> Tensor:
-    """Jacobian of a vector-valued function, one vjp per output: no vmap, so every op is allowed."""
+    """Returns the Jacobian of a vector-valued function, one vjp per output: no vmap, so every op is allowed."""
     value, pullback, *_ = torch.func.vjp(function, params)
     rows = []
     for i in range(value.numel()):

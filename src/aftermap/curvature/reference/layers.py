@@ -39,7 +39,7 @@ _PAD_MODES = {"zeros": "constant", "reflect": "reflect", "replicate": "replicate
 
 
 def example(inputs: Inputs, n: int) -> Inputs:
-    """Example n of `inputs` as a batch of one; what is not a tensor with N rows is passed on as it is.
+    """Returns example n of `inputs` as a batch of one; what is not a tensor with N rows is passed on as it is.
 
     >>> example((torch.arange(3), "mode"), 1)
     (tensor([1]), 'mode')
@@ -58,7 +58,7 @@ def example(inputs: Inputs, n: int) -> Inputs:
 
 
 def count_examples(inputs: Inputs) -> int:
-    """The number of examples: the first dimension of the first tensor."""
+    """Returns the number of examples: the first dimension of the first tensor."""
     if isinstance(inputs, Tensor):
         return inputs.shape[0]
     values = inputs.values() if isinstance(inputs, Mapping) else inputs
@@ -69,7 +69,7 @@ def count_examples(inputs: Inputs) -> int:
 
 
 def select(model: nn.Module, names: Sequence[str] | None) -> Params:
-    """The chosen parameters, detached, in the order of `names`."""
+    """Returns the chosen parameters, detached, in the order of `names`."""
     available = dict(model.named_parameters())
     if names is None:
         names = [name for name, p in available.items() if p.requires_grad]
@@ -80,7 +80,7 @@ def select(model: nn.Module, names: Sequence[str] | None) -> Params:
 
 
 def forward(model: nn.Module, params: Params, inputs: Inputs) -> Tensor:
-    """The model's output with `params` in place; buffers are copied so that nothing of the model changes."""
+    """Returns the model's output with `params` in place; buffers are copied so that nothing of the model changes."""
     state = {name: b.detach().clone() for name, b in model.named_buffers()}
     state.update(params)
     if isinstance(inputs, Mapping):
@@ -92,7 +92,7 @@ def forward(model: nn.Module, params: Params, inputs: Inputs) -> Tensor:
 
 
 def example_weights(weight: Tensor | None, count: int, like: Tensor) -> Tensor:
-    """Per-example weights [N]; ones when there are none."""
+    """Returns per-example weights [N], which are ones when there are none."""
     if weight is None:
         return torch.ones(count, dtype=like.dtype, device=like.device)
     if weight.shape != (count,):
@@ -101,7 +101,7 @@ def example_weights(weight: Tensor | None, count: int, like: Tensor) -> Tensor:
 
 
 class _Probe(nn.Module):
-    """Wraps a layer of a *copy* of the model: keeps inputs, adds a zero that receives the output gradient."""
+    """Wraps a layer of a *copy* of the model: it keeps inputs, and adds a zero that receives the output gradient."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def kron_factors(
     weight: Tensor | None = None,
     approach: str = "expand",
 ) -> tuple[Tensor, Tensor, float]:
-    """Kronecker factors of one Linear or convolution, from the exact root S of the output Hessian (KFLR).
+    """Returns the Kronecker factors of one Linear or convolution, from the exact root S of the output Hessian (KFLR).
 
     expand: A = sum_n w_n sum_t a_nt a_nt^T, B = sum_n w_n sum_k sum_t g_nkt g_nkt^T, rows = sum_n w_n T_n.
     reduce: A = sum_n w_n (sum_t a_nt)(sum_t a_nt)^T, B = sum_n w_n sum_k (sum_t g_nkt)(sum_t g_nkt)^T,
@@ -138,20 +138,20 @@ def kron_factors(
     Several calls of the layer count as further positions. The model is copied, never changed.
 
     Args:
-        module_name: dotted name of the layer in `model`.
-        model: a network with outputs [N, ..., C].
-        inputs: a tensor, a tuple or a mapping of tensors with N examples.
-        likelihood: gives `hessian_root(outputs, targets) -> [N, ..., C, K]`.
-        targets: [N, ...].
-        weight: [N] or None.
-        approach: "expand" or "reduce".
+        module_name: The dotted name of the layer in `model`.
+        model: A network with outputs [N, ..., C].
+        inputs: A tensor, a tuple or a mapping of tensors with N examples.
+        likelihood: The likelihood, which gives `hessian_root(outputs, targets) -> [N, ..., C, K]`.
+        targets: The targets [N, ...].
+        weight: The weight of each example [N], or None.
+        approach: The kind of sums: "expand" or "reduce".
 
     Returns:
-        A: [G, D, D], B: [G, O/G, O/G] (G = 1 for a Linear), rows.
+        The factors A [G, D, D] and B [G, O/G, O/G] (G = 1 for a Linear), and the number of rows.
 
     Raises:
-        InputError: an unknown module name or approach.
-        UnsupportedError: the module is neither a Linear nor a convolution.
+        InputError: The module name or the approach is unknown.
+        UnsupportedError: The module is neither a Linear nor a convolution.
     """
     if approach not in _APPROACHES:
         raise InputError(f"got approach {approach!r}; allowed: {', '.join(_APPROACHES)}")
@@ -189,14 +189,14 @@ def kron_factors(
 
 
 def unfold_input(layer: Any, x: Tensor) -> Tensor:
-    """The inputs a_t that meet the weight of one example, by explicit indexing.
+    """Returns the inputs a_t that meet the weight of one example, by explicit indexing.
 
     Args:
-        layer: Linear, Conv1d, Conv2d or Conv3d.
-        x: the layer's input with one example, [1, ..., D] or [1, channels, *space].
+        layer: A layer: Linear, Conv1d, Conv2d or Conv3d.
+        x: The layer's input with one example, [1, ..., D] or [1, channels, *space].
 
     Returns:
-        [G, T, D(+1)]: groups, positions, features in the order of the flattened weight; a trailing 1 when
+        The inputs [G, T, D(+1)]: groups, positions, features in the order of the flattened weight; a trailing 1 when
         there is a bias.
 
     >>> unfold_input(nn.Linear(2, 3), torch.tensor([[5.0, 6.0]]))
@@ -209,7 +209,7 @@ def unfold_input(layer: Any, x: Tensor) -> Tensor:
 
 
 def _patches(layer: Any, x: Tensor) -> Tensor:
-    """Patches [G, T, channels/G * kernel] of a convolution's input [1, channels, *space]."""
+    """Returns patches [G, T, channels/G * kernel] of a convolution's input [1, channels, *space]."""
     kernel, stride, dilation = layer.kernel_size, layer.stride, layer.dilation
     pads: list[tuple[int, int]] = []
     for d, size in enumerate(kernel):
@@ -240,14 +240,14 @@ def _patches(layer: Any, x: Tensor) -> Tensor:
 
 
 def _output_rows(layer: Any, g: Tensor) -> Tensor:
-    """Gradients at the layer's output of one example as [G, T, O/G]."""
+    """Returns the gradients at the layer's output of one example as [G, T, O/G]."""
     if isinstance(layer, nn.Linear):
         return g.reshape(1, -1, layer.out_features)
     return g.reshape(layer.groups, layer.out_channels // layer.groups, -1).transpose(1, 2)
 
 
 def _with_probe(model: nn.Module, module_name: str) -> tuple[nn.Module, _Probe]:
-    """A copy of the model in which the named layer is wrapped by a probe, everywhere it occurs."""
+    """Returns a copy of the model in which the named layer is wrapped by a probe, everywhere it occurs."""
     modules = dict(model.named_modules(remove_duplicate=False))
     if module_name not in modules:
         raise InputError(f"got module name {module_name!r}; the model has {[name for name in modules if name]}")
@@ -270,23 +270,23 @@ def _with_probe(model: nn.Module, module_name: str) -> tuple[nn.Module, _Probe]:
 def hessian_recursion(
     mlp: nn.Sequential, x: Tensor, likelihood: Likelihood, y: Tensor, *, gauss_newton: bool = False
 ) -> dict[str, Tensor]:
-    """Hessians of E_n with respect to the pre-activations h_l of an MLP, by recursion from the output.
+    """Returns the Hessians of E_n with respect to the pre-activations h_l of an MLP, by recursion from the output.
 
-    H_L = Lambda_n; H_l = B_l W_{l+1}^T H_{l+1} W_{l+1} B_l + D_l with B = diag(phi'(h_l)) and
-    D = diag(phi''(h_l) * dE/da_l).
+    The recursion is H_L = Lambda_n; H_l = B_l W_{l+1}^T H_{l+1} W_{l+1} B_l + D_l with B = diag(phi'(h_l)) and D =
+    diag(phi''(h_l) * dE/da_l).
 
     Args:
-        mlp: a Sequential of Linear layers and elementwise activations.
-        x: [N, D].
-        likelihood: gives `gradient` and `hessian` in the outputs.
-        y: [N, ...].
-        gauss_newton: drop D, which gives the Gauss-Newton matrix of the pre-activations.
+        mlp: A Sequential of Linear layers and elementwise activations.
+        x: The inputs [N, D].
+        likelihood: The likelihood, which gives `gradient` and `hessian` in the outputs.
+        y: The targets [N, ...].
+        gauss_newton: Whether to drop D, which gives the Gauss-Newton matrix of the pre-activations.
 
     Returns:
-        name of each Linear -> [N, O, O], the Hessian with respect to its output.
+        For the name of each Linear the Hessian [N, O, O] with respect to its output.
 
     Raises:
-        UnsupportedError: a child that is neither a Linear nor elementwise.
+        UnsupportedError: A child is neither a Linear nor elementwise.
 
     References:
         Ritter, Botev, Barber 2018, eq. (15)-(17).
@@ -313,10 +313,10 @@ def hessian_recursion(
 
 
 def _derivatives(activation: Callable[[Tensor], Tensor], h: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """First and second derivative of an elementwise function at h [D]."""
+    """Returns the first and second derivative of an elementwise function at h [D]."""
 
     def apply(z: Tensor) -> Tensor:
-        return activation(z.clone())  # a copy: the activation may work in place
+        return activation(z.clone())  # This is a copy, since the activation may work in place.
 
     def slope(z: Tensor) -> Tensor:
         return torch.func.vjp(apply, z)[1](torch.ones_like(z))[0]

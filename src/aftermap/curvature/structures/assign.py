@@ -1,4 +1,4 @@
-"""Which accumulator serves which parameters of a network."""
+"""The choice of the accumulator that serves which parameters of a network."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ __all__ = ["layer_accumulators"]
 def layer_accumulators(
     problem: CurvatureProblem, for_matrix: Callable[[CurvatureProblem, int], Accumulator]
 ) -> list[Accumulator]:
-    """One accumulator for each layer, and one for the parameters that no layer accounts for.
+    """Returns one accumulator for each layer, and one for the parameters that no layer accounts for.
 
     Args:
-        problem: What is fitted.
-        for_matrix: Makes the accumulator of a layer with a weight matrix, from the problem and the layer's number. Norm layers
-            and parameters without a rule get a full block up to ``problem.small_block`` numbers, and a diagonal above.
+        problem: The problem that is fitted.
+        for_matrix: A function that makes the accumulator of a layer with a weight matrix, from the problem and the
+            layer's number. Norm layers and parameters without a rule get a full block up to ``problem.small_block``
+            numbers, and a diagonal above.
     """
     plan, dtype, device = problem.plan, problem.sums_dtype, problem.device
     accumulators: list[Accumulator] = []

@@ -54,9 +54,9 @@ class Treatment:
     """How one parameter was treated.
 
     Attributes:
-        block: kron, ekfac, kfra, full, diagonal, low rank …
-        rule: the layer rule's name, or "per-example" where there was none.
-        note: why there was none; "unused" if the outputs do not depend on it.
+        block: The kind of block: kron, ekfac, kfra, full, diagonal, low rank and so on.
+        rule: The name of the layer rule, or "per-example" where there was none.
+        note: The reason why there was none; "unused" if the outputs do not depend on the parameter.
     """
 
     block: str
@@ -65,7 +65,7 @@ class Treatment:
 
     @property
     def by_rule(self) -> bool:
-        """Whether a layer rule covered it."""
+        """Whether a layer rule covered the parameter."""
         return self.rule != "per-example"
 
 
@@ -74,14 +74,14 @@ class Factors:
     """The curvature of a data set.
 
     Attributes:
-        structure: what was asked for.
-        blocks: together they hold every selected parameter once.
-        names: the selected parameters in the model's order.
-        n_data: how many data were seen (in one pass; weights count as copies).
-        loss: Σ −log p(y_n | f_n) over one pass.
-        curvature: kind of vectors (exact, rademacher, …).
-        treatment: how each parameter was treated.
-        n_outputs: numbers that the network returns for one datum.
+        structure: The name of the structure that was asked for.
+        blocks: The blocks, which together hold every selected parameter once.
+        names: The selected parameters in the model's order.
+        n_data: The number of data that were seen (in one pass; weights count as copies).
+        loss: The sum Σ −log p(y_n | f_n) over one pass.
+        curvature: The kind of vectors (exact, rademacher, …).
+        treatment: The way in which each parameter was treated.
+        n_outputs: The number of numbers that the network returns for one datum.
     """
 
     structure: str
@@ -94,7 +94,7 @@ class Factors:
     n_outputs: int = 0
 
     def __add__(self, other: Factors) -> Factors:
-        """The curvature of both data sets together."""
+        """Returns the curvature of both data sets together."""
         if (self.structure, self.names) != (other.structure, other.names):
             raise InputError(
                 f"factors with structure {self.structure!r} over {len(self.names)} parameters and with structure "
@@ -104,7 +104,7 @@ class Factors:
         return replace(self, blocks=blocks, n_data=self.n_data + other.n_data, loss=self.loss + other.loss)
 
     def __mul__(self, factor: float) -> Factors:
-        """Every datum counted ``factor`` times."""
+        """Returns the curvature with every datum counted ``factor`` times."""
         if not math.isfinite(factor) or factor < 0:
             raise InputError(f"factors can be multiplied by a finite number that is not negative, got {factor}")
         blocks = tuple(b.scaled(factor) for b in self.blocks)
@@ -113,10 +113,10 @@ class Factors:
     __rmul__ = __mul__
 
     def all_reduced(self, *, counts_only: bool = False) -> Factors:
-        """The sum over all processes; one message for each dtype. In one process: the same.
+        """Returns the sum over all processes, with one message for each dtype; in one process the factors themselves.
 
         Args:
-            counts_only: The blocks are those of all processes already; only data and loss are summed.
+            counts_only: Whether the blocks are those of all processes already, so that only data and loss are summed.
         """
         if not is_distributed():
             return self
@@ -128,17 +128,17 @@ class Factors:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters, in the order of `names`."""
+        """The shapes of the parameters, in the order of `names`."""
         shapes = {n: s for b in self.blocks for n, s in b.shapes.items()}
         return {n: shapes[n] for n in self.names}
 
     @property
     def n_params(self) -> int:
-        """How many numbers are selected."""
+        """The number of weights that are selected."""
         return sum(b.size for b in self.blocks)
 
     def to_dense(self) -> Tensor:
-        """The matrix [P, P] in float64 over `names`, each parameter row-major; for small models and tests."""
+        """Returns the matrix [P, P] in float64 over `names`, each parameter row-major; for small models and tests."""
         shapes = self.shapes
         starts: dict[str, int] = {}
         total = 0
@@ -152,18 +152,18 @@ class Factors:
         return dense
 
     def diagonal(self) -> dict[str, Tensor]:
-        """The diagonal by parameter, in float64."""
+        """Returns the diagonal by parameter, in float64."""
         diagonals: dict[str, Tensor] = {}
         for block in self.blocks:
             diagonals.update(block.diagonal())
         return {n: diagonals[n] for n in self.names}
 
     def trace(self) -> float:
-        """Σ of the diagonal: the mean curvature seen by a random direction, times P."""
+        """Returns the sum of the diagonal: the mean curvature seen by a random direction, times P."""
         return sum(b.trace() for b in self.blocks)
 
     def summary(self) -> str:
-        """A table of the blocks, for people."""
+        """Returns a table of the blocks, for people."""
         rows: list[Sequence[Any]] = [("block", "kind", "parameters", "trace", "treated by")]
         for block in self.blocks:
             first = self.treatment[next(iter(block.shapes))]
@@ -187,12 +187,12 @@ class Factors:
 
 
 class BlockPosterior(ABC):
-    """N(mean, (s·H + P₀)⁻¹) over some parameters; deviations from the mean are handled, never the mean itself.
+    """A posterior N(mean, (s·H + P₀)⁻¹) over some parameters; it handles deviations from the mean, never the mean itself.
 
-    Batches of parameter values are dicts name -> [..., *shape] with the same leading dimensions.
+    Batches of parameter values are dicts from names to [..., *shape] with the same leading dimensions.
 
     Attributes:
-        scale: s, a 0-d float64 tensor.
+        scale: The factor s of the curvature, a 0-d float64 tensor.
     """
 
     scale: Tensor
@@ -204,35 +204,35 @@ class BlockPosterior(ABC):
 
     @abstractmethod
     def with_prior(self, prior: Prior, scale: Tensor) -> BlockPosterior:
-        """The same curvature under another prior and scale; no new decomposition where the prior allows it."""
+        """Returns the same curvature under another prior and scale; no new decomposition where the prior allows it."""
 
     @abstractmethod
     def log_det_ratio(self) -> Tensor:
-        """log |s·H + P₀| − log |P₀|, without cancellation; differentiable."""
+        """Returns log |s·H + P₀| − log |P₀|, without cancellation and differentiable."""
 
     @abstractmethod
     def log_det_prior(self) -> Tensor:
-        """The log-determinant log |P₀| of the prior."""
+        """Returns the log-determinant log |P₀| of the prior."""
 
     @abstractmethod
     def effective_parameters(self) -> Tensor:
-        """γ = p − tr(P₀ Σ): how many directions the data determine (MacKay); 0 ≤ γ ≤ p."""
+        """Returns γ = p − tr(P₀ Σ), the number of directions that the data determine (MacKay); 0 ≤ γ ≤ p."""
 
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator | None) -> Params:
-        """Deviations from the mean: name -> [count, *shape]."""
+        """Draws deviations from the mean: for each name a tensor [count, *shape]."""
 
     @abstractmethod
     def precision_mv(self, values: Params) -> Params:
-        """(s·H + P₀) v for v [..., *shape]."""
+        """Returns (s·H + P₀) v for v [..., *shape]."""
 
     @abstractmethod
     def covariance_mv(self, values: Params) -> Params:
-        """(s·H + P₀)⁻¹ v."""
+        """Returns (s·H + P₀)⁻¹ v for v [..., *shape]."""
 
     @abstractmethod
     def marginal_variance(self) -> Params:
-        """The diagonal of the covariance."""
+        """Returns the diagonal of the covariance."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -250,11 +250,11 @@ class BlockPosterior(ABC):
         return self.source.size
 
     def log_det_precision(self) -> Tensor:
-        """log |s·H + P₀|."""
+        """Returns the log-determinant log |s·H + P₀|."""
         return self.log_det_ratio() + self.log_det_prior()
 
     def to_dense(self) -> Tensor:
-        """The precision [p, p] in float64, by products with unit vectors."""
+        """Returns the precision [p, p] in float64, by products with unit vectors."""
         eye = torch.eye(self.size, dtype=torch.float64, device=self.scale.device)
         values, start = {}, 0
         for name, shape in self.shapes.items():
@@ -267,32 +267,32 @@ class BlockPosterior(ABC):
     def functional_covariance(
         self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
     ) -> list[Tensor]:
-        """J Σ Jᵀ of this block for back-propagated outputs, under each of ``variants`` (the same curvature, other priors).
+        """Returns J Σ Jᵀ of this block for back-propagated outputs, under each of ``variants`` (the same curvature, other priors).
 
         Args:
-            gradients: of the outputs' unit vectors at every layer.
-            variants: block posteriors made from this one by `with_prior`.
-            diagonal: only the variances.
+            gradients: The gradients of the outputs' unit vectors at every layer.
+            variants: Block posteriors made from this one by `with_prior`.
+            diagonal: Whether to compute only the variances.
 
         Returns:
-            For each variant [b, v, v], or [b, v].
+            The covariance [b, v, v], or the variances [b, v], for each variant.
         """
         stride = examples_per_chunk(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
         return covariances_by_example(gradients, self.names, stride, self.gradient_rows, variants, diagonal)
 
     def output_noise(self, layout: Layout) -> OutputNoise | None:
-        """How to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
+        """Returns how to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
 
         Args:
-            layout: How the layer's parameters, which must be those of the block, form [group, out, in].
+            layout: The way in which the layer's parameters, which must be those of the block, form [group, out, in].
         """
         return None
 
     def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> LayerParts:
-        """What each layer adds to the covariance of the outputs: alone, and together with the others.
+        """Returns what each layer adds to the covariance of the outputs: alone, and together with the others.
 
         Args:
-            layers: The modules that own the block's parameters -> these parameters.
+            layers: For each module that owns some of the block's parameters their names.
             prior: The prior of the whole posterior.
         """
         if len(layers) == 1 and (self.source.joins_layers or self.source.name in self.shapes):
@@ -302,18 +302,18 @@ class BlockPosterior(ABC):
         return WholeLayer(self.source.name, self)
 
     def gradient_rows(self, gradients: Params) -> Tensor:
-        """Gradients of outputs in the uncertain numbers: by name [v, b, *shape] -> [v, b, p]."""
+        """Returns the gradients of outputs in the uncertain numbers: by name [v, b, *shape] to [v, b, p]."""
         return flatten_batch(gradients, self.names)
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """J Σ Jᵀ for the gradients of some outputs.
+        """Returns J Σ Jᵀ for the gradients of some outputs.
 
         Args:
-            gradients: What `gradient_rows` returned, [v, b, p].
+            gradients: The gradients [v, b, p], as `gradient_rows` returned them.
             diagonal: Whether only the variances are wanted.
 
         Returns:
-            [b, v, v], or [b, v].
+            The covariance [b, v, v], or the variances [b, v].
         """
         product = flatten_batch(self.covariance_mv(split_flat(gradients, self.shapes)), self.names)
         return paired_products(gradients, product, diagonal)
@@ -321,15 +321,15 @@ class BlockPosterior(ABC):
 
 @dataclass(frozen=True)
 class OutputNoise:
-    """What the uncertain weights of a linear layer do to its outputs, example by example.
+    """The noise that the uncertain weights of a linear layer add to its outputs, example by example.
 
     With variances R in the basis U_B ⊗ U_A, an input a gets the noise U_B (√(R ã²) ∘ ε) with ã = U_Aᵀ a and ε ~ N(0, I)
     (Kingma, Salimans & Welling 2015, eq. 6).
 
     Attributes:
-        variances: R [o, i].
-        outputs: U_B [o, o]; None for the identity.
-        inputs: U_A [i, i]; None for the identity.
+        variances: The variances R [o, i].
+        outputs: The basis U_B [o, o]; None for the identity.
+        inputs: The basis U_A [i, i]; None for the identity.
     """
 
     variances: Tensor
@@ -337,7 +337,7 @@ class OutputNoise:
     inputs: Tensor | None
 
     def draw(self, rows: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Noise [b, o] for input rows [b, i] (with a trailing 1 where the layer has a bias)."""
+        """Draws noise [b, o] for input rows [b, i] (with a trailing 1 where the layer has a bias)."""
         rotated = rows if self.inputs is None else rows @ self.inputs.to(rows.dtype)
         variance = rotated.square() @ self.variances.to(rows.dtype).T
         noise = variance.sqrt() * normal_like(variance.detach(), generator)
@@ -345,10 +345,10 @@ class OutputNoise:
 
 
 class HasOutputCovariance(Protocol):
-    """Whatever knows the covariance of outputs from their gradients."""
+    """Any object that knows the covariance of outputs from their gradients."""
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """J Σ Jᵀ for [v, b, p]: [b, v, v], or [b, v]."""
+        """Returns J Σ Jᵀ for [v, b, p]: [b, v, v], or [b, v]."""
         ...
 
 
@@ -360,18 +360,18 @@ def covariances_by_example(
     variants: Sequence[HasOutputCovariance],
     diagonal: bool,
 ) -> list[Tensor]:
-    """J Σ Jᵀ from per-example gradients, some examples at a time.
+    """Returns J Σ Jᵀ from per-example gradients, some examples at a time.
 
     Args:
-        gradients: Of the outputs' vectors v.
+        gradients: The gradients of the outputs' vectors v.
         names: The parameters whose gradients are wanted.
-        stride: How many examples fit into memory.
-        gradient_rows: It turns gradients by name [v, b, *shape] into [v, b, p].
+        stride: The number of examples that fit into memory.
+        gradient_rows: A function that turns gradients by name [v, b, *shape] into [v, b, p].
         variants: Posteriors over these parameters.
         diagonal: Whether only the variances are wanted.
 
     Returns:
-        For each variant [b, v, v], or [b, v].
+        The covariance [b, v, v], or the variances [b, v], for each variant.
     """
     parts: list[list[Tensor]] = [[] for _ in variants]
     size = gradients.record.size
@@ -383,7 +383,7 @@ def covariances_by_example(
 
 
 def paired_products(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
-    """Σ_p left_p right_p of rows [v, b, p] of the same example: [b, v, v], or [b, v] for equal v."""
+    """Returns Σ_p left_p right_p of rows [v, b, p] of the same example: [b, v, v], or [b, v] for equal v."""
     if diagonal:
         return (left * right).sum(-1).T
     return torch.einsum("vbp,wbp->bvw", left, right)
@@ -395,21 +395,22 @@ class Structure:
 
     Attributes:
         name: The word that users write.
-        summary: One sentence for help texts, errors and the documentation's table.
-        fit: Passes over a problem's data; returns the blocks and what passed by.
+        summary: The structure in one sentence, for help texts, errors and the documentation's table.
+        fit: A function that passes over a problem's data, and returns the blocks and what passed by.
         blocks: The kinds of blocks that a fit may return.
         posteriors: The kinds of block posteriors that only this structure has; a saved folder may hold them.
-        passes: How often a fit goes through the data.
+        passes: The number of times that a fit goes through the data.
         curvatures: The kinds of vectors that have a meaning for it.
-        dampings: How the prior may be added to its blocks.
+        dampings: The ways in which the prior may be added to its blocks.
         max_parameters: The most numbers that it can be over; None where memory alone decides.
         updatable: Whether fits on further data can be added to it.
         saveable: Whether its posterior can be written to a folder.
         depends_on_batches: Whether the sums depend on how the data are split into batches.
         blocks_are_global: Whether the blocks of a fit are those of the data of all processes already, because the
             structure is made from products with the whole matrix.
-        posterior: What makes the posterior where it is not one of blocks, from the posterior of the ``preconditioner``, the
-            network, the data, the likelihood and what unpacks a batch; None where the blocks make it.
+        posterior: A function that makes the posterior where it is not one of blocks, from the posterior of the
+            ``preconditioner``, the network, the data, the likelihood and what unpacks a batch; None where the blocks
+            make it.
         preconditioner: The structure whose blocks are fitted instead where ``posterior`` is given.
     """
 
@@ -430,7 +431,7 @@ class Structure:
     preconditioner: str | None = None
 
     def check_options(self, curvature: str, damping: str) -> None:
-        """Raises where a curvature or a damping is not known, or where it does not go with the structure."""
+        """Raises an error where a curvature or a damping is not known, or where it does not go with the structure."""
         checks.choice("curvature", curvature, ("auto", *VECTOR_KINDS))
         checks.choice("damping", damping, DAMPINGS)
         if damping not in self.dampings:
@@ -445,7 +446,7 @@ class Structure:
             )
 
     def check_size(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises where a dense matrix over the parameters would be too large."""
+        """Raises an error where a dense matrix over the parameters would be too large."""
         size = sum(math.prod(s) for s in shapes.values())
         if self.max_parameters is not None and size > self.max_parameters:
             raise InputError(
@@ -459,7 +460,7 @@ STRUCTURES: dict[str, Structure] = {}
 
 
 def register_structure(structure: Structure) -> Structure:
-    """Makes a structure known: to `fit_curvature`, to `Laplace`, to saving and to the command line.
+    """Makes a structure known to `fit_curvature`, to `Laplace`, to saving and to the command line.
 
     A definition that is run again, as in a notebook, replaces the former one.
 
@@ -480,12 +481,12 @@ def register_structure(structure: Structure) -> Structure:
 
 
 def _is_same_definition(left: Any, right: Any) -> bool:
-    """Whether two functions or classes are one, or stand in the same place of the same module."""
+    """Tells whether two functions or classes are one, or stand in the same place of the same module."""
     return left is right or (left.__module__, left.__qualname__) == (right.__module__, right.__qualname__)
 
 
 def find_structure(name: str) -> Structure:
-    """The structure of that name.
+    """Returns the structure of that name.
 
     Raises:
         InputError: There is none; the message lists all that are registered.

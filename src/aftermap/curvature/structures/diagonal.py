@@ -3,7 +3,7 @@
 With exact vectors this is the diagonal of the GGN (docs/mathematics/curvature.md), with sampled vectors an unbiased estimate of it
 (Ritter et al. 2018, eq. 5), with empirical ones the sum of squared per-example gradients that VOGN uses.
 
-Diagonal posteriors: independent Gaussians with precision s·d + δ per entry.
+The diagonal posteriors are independent Gaussians with precision s·d + δ per entry.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class DiagonalBlock(Block):
-    """A diagonal matrix.
+    """A diagonal matrix over some parameters.
 
     Attributes:
-        label: a name for tables.
-        values: parameter -> its entries of the diagonal.
+        label: The name of the block in tables.
+        values: The entries of the diagonal, by parameter.
     """
 
     label: str
@@ -100,23 +100,23 @@ class DiagonalBlock(Block):
 
 
 class DiagonalAccumulator(Accumulator):
-    """The diagonal of one layer by its rule.
+    """The sum that gives the diagonal of one layer by its rule.
 
     Args:
         layer: The layer's number.
-        layout: How its parameters form a block.
-        dtype, device: Of the sums.
+        layout: The way in which its parameters form a block.
+        dtype, device: The dtype and the device of the sums.
     """
 
     def __init__(self, layer: int, layout: Layout, dtype: torch.dtype, device: torch.device):
         self.layer, self.layout, self.layers = layer, layout, (layer,)
         self.sums = RunningSum([torch.zeros(layout.groups, layout.out, layout.in_, dtype=dtype, device=device)])
-        # Of scales: by the length of their columns, squares that are still to be summed over the examples.
+        # These are of scales: by the length of their columns, squares that are still to be summed over the examples.
         self._columns: dict[int, RunningSum] = {}
 
     @staticmethod
     def of(problem: CurvatureProblem, layer: int) -> DiagonalAccumulator:
-        """The accumulator of a problem's layer."""
+        """Makes the accumulator of a problem's layer."""
         return DiagonalAccumulator(layer, problem.plan.layers[layer].layout, problem.sums_dtype, problem.device)
 
     def add(self, gradients: LayerGradients) -> None:
@@ -130,7 +130,7 @@ class DiagonalAccumulator(Accumulator):
             else:
                 rows.add_squares_(self.sums.room_for(gradients.record.size)[0], arrived)
         elif calls:
-            # Several calls of one layer: their gradients add up before the square.
+            # The gradients of several calls of one layer add up before the square.
             stride = examples_per_chunk(gradients.n_vectors * self.layout.size)
             for start in range(0, gradients.record.size, stride):
                 length = min(stride, gradients.record.size - start)
@@ -139,7 +139,7 @@ class DiagonalAccumulator(Accumulator):
                 )
 
     def _add_columns(self, columns: list[Tensor]) -> None:
-        """Adds squares of columns [b·g]. They are short, so operations count: the sum over b is left for the end."""
+        """Adds squares of columns [b·g]; they are short, so operations count, and the sum over b is left for the end."""
         size = len(columns[0])
         if size not in self._columns:
             self._columns[size] = RunningSum([self.sums.parts[0].new_zeros(size) for _ in columns])
@@ -157,7 +157,7 @@ class DiagonalAccumulator(Accumulator):
 
 
 class DiagonalSum(PerExampleSum):
-    """The diagonal of parameters without a rule of their own, from per-example gradients."""
+    """The sum that gives the diagonal of parameters without a rule of their own, from per-example gradients."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
         self.names = tuple(shapes)
@@ -173,7 +173,7 @@ class DiagonalSum(PerExampleSum):
 
 
 def fit_diagonal(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
-    """The diagonal of every layer by its rule, and of all other parameters by per-example gradients."""
+    """Fits the diagonal of every layer by its rule, and of all other parameters by per-example gradients."""
     plan = problem.plan
     accumulators: list[Accumulator] = [DiagonalAccumulator.of(problem, k) for k in plan.whole_layers]
     covered = {n for k in plan.whole_layers for n in plan.layers[k].layout.names}
@@ -188,19 +188,19 @@ def fit_diagonal(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCoun
 def ggn_diagonal_of_closure(
     reading: ClosureReading, likelihood: Likelihood, kind: str, samples: int, generator: torch.Generator | None
 ) -> dict[str, Tensor]:
-    """The diagonal of Σ_n J_nᵀ Λ_n J_n at the outputs of a closure: the curvature of the sum loss.
+    """Returns the diagonal of Σ_n J_nᵀ Λ_n J_n at the outputs of a closure: the curvature of the sum loss.
 
-    Must run while the graph is alive and the parameters are those of the closure.
+    It must run while the graph is alive and the parameters are those of the closure.
 
     Args:
-        reading: Of the closure.
-        likelihood: Gives Λ.
-        kind: Of the vectors: exact, rademacher, sampled or auto.
-        samples: For the random kinds.
-        generator: For the random kinds.
+        reading: The reading of the closure.
+        likelihood: The likelihood, which gives Λ.
+        kind: The kind of vectors: exact, rademacher, sampled or auto.
+        samples: The number of draws for the random kinds.
+        generator: The source of the random vectors.
 
     Returns:
-        Parameter name -> [*shape].
+        For each parameter its diagonal [*shape].
     """
     reading.closed = True
     reader = reading.reader
@@ -238,10 +238,10 @@ class DiagonalBlockPosterior(BlockPosterior):
     """A diagonal block under a prior: the variance is 1/(s·d + δ), which is not the diagonal of a dense inverse.
 
     Attributes:
-        source_block: the curvature d.
-        prior: parameter -> δ, a number or one per entry.
-        scale: s, 0-d.
-        dtype: of samples.
+        source_block: The curvature d.
+        prior: The precision δ of each parameter, a number or one per entry.
+        scale: The factor s of the curvature, 0-d.
+        dtype: The dtype of samples.
     """
 
     source_block: DiagonalBlock
@@ -259,7 +259,7 @@ class DiagonalBlockPosterior(BlockPosterior):
 
     @property
     def precision(self) -> Params:
-        """Entries of the precision."""
+        """The entries of the precision."""
         return {n: self.scale * d + self.prior[n] for n, d in self.source_block.diagonal().items()}
 
     def log_det_ratio(self) -> Tensor:

@@ -18,7 +18,7 @@ from aftermap.linalg import psd_eigh
 __all__ = ["DAMPINGS", "Eigen", "KroneckerEigenbasis", "damped_eigenvalues", "eigendecompose"]
 
 DAMPINGS = ("exact", "factored", "pi")
-# Eigenvalues [..., D], ascending, and eigenvectors [..., D, D] in columns.
+# Eigenvalues [..., D] are ascending, and eigenvectors [..., D, D] stand in columns.
 Eigen = tuple[Tensor, Tensor]
 
 
@@ -27,8 +27,8 @@ class KroneckerEigenbasis:
     """The basis U_B ⊗ U_A of a layer's Kronecker factors.
 
     Attributes:
-        inputs: U_A [g, i, i]; None for the identity (one-hot inputs, whose factor is diagonal).
-        outputs: U_B [g, o, o].
+        inputs: The eigenvectors U_A [g, i, i]; None for the identity (one-hot inputs, whose factor is diagonal).
+        outputs: The eigenvectors U_B [g, o, o].
 
     >>> turn = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
     >>> KroneckerEigenbasis(turn, turn).rotate(torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]))
@@ -40,31 +40,31 @@ class KroneckerEigenbasis:
     outputs: Tensor
 
     def rotate(self, block: Tensor) -> Tensor:
-        """U_Bᵀ W U_A for a block of weights W [..., g, o, i], in its dtype."""
+        """Returns U_Bᵀ W U_A for a block of weights W [..., g, o, i], in its dtype."""
         rotated = self.outputs.to(block.dtype).transpose(-1, -2) @ block
         return rotated if self.inputs is None else rotated @ self.inputs.to(block.dtype)
 
     def rotate_back(self, rotated: Tensor) -> Tensor:
-        """U_B W U_Aᵀ, which undoes `rotate`."""
+        """Returns U_B W U_Aᵀ, which undoes `rotate`."""
         block = self.outputs.to(rotated.dtype) @ rotated
         return block if self.inputs is None else block @ self.inputs.to(rotated.dtype).transpose(-1, -2)
 
     def diagonal(self, values: Tensor) -> Tensor:
-        """The diagonal of (U_B ⊗ U_A) diag(values) (U_B ⊗ U_A)ᵀ for values [g, o, i], in float64 and in the same shape."""
+        """Returns the diagonal of (U_B ⊗ U_A) diag(values) (U_B ⊗ U_A)ᵀ for values [g, o, i], in float64 and in the same shape."""
         diagonal = self.outputs.to(torch.float64).square() @ values
         if self.inputs is None:
             return diagonal
         return diagonal @ self.inputs.to(torch.float64).square().transpose(-1, -2)
 
     def to(self, dtype: torch.dtype) -> KroneckerEigenbasis:
-        """The same basis in another precision."""
+        """Returns the same basis in another precision."""
         return KroneckerEigenbasis(None if self.inputs is None else self.inputs.to(dtype), self.outputs.to(dtype))
 
 
 def eigendecompose(
     matrices: list[tuple[str, Tensor]], dtype: torch.dtype = torch.float64, *, release: bool = False
 ) -> list[Eigen]:
-    """Eigendecompositions of positive semi-definite matrices, in float64.
+    """Returns eigendecompositions of positive semi-definite matrices, in float64.
 
     Over several processes they are shared out by cost (width³), and all processes get all results.
 
@@ -109,7 +109,7 @@ def damped_eigenvalues(
     damping: str = "exact",
     n_data: float = 1.0,
 ) -> Tensor:
-    """Eigenvalues of s · B ⊗ A + δ I, or of a Kronecker product that stands for it.
+    """Returns the eigenvalues of s · B ⊗ A + δ I, or of a Kronecker product that stands for it.
 
     - "exact": s μ_i λ_j + δ.
     - "factored": (√(s/N) μ_i + √δ)(√(sN) λ_j + √δ) (Ritter et al. 2018, eq. 9, with B/N and A as means over data).
@@ -119,13 +119,13 @@ def damped_eigenvalues(
     Args:
         mu: The eigenvalues of B [g, o].
         lam: The eigenvalues of A [g, i].
-        scale: s.
-        prior: δ; for an optimiser its damping as well.
-        damping: One of the three.
-        n_data: N, if B is a sum over so many data; 1 for means. Only "factored" depends on it.
+        scale: The factor s of the curvature.
+        prior: The prior's precision δ; for an optimiser its damping as well.
+        damping: The kind of damping, one of the three.
+        n_data: The number N of data, if B is a sum over so many; 1 for means. Only "factored" depends on it.
 
     Returns:
-        [g, o, i].
+        The eigenvalues [g, o, i].
 
     >>> damped_eigenvalues(torch.tensor([[2.0]]), torch.tensor([[3.0]]), prior=4.0, damping="factored")
     tensor([[[20.]]])
@@ -140,7 +140,7 @@ def damped_eigenvalues(
     pi = torch.ones_like(left[:, :1])
     if damping == "pi":
         left_mean, right_mean = left.mean(1, keepdim=True), right.mean(1, keepdim=True)
-        alive = (right_mean > 0) & (left_mean > 0)  # else the block is zero, and the prior stays as it is
+        alive = (right_mean > 0) & (left_mean > 0)  # Otherwise the block is zero, and the prior stays as it is.
         pi = torch.where(alive, right_mean / torch.where(alive, left_mean, 1.0), 1.0).sqrt()
         left, right = left * alive, right * alive
     return (left + root / pi)[:, :, None] * (right + root * pi)[:, None, :]

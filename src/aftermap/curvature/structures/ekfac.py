@@ -4,8 +4,8 @@ With A = U_A diag(λ) U_Aᵀ and B = U_B diag(μ) U_Bᵀ the block becomes (U_B 
 
     E_ij = Σ_n Σ_v [(U_Bᵀ G_nv U_A)_ij]²,
 
-the closest matrix in Frobenius norm among those diagonal in that basis; its trace is the trace of the exact block. Two
-passes over the data: factors first, then E.
+This is the closest matrix in Frobenius norm among those diagonal in that basis; its trace is the trace of the exact
+block. It takes two passes over the data: factors first, then E.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ __all__ = ["EigenAccumulator", "EkfacBlock"]
 
 @dataclass(frozen=True)
 class EkfacBlock(Block):
-    """(U_B ⊗ U_A) diag(E) (U_B ⊗ U_A)ᵀ for each group; sums add up only in the same basis.
+    """The matrix (U_B ⊗ U_A) diag(E) (U_B ⊗ U_A)ᵀ for each group; sums add up only in the same basis.
 
     Attributes:
-        layout: how the parameters form [group, out, in].
-        basis: U_A and U_B.
-        values: E [g, o, i].
+        layout: The way in which the parameters form [group, out, in].
+        basis: The eigenbasis of U_A and U_B.
+        values: The eigenvalues E [g, o, i].
     """
 
     layout: Layout
@@ -122,27 +122,27 @@ _ROTATED_NUMBERS = 1 << 19
 
 
 def _pieces(batch: int, numbers: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of pieces of nearly equal size, whose examples of ``numbers`` each fit into the working memory."""
+    """Yields (start, length) of pieces of nearly equal size, whose examples of ``numbers`` each fit into the working memory."""
     count = math.ceil(batch / examples_per_chunk(numbers, _ROTATED_NUMBERS))
     length = math.ceil(batch / max(1, count))
     return ((start, min(length, batch - start)) for start in range(0, batch, max(1, length)))
 
 
 def _rows(call: LayerCall) -> InputRows:
-    """Kept for the next vector, but not where windows are small and many: they take more memory than time (4 % of a fit)."""
+    """Returns the rows of a call, kept for the next vector except where windows are small and many (4 % of a fit's time)."""
     fresh = call.fresh_rows()
     return call.rows if fresh.shared <= fresh.features else fresh
 
 
 class EigenAccumulator(Accumulator):
-    """Sums E of one layer in a fixed basis.
+    """The sum E of one layer in a fixed basis.
 
     Args:
         layer: The layer's number.
-        layout: How its parameters form [group, out, in].
-        basis: Where its Kronecker factors are diagonal.
-        model_dtype: Of the gradients that are rotated.
-        dtype: Of the sums.
+        layout: The way in which its parameters form [group, out, in].
+        basis: The basis in which its Kronecker factors are diagonal.
+        model_dtype: The dtype of the gradients that are rotated.
+        dtype: The dtype of the sums.
     """
 
     def __init__(
@@ -164,7 +164,8 @@ class EigenAccumulator(Accumulator):
             turned = torch.einsum("vbgto,gop->vbgtp", grads, self.outer)
             rows.add_squares_(self.sums.room_for(rows.batch)[0], turned)
             return
-        # U_Bᵀ (Σ_t g aᵀ) U_A = Σ_t (U_Bᵀ g)(U_Aᵀ a)ᵀ: with few positions, turn both sides of the sum instead of its result.
+        # U_Bᵀ (Σ_t g aᵀ) U_A = Σ_t (U_Bᵀ g)(U_Aᵀ a)ᵀ: with few positions, turn both sides of the sum instead of its
+        # result.
         if (
             len(calls) == 1
             and isinstance(rows, DenseRows)
@@ -173,7 +174,8 @@ class EigenAccumulator(Accumulator):
         ):
             self._add_turned_rows(rows, self.inner, grads)
             return
-        # Else turn the per-example gradients: (U_Bᵀ G U_A)², few at a time: three tensors of their size exist.
+        # Otherwise turn the per-example gradients, (U_Bᵀ G U_A)², few at a time, since three tensors of their size
+        # exist.
         # With a matrix instead of a batch of one, the product is one product over all examples.
         inner = self.inner[0] if self.inner is not None and self.layout.groups == 1 else self.inner
         for start, length in _pieces(gradients.record.size, gradients.n_vectors * self.layout.size):
@@ -184,7 +186,7 @@ class EigenAccumulator(Accumulator):
             self.sums.room_for(1)[0].add_(each.square_().sum((0, 1)))
 
     def _add_turned_rows(self, rows: DenseRows, inner: Tensor, grads: Tensor) -> None:
-        # Without sharing there is no tensor per example: all at once.
+        # Without sharing there is no tensor per example, so all go at once.
         each = 1 if rows.shared == 1 else len(grads) * self.layout.size
         for start, length in _pieces(rows.batch, each):
             some = torch.einsum("bgti,gij->bgtj", rows.examples(start, length).dense(), inner)
@@ -196,7 +198,7 @@ class EigenAccumulator(Accumulator):
 
 
 def fit_ekfac(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
-    """Two passes: Kronecker factors, of which only the bases are kept, then squared gradients in these bases."""
+    """Fits in two passes: Kronecker factors, of which only the bases are kept, then squared gradients in these bases."""
     accumulators = layer_accumulators(problem, KronAccumulator.of)
     layers = [a.layer for a in accumulators if isinstance(a, KronAccumulator)]
     blocks, counts = problem.run(accumulators, "ekfac: Kronecker factors")
@@ -218,7 +220,7 @@ def fit_ekfac(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]
 
 
 def _over_processes(blocks: tuple[Block, ...], problem: CurvatureProblem) -> tuple[Block, ...]:
-    """The Kronecker factors among the blocks, summed over all processes."""
+    """Returns the Kronecker factors among the blocks, summed over all processes."""
     krons = tuple(b for b in blocks if isinstance(b, KronBlock))
     return Factors("kron", krons, tuple(problem.names), 0.0, 0.0, "", {}).all_reduced().blocks
 
@@ -230,6 +232,6 @@ register_structure(
         fit_ekfac,
         (EkfacBlock, FullBlock, DiagonalBlock),
         passes=2,
-        updatable=False,  # two fits have two eigenbases
+        updatable=False,  # Two fits have two eigenbases.
     )
 )

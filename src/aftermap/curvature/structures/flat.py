@@ -14,12 +14,12 @@ __all__ = ["flatten_batch", "join_flat", "put_entries", "split_flat", "take_entr
 
 
 def flatten_batch(values: Params, names: Sequence[str]) -> Tensor:
-    """[v, b, *shape] by name -> [v, b, p]."""
+    """Joins tensors [v, b, *shape] by name to [v, b, p]."""
     return join_flat(values, names, 2)
 
 
 def split_flat(vector: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
-    """[..., p] -> name -> [..., *shape]."""
+    """Splits a vector [..., p] into tensors [..., *shape] by name."""
     sizes = [int(torch.Size(s).numel()) for s in shapes.values()]
     return {
         n: part.reshape((*vector.shape[:-1], *s))
@@ -28,7 +28,7 @@ def split_flat(vector: Tensor, shapes: dict[str, tuple[int, ...]]) -> Params:
 
 
 def join_flat(values: Params, names: Sequence[str], lead: int) -> Tensor:
-    """name -> [..., *shape] with ``lead`` leading dimensions -> [..., p]."""
+    """Joins tensors [..., *shape] by name, with ``lead`` leading dimensions, to [..., p]."""
     if lead == 0:
         return flatten(values, names)
     return torch.cat(
@@ -37,7 +37,7 @@ def join_flat(values: Params, names: Sequence[str], lead: int) -> Tensor:
 
 
 def take_entries(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], lead: int) -> Tensor:
-    """The entries of parameters [..., *shape] with ``lead`` leading dimensions: [..., S]."""
+    """Takes entries of parameters [..., *shape] with ``lead`` leading dimensions: [..., S]."""
     return torch.cat(
         [
             values[n].reshape(*values[n].shape[:lead], -1)[..., place.to(values[n].device)]
@@ -50,7 +50,7 @@ def take_entries(values: Mapping[str, Tensor], entries: Mapping[str, Tensor], le
 def put_entries(
     vector: Tensor, entries: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Undoes `take_entries`: [..., S] to parameters, zero at every other entry.
+    """Undoes `take_entries`: it puts [..., S] into parameters that are zero at every other entry.
 
     >>> put_entries(torch.tensor([5.0]), {"a": torch.tensor([1])}, {"a": (3,)})
     {'a': tensor([0., 5., 0.])}

@@ -1,6 +1,6 @@
 """Dense curvature over some parameters: G = Σ_n Σ_v (J_nᵀ v)(J_nᵀ v)ᵀ, cross-layer terms included.
 
-Dense posteriors: precision s·M + D with a diagonal prior D, in the eigenbasis of the whitened matrix.
+The dense posteriors have the precision s·M + D with a diagonal prior D, in the eigenbasis of the whitened matrix.
 
 With D^{-½} M D^{-½} = V diag(l) Vᵀ the precision is D^{½} V (s·l + 1) Vᵀ D^{½}. A prior that only rescales D and any new
 s reuse V and l; another shape of D costs one decomposition.
@@ -45,8 +45,8 @@ __all__ = [
 ]
 
 
-MAX_FULL = 20_000  # parameters of a dense matrix: 3 GiB in double precision
-# The share of a variance that rounding of the gradients may make up before a warning says so.
+MAX_FULL = 20_000  # A dense matrix has at most this many parameters: 3 GiB in double precision.
+# Rounding of the gradients may make up this share of a variance before a warning says so.
 _ROUNDING_SHARE = 0.01
 
 
@@ -56,10 +56,10 @@ def warn_of_rounding(posterior: BlockPosterior, gradients: Tensor, prior: Tensor
     Entry j of a gradient is known to a relative error of eps, which adds about eps² · Σ_j J_j² Σ_jj to the variance.
 
     Args:
-        posterior: It gives the marginal variances Σ_jj.
-        gradients: J [v, b, p] as it was computed.
-        prior: Precisions [p].
-        variance: J Σ Jᵀ [b, v].
+        posterior: The posterior, which gives the marginal variances Σ_jj.
+        gradients: The gradients J [v, b, p] as they were computed.
+        prior: The precisions of the prior [p].
+        variance: The variances J Σ Jᵀ [b, v].
     """
     squares, share = gradients.detach().to(torch.float64).square(), _ROUNDING_SHARE * variance.detach().T
     eps = torch.finfo(gradients.dtype).eps
@@ -85,7 +85,7 @@ class PriorRatio:
 
     Attributes:
         vector: The prior's precisions [p].
-        ratio: What the prior is multiplied by in comparison, 0-d; it carries a gradient only if the prior is one number.
+        ratio: The factor of the prior in comparison, 0-d; it carries a gradient only if the prior is one number.
     """
 
     vector: Tensor
@@ -98,20 +98,21 @@ class PriorRatio:
         Args:
             prior: The new prior.
             names: The parameters in the order of the matrix.
-            whitener: √ of the precisions that the matrix was whitened with [p]; None: those of ``prior`` itself.
-            device: Where the matrix is.
+            whitener: The roots of the precisions that the matrix was whitened with [p]. None means those of ``prior``
+                itself.
+            device: The device of the matrix.
         """
         vector = prior.vector(names, device)
         ratio = vector / (vector.detach() if whitener is None else whitener.square())
         if float((ratio.detach() / ratio.detach()[0] - 1).abs().max()) >= 1e-12:
             return None
-        # A gradient may go through the ratio only if the prior is one number: else every entry has its own.
+        # A gradient may go through the ratio only if the prior is one number; otherwise every entry has its own.
         return PriorRatio(vector, ratio[0] if prior.is_shared(names) else ratio[0].detach())
 
 
 @dataclass(frozen=True)
 class FullBlock(Block):
-    """A dense symmetric matrix.
+    """A dense symmetric matrix over some parameters.
 
     Attributes:
         label: The name of the block in tables.
@@ -143,7 +144,7 @@ class FullBlock(Block):
         return replace(self, matrix=self.matrix * factor)
 
     def __add__(self, other: Block) -> Block:
-        """The sum, in the lower of two precisions: its dtype says how far its eigenvalues can be trusted."""
+        """Returns the sum, in the lower of two precisions: its dtype says how far its eigenvalues can be trusted."""
         total = super().__add__(other)
         if isinstance(total, FullBlock) and isinstance(other, FullBlock):
             return replace(total, matrix=total.matrix.to(coarser_dtype(self.matrix, other.matrix)))
@@ -164,7 +165,7 @@ class FullBlock(Block):
 
 
 def coarser_dtype(left: Tensor, right: Tensor) -> torch.dtype:
-    """The dtype of the two tensors with the larger rounding."""
+    """Returns the dtype of the two tensors with the larger rounding."""
     return max(left.dtype, right.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
@@ -196,11 +197,11 @@ class FullBlockPosterior(BlockPosterior):
     Attributes:
         source_block: The curvature M.
         prior: The prior's precisions D as a vector [p].
-        whitener: √D at the time of the decomposition [p]; the present prior is ratio · whitener².
+        whitener: The roots √D at the time of the decomposition [p]; the present prior is ratio · whitener².
         values: The eigenvalues l [p] of the whitened matrix, in float64.
         vectors: Its eigenvectors V [p, p], in float64.
         ratio: The present prior relative to that of the decomposition, 0-d.
-        scale: s, 0-d.
+        scale: The factor s of the curvature, 0-d.
         dtype: The precision of samples.
     """
 
@@ -219,15 +220,15 @@ class FullBlockPosterior(BlockPosterior):
 
     @staticmethod
     def of(block: FullBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> FullBlockPosterior:
-        """Decomposes the whitened matrix.
+        """Decomposes the whitened matrix and returns the posterior.
 
         Raises:
-            NumericalError: s·M + D is not positive definite (possible for an exact Hessian only).
+            NumericalError: The matrix s·M + D is not positive definite (possible for an exact Hessian only).
         """
         matrix = block.to_dense()
         scale = scale.to(matrix.device)
         compared = PriorRatio.of(prior, tuple(block.shapes), None, matrix.device)
-        assert compared is not None  # a prior differs from itself by the factor 1
+        assert compared is not None  # A prior differs from itself by the factor 1.
         whitener = compared.vector.detach().sqrt()
         white = matrix / whitener / whitener[:, None]
         if block.kind == "hessian":
@@ -239,7 +240,7 @@ class FullBlockPosterior(BlockPosterior):
         return FullBlockPosterior(block, compared.vector, whitener, values, vectors, compared.ratio, scale, dtype)
 
     def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> LayerParts:
-        """Layers under the dense covariance; one layer alone is the block itself."""
+        """Splits the dense covariance into layers; one layer alone is the block itself."""
         if len(layers) == 1:
             return super().split_by_layer(layers, prior)
         return DenseLayerParts.of(self, layers, self.shapes, None)
@@ -254,12 +255,12 @@ class FullBlockPosterior(BlockPosterior):
 
     @property
     def _gain(self) -> Tensor:
-        """Eigenvalues of the whitened precision, s·l/ratio + 1."""
+        """Returns the eigenvalues s·l/ratio + 1 of the whitened precision."""
         return self.scale * self.values / self.ratio + 1
 
     def log_det_ratio(self) -> Tensor:
         if self.prior.requires_grad and not self.ratio.requires_grad:
-            # The eigenvalues depend on the entries of D: differentiate a Cholesky factor instead.
+            # The eigenvalues depend on the entries of D, so a Cholesky factor is differentiated instead.
             matrix = self.scale * self.source_block.to_dense() + torch.diag(self.prior)
             factor = torch.linalg.cholesky(symmetrise(matrix))
             return 2 * factor.diagonal().log().sum() - self.prior.log().sum()
@@ -272,7 +273,7 @@ class FullBlockPosterior(BlockPosterior):
         return (1 - 1 / self._gain).sum()
 
     def _deviation(self) -> Tensor:
-        """D^{-½} V / √gain: a root of the covariance [p, p]."""
+        """Returns D^{-½} V / √gain, a root of the covariance [p, p]."""
         root = (self.whitener * self.ratio.sqrt())[:, None]
         return (self.vectors / self._gain.sqrt()) / root
 
@@ -292,7 +293,7 @@ class FullBlockPosterior(BlockPosterior):
         return split_flat(((vector @ root) @ root.T).to(next(iter(values.values())).dtype), self.shapes)
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """By a root of the covariance: a sum of squares, in float64."""
+        """Computes by a root of the covariance: a sum of squares, in float64."""
         rows = gradients.to(torch.float64).transpose(0, 1)  # [b, v, p]
         turned = rows @ self._deviation()
         variance = turned.square().sum(-1)
@@ -309,7 +310,7 @@ class FullBlockPosterior(BlockPosterior):
 
 
 def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:
-    """Raises unless all of 1 + factor · l are positive; only an exact Hessian can fail."""
+    """Raises an error unless all of 1 + factor · l are positive; only an exact Hessian can fail."""
     if block.kind != "hessian":
         return
     smallest = float((factor.detach() * values + 1).min())
@@ -321,7 +322,7 @@ def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:
 
 
 def fit_full(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
-    """One dense matrix over all selected parameters."""
+    """Fits one dense matrix over all selected parameters."""
     size = sum(math.prod(s) for s in problem.shapes.values())
     matrix = FullSum("all", problem.shapes, problem.sums_dtype, problem.device)
     return problem.run([PerExampleAccumulator([matrix], size)], "full curvature")

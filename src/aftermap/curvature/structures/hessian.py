@@ -31,11 +31,11 @@ class HessianResult:
     """A Hessian and what its spectrum says.
 
     Attributes:
-        matrix: [P, P], float64, symmetric; the prior is not in it.
-        min_eigenvalue: smallest eigenvalue.
-        max_eigenvalue: largest eigenvalue.
-        indefinite: the smallest eigenvalue is negative beyond rounding.
-        n_data: the number of examples seen.
+        matrix: The Hessian [P, P], float64 and symmetric; the prior is not in it.
+        min_eigenvalue: The smallest eigenvalue.
+        max_eigenvalue: The largest eigenvalue.
+        indefinite: Whether the smallest eigenvalue is negative beyond rounding.
+        n_data: The number of examples seen.
     """
 
     matrix: Tensor
@@ -54,30 +54,31 @@ def full_hessian(
     *,
     chunk_size: int = 32,
 ) -> HessianResult:
-    """The Hessian H = d^2 sum_n w_n E_n / d theta^2 by double backward.
+    """Returns the Hessian H = d^2 sum_n w_n E_n / d theta^2 by double backward.
 
-    H = sum_n w_n [J_n^T Lambda_n J_n - sum_k r_nk d^2 f_nk / d theta^2] with the residual r_n = -dE_n/df. The
-    second term makes it indefinite away from a minimum, and then it is no precision of a Gaussian: the
-    generalised Gauss-Newton matrix, which drops that term, always is. For piecewise-linear networks the two
-    agree on the diagonal block of every layer, but not elsewhere.
+    It is H = sum_n w_n [J_n^T Lambda_n J_n - sum_k r_nk d^2 f_nk / d theta^2] with the residual r_n = -dE_n/df. The
+    second term makes it indefinite away from a minimum, and then it is no precision of a Gaussian: the generalised
+    Gauss-Newton matrix, which drops that term, always is. For piecewise-linear networks the two agree on the diagonal
+    block of every layer, but not elsewhere.
 
     Args:
-        model: a network with outputs [N, ..., C]; it runs in eval mode and is unchanged afterwards.
-        data: batches (x, y) or (x, y, weight).
-        likelihood: gives `nll(outputs, targets) -> [N]`.
-        names: parameter names, in the flat order (each row-major); None means all that require a gradient.
-        unpack: turns a batch into (inputs, targets) or (inputs, targets, weight).
-        chunk_size: how many rows are back-propagated at once: more is faster and needs more memory.
+        model: A network with outputs [N, ..., C]; it runs in eval mode and is unchanged afterwards.
+        data: Batches of (x, y) or (x, y, weight).
+        likelihood: The likelihood, which gives `nll(outputs, targets) -> [N]`.
+        names: The names of the parameters in the flat order (each row-major). None means all that require a gradient.
+        unpack: A function that turns a batch into (inputs, targets) or (inputs, targets, weight).
+        chunk_size: The number of rows that are back-propagated at once; more is faster and needs more memory.
 
     Returns:
         A `HessianResult`; nothing is clamped.
 
     Raises:
-        InputError: more than 20,000 parameters, or unknown names.
-        NumericalError: an entry is not finite, or the matrix is not symmetric: a double backward of the model is wrong.
+        InputError: There are more than 20,000 parameters, or a name is unknown.
+        NumericalError: An entry is not finite, or the matrix is not symmetric because a double backward of the model is
+            wrong.
 
     Warns:
-        NumericalWarning: the matrix is indefinite.
+        NumericalWarning: The matrix is indefinite.
 
     References:
         Ritter, Botev, Barber 2018, section 2.1.
@@ -125,7 +126,7 @@ def full_hessian(
 
 
 def _check_symmetry(H: Tensor, params: Params, dtype: torch.dtype) -> None:
-    """Raises unless H is symmetric up to rounding, whose size the network's dtype decides."""
+    """Raises an error unless H is symmetric up to rounding, whose size the network's dtype decides."""
     difference = (H - H.T).abs()
     if float(difference.max()) <= math.sqrt(torch.finfo(dtype).eps) * float(H.abs().max()):
         return
@@ -143,7 +144,7 @@ def _check_symmetry(H: Tensor, params: Params, dtype: torch.dtype) -> None:
 def _add_batch(
     H: Tensor, model: nn.Module, params: Params, likelihood: Likelihood, batch: Batch, chunk_size: int
 ) -> None:
-    """Add the Hessian of one batch to H [P, P], some rows at a time."""
+    """Adds the Hessian of one batch to H [P, P], some rows at a time."""
     with torch.enable_grad():
         leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
         outputs = functional_outputs(model, leaves, batch.inputs)
@@ -154,7 +155,7 @@ def _add_batch(
         gradient = torch.cat(
             [g.reshape(-1) for g in torch.autograd.grad(total, variables, create_graph=True, materialize_grads=True)]
         )
-        if not gradient.requires_grad:  # the loss is linear in all of them
+        if not gradient.requires_grad:  # The loss is linear in all of them.
             return
         start, batched = 0, True
         while start < len(gradient):
@@ -168,14 +169,14 @@ def _add_batch(
             except (NotImplementedError, RuntimeError):
                 if not batched:
                     raise
-                batched = False  # some operation has no batching rule: one row at a time
+                batched = False  # Some operation has no batching rule, so rows go one at a time.
                 continue
             H[start:stop] += rows.to(H)
             start = stop
 
 
 def _rows(gradient: Tensor, variables: list[Tensor], units: Tensor, batched: bool) -> Tensor:
-    """Rows of the Hessian: d (units . gradient) / d theta, [len(units), P]."""
+    """Returns rows of the Hessian: d (units . gradient) / d theta, [len(units), P]."""
 
     def pull(vector: Tensor) -> tuple[Tensor, ...]:
         return torch.autograd.grad(
@@ -188,7 +189,7 @@ def _rows(gradient: Tensor, variables: list[Tensor], units: Tensor, batched: boo
 
 
 def fit_hessian(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
-    """The exact Hessian over all selected parameters, of the data of all processes."""
+    """Fits the exact Hessian over all selected parameters, of the data of all processes."""
     counts = problem.sum_loss()
     result = full_hessian(problem.model, problem.data, problem.likelihood, problem.names, problem.unpack)
     return (FullBlock("all", problem.shapes, result.matrix, "hessian"),), counts

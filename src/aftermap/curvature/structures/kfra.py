@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 MAX_FEATURES = 8192
-_CHUNK = 512  # rows of a matrix that are pulled back at once
+_CHUNK = 512  # This many rows of a matrix are pulled back at once.
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _ELEMENTWISE_MODULES: tuple[type[nn.Module], ...] = (
@@ -57,7 +57,7 @@ _ELEMENTWISE_FUNCTIONS: set[Any] = {
     F.threshold,
 }  # fmt: skip
 _ELEMENTWISE_METHODS = {"relu", "relu_", "tanh", "tanh_", "sigmoid", "sigmoid_", "sin", "cos", "exp"}
-# Linear maps that are the same for every example (in eval mode).
+# These linear maps are the same for every example (in eval mode).
 _LINEAR_MODULES: tuple[type[nn.Module], ...] = (
     nn.Linear, *_CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.AvgPool1d,
     nn.AvgPool2d, nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
@@ -75,12 +75,12 @@ _LINEAR_METHODS = {
     "flatten", "reshape", "view", "permute", "transpose", "squeeze", "unsqueeze", "mean", "sum",
     "contiguous", "clone",
 }  # fmt: skip
-# Linear in each argument, as long as the other one does not depend on the network's wanted layers.
+# These are linear in each argument, as long as the other one does not depend on the network's wanted layers.
 _SUMS: set[Any] = {operator.add, operator.iadd, operator.sub, torch.add, torch.sub, "add", "add_", "sub"}
 # A product with a constant is linear; a product of two values of the network is not supported.
 _PRODUCTS: set[Any] = {operator.mul, torch.mul, "mul"}
 _QUOTIENTS: set[Any] = {operator.truediv, torch.div, "div"}
-# Differentiable per example, with another derivative for each.
+# These are differentiable per example, with another derivative for each.
 _OTHER_MODULES: tuple[type[nn.Module], ...] = (
     nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.LayerNorm,
     nn.GroupNorm, nn.Softmax, nn.LogSoftmax,
@@ -88,17 +88,17 @@ _OTHER_MODULES: tuple[type[nn.Module], ...] = (
 _OTHER_FUNCTIONS: set[Any] = {
     F.max_pool1d, F.max_pool2d, F.max_pool3d, F.layer_norm, F.group_norm, F.softmax, torch.softmax,
 }  # fmt: skip
-_SIZES = (int, float, torch.Size, torch.dtype, torch.device)  # what a graph may compute from a tensor's form
+_SIZES = (int, float, torch.Size, torch.dtype, torch.device)  # A graph may compute these from a tensor's form.
 _IN_PLACE = {"relu_", "tanh_", "sigmoid_", "add_", torch.relu_, F.relu_, operator.iadd}
 
 
 @dataclass(frozen=True)
 class Values:
-    """What every node computed in one forward pass.
+    """The values that every node computed in one forward pass.
 
     Attributes:
-        results: node -> its result.
-        inputs: node -> copies of the tensors it was given, taken before the node could write into them.
+        results: The result of each node.
+        inputs: For each node copies of the tensors it was given, taken before the node could write into them.
     """
 
     results: dict[fx.Node, Any]
@@ -106,17 +106,17 @@ class Values:
 
 
 def trace(model: nn.Module) -> fx.Graph:
-    """The graph of a model in which torch's own layers are leaves.
+    """Returns the graph of a model in which torch's own layers are leaves.
 
     Raises:
-        UnsupportedError: torch.fx cannot follow the model's Python code.
+        UnsupportedError: The model's Python code is such that torch.fx cannot follow it.
 
     >>> [node.op for node in trace(nn.Sequential(nn.Linear(2, 3), nn.ReLU())).nodes]
     ['placeholder', 'call_module', 'call_module', 'output']
     """
     try:
         return fx.Tracer().trace(model)
-    except Exception as error:  # whatever the user's code raises when it meets a symbolic value
+    except Exception as error:  # The user's code may raise anything when it meets a symbolic value.
         raise UnsupportedError(
             f"torch.fx cannot trace {type(model).__name__} ({type(error).__name__}: {error}). KFRA needs a model "
             "without control flow that depends on tensors; use structure='kron' otherwise"
@@ -124,7 +124,7 @@ def trace(model: nn.Module) -> fx.Graph:
 
 
 def run(graph: fx.Graph, model: nn.Module, inputs: Any) -> Values:
-    """Run the graph with inputs (a tensor, a tuple or a mapping) and keep all results."""
+    """Runs the graph with inputs (a tensor, a tuple or a mapping) and keeps all results."""
     placeholders = _bind(graph, inputs)
     results: dict[fx.Node, Any] = {}
     kept: dict[fx.Node, dict[fx.Node, Tensor]] = {}
@@ -141,12 +141,12 @@ def run(graph: fx.Graph, model: nn.Module, inputs: Any) -> Values:
 
 
 def function_of(node: fx.Node, source: fx.Node, values: Values, model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A node as a function of one of its inputs, with the others as they were."""
+    """Returns a node as a function of one of its inputs, with the others as they were."""
     call = _callable(node, model)
     known = {**values.results, **values.inputs[node]}
 
     def function(x: Tensor) -> Tensor:
-        # A copy, because the node may work in place.
+        # This is a copy, because the node may work in place.
         args, kwargs = _arguments(node, {**known, source: x.clone()})
         return call(*args, **kwargs)
 
@@ -154,7 +154,7 @@ def function_of(node: fx.Node, source: fx.Node, values: Values, model: nn.Module
 
 
 def downstream_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The given nodes and everything computed from them: where curvature has to travel."""
+    """Returns the given nodes and everything computed from them: where curvature has to travel."""
     found = set(nodes)
     for node in graph.nodes:
         if any(n in found for n in node.all_input_nodes):
@@ -163,7 +163,7 @@ def downstream_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def describe(node: fx.Node, model: nn.Module) -> str:
-    """A node in words, for messages."""
+    """Describes a node in words, for messages."""
     if node.op == "call_module":
         return f"{type(model.get_submodule(str(node.target))).__name__} {str(node.target)!r}"
     if node.op == "call_function":
@@ -198,7 +198,7 @@ def _attribute(model: nn.Module, target: Any) -> Any:
 
 
 def _bind(graph: fx.Graph, inputs: Any) -> dict[fx.Node, Any]:
-    """Which placeholder gets which input."""
+    """Finds which placeholder gets which input."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     if isinstance(inputs, Mapping):
         given = {node: inputs[node.target] for node in nodes if node.target in inputs}
@@ -244,7 +244,7 @@ def kfra_factors(
     weight: Tensor | None = None,
     max_features: int = MAX_FEATURES,
 ) -> dict[str, Tensor]:
-    """Output-side factors of Linear and convolution layers for one batch of M examples.
+    """Returns the output-side factors of Linear and convolution layers for one batch of M examples.
 
     One matrix H, an average over the batch, goes back through the graph:
     output: H = (1/M) sum_n Lambda_n; Linear: W^T H W; elementwise phi: H * (1/M) sum_n b_n b_n^T with
@@ -257,22 +257,21 @@ def kfra_factors(
     terms J_F^T H + H J_F of x + F(x) are dropped, as in the authors' code.
 
     Args:
-        model: a network with outputs [N, ..., C] that torch.fx can trace; run in eval mode, unchanged
+        model: A network with outputs [N, ..., C] that torch.fx can trace; it runs in eval mode and is unchanged
             afterwards.
-        inputs: a tensor, a tuple or a mapping with N examples.
-        likelihood: gives `hessian(outputs, targets) -> [N, ..., C, C]`.
-        targets: [N, ...].
-        module_names: names of the Linear and convolution layers wanted.
-        weight: [N], copies of each datum (M is their sum); None means one.
-        max_features: the largest flattened feature size whose matrix is built.
+        inputs: A tensor, a tuple or a mapping with N examples.
+        likelihood: The likelihood, which gives `hessian(outputs, targets) -> [N, ..., C, C]`.
+        targets: The targets [N, ...].
+        module_names: The names of the Linear and convolution layers wanted.
+        weight: The number of copies of each datum [N] (M is their sum); None means one.
+        max_features: The largest flattened feature size whose matrix is built.
 
     Returns:
-        name -> B: [1, O, O] for a Linear, [G, O/G, O/G] for a convolution with G groups.
+        For each name its factor B: [1, O, O] for a Linear, [G, O/G, O/G] for a convolution with G groups.
 
     Raises:
-        InputError: an unknown or unused module name.
-        UnsupportedError: an operation without a rule, features above the limit, or a model that cannot be
-            traced.
+        InputError: A module name is unknown or unused.
+        UnsupportedError: An operation has no rule, features are above the limit, or the model cannot be traced.
 
     References:
         Botev, Ritter and Barber 2017; Ritter, Botev and Barber 2018, eq. (15)-(17) and appendices C and G.
@@ -291,7 +290,7 @@ def kfra_factors(
         _check_independence(graph, model)
         needed = downstream_of(graph, [node for nodes in calls.values() for node in nodes])
         weights = torch.ones(batch.size) if batch.weight is None else batch.weight
-        empty = not bool(weights.sum() > 0)  # then the average is arbitrary and the sum is zero
+        empty = not bool(weights.sum() > 0)  # If it is empty, the average is arbitrary and the sum is zero.
         walk = _Walk(
             model,
             run(graph, model, batch.inputs),
@@ -308,7 +307,7 @@ def kfra_factors(
 
 
 def _calls(graph: fx.Graph, model: nn.Module, module_names: Sequence[str]) -> dict[str, list[fx.Node]]:
-    """The nodes at which each wanted layer is called."""
+    """Finds the nodes at which each wanted layer is called."""
     modules = dict(model.named_modules(remove_duplicate=False))
     calls: dict[str, list[fx.Node]] = {}
     for name in module_names:
@@ -327,7 +326,7 @@ def _calls(graph: fx.Graph, model: nn.Module, module_names: Sequence[str]) -> di
 
 
 def _check_independence(graph: fx.Graph, model: nn.Module) -> None:
-    """Examples must not see one another; a batch norm without running statistics mixes them even in eval mode."""
+    """Checks that examples do not see one another: a batch norm without running statistics mixes them even in eval mode."""
     for node in graph.nodes:
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
@@ -340,7 +339,7 @@ def _check_independence(graph: fx.Graph, model: nn.Module) -> None:
 def _propagate(
     graph: fx.Graph, walk: _Walk, likelihood: Likelihood, targets: Tensor, needed: set[fx.Node]
 ) -> dict[fx.Node, Tensor]:
-    """The averaged matrix [F, F] at the output of every node that is computed from a wanted layer."""
+    """Returns the averaged matrix [F, F] at the output of every node that is computed from a wanted layer."""
     matrices: dict[fx.Node, Tensor] = {}
     for node in reversed(graph.nodes):
         if node not in needed:
@@ -352,7 +351,7 @@ def _propagate(
             matrices[source] = _output_matrix(walk, source, likelihood, targets)
             continue
         if node not in matrices:
-            # Computed but without influence on the output.
+            # This is computed but without influence on the output.
             size = walk.batch.results[node][0].numel() if isinstance(walk.batch.results[node], Tensor) else 0
             matrices[node] = walk.weight.new_zeros(size, size)
             continue
@@ -365,7 +364,7 @@ def _propagate(
 
 
 def _output_matrix(walk: _Walk, source: fx.Node, likelihood: Likelihood, targets: Tensor) -> Tensor:
-    """(1/M) sum_n w_n Lambda_n over the flattened output; positions do not interact."""
+    """Returns (1/M) sum_n w_n Lambda_n over the flattened output; positions do not interact."""
     _check_value(source, walk)
     outputs = walk.batch.results[source]
     likelihood.check(outputs, targets)
@@ -376,7 +375,7 @@ def _output_matrix(walk: _Walk, source: fx.Node, likelihood: Likelihood, targets
 
 
 def _check_value(node: fx.Node, walk: _Walk) -> None:
-    """A matrix can only travel through tensors [N, ...] of a moderate size."""
+    """Checks that a value is a tensor [N, ...] of a moderate size, since a matrix can travel only through such."""
     value, one = walk.batch.results[node], walk.single.results[node]
     what = describe(node, walk.model)
     if not isinstance(value, Tensor) or value.dim() < 2 or len(value) != len(walk.weight) or len(one) != 1:
@@ -392,7 +391,7 @@ def _check_value(node: fx.Node, walk: _Walk) -> None:
 
 
 def _pull_back(node: fx.Node, source: fx.Node, H: Tensor, walk: _Walk, needed: set[fx.Node]) -> Tensor:
-    """The matrix at one input of a node from that at its output."""
+    """Returns the matrix at one input of a node from that at its output."""
     module = walk.model.get_submodule(str(node.target)) if node.op == "call_module" else None
     _check_in_place(node, module, walk)
     x = walk.batch.inputs[node][source]
@@ -404,7 +403,7 @@ def _pull_back(node: fx.Node, source: fx.Node, H: Tensor, walk: _Walk, needed: s
         return H * (b.T @ (walk.weight.to(b)[:, None] * b) / walk.total.to(b))
     function = function_of(node, source, walk.single, walk.model)
     if _is_sum_of_branches(node, module, x, walk):
-        return H  # the cross terms between the summands are dropped here
+        return H  # The cross terms between the summands are dropped here.
     if _is_linear(node, module, source, walk):
         return _congruence(function, walk.single.inputs[node][source], H)
     if _is(node, module, _OTHER_MODULES, _OTHER_FUNCTIONS | {"softmax"}) and source is node.args[0]:
@@ -421,19 +420,19 @@ def _pull_back(node: fx.Node, source: fx.Node, H: Tensor, walk: _Walk, needed: s
 
 
 def _is(node: fx.Node, module: nn.Module | None, types: tuple[type[nn.Module], ...], names: set[Any]) -> bool:
-    """Whether a node is one of these: exactly, because a subclass may compute something else."""
+    """Tells whether a node is one of these: exactly, because a subclass may compute something else."""
     return type(module) in types if module is not None else node.target in names
 
 
 def _is_sum_of_branches(node: fx.Node, module: nn.Module | None, x: Tensor, walk: _Walk) -> bool:
-    """X + F(x) without broadcasting or factors; x + x is one branch with the factor 2."""
+    """Tells whether a node is x + F(x) without broadcasting or factors; x + x is one branch with the factor 2."""
     distinct = len(node.all_input_nodes) == len(node.args) == 2
     same_shape = x.shape == walk.batch.results[node].shape
     return module is None and node.target in _SUMS and distinct and same_shape and not node.kwargs
 
 
 def _is_linear(node: fx.Node, module: nn.Module | None, source: fx.Node, walk: _Walk) -> bool:
-    """Whether the node is a linear function of `source`, the same one for every example."""
+    """Tells whether the node is a linear function of `source`, the same one for every example."""
     if _is(node, module, _LINEAR_MODULES, _LINEAR_FUNCTIONS | _LINEAR_METHODS | _SUMS):
         return True
     others = [n for n in node.all_input_nodes if n is not source]
@@ -454,7 +453,7 @@ def _check_in_place(node: fx.Node, module: nn.Module | None, walk: _Walk) -> Non
 
 
 def _congruence(function: Callable[[Tensor], Tensor], x: Tensor, H: Tensor) -> Tensor:
-    """J^T H J for the Jacobian J of a function at one example x [1, ...]: pull back rows, then columns."""
+    """Returns J^T H J for the Jacobian J of a function at one example x [1, ...], by pulling back rows, then columns."""
     value, pullback, *_ = torch.func.vjp(function, x)
     pull = torch.func.vmap(lambda row: pullback(row.reshape(value.shape))[0].reshape(-1), chunk_size=_CHUNK)
     result: Tensor = pull(pull(H).T)
@@ -462,7 +461,7 @@ def _congruence(function: Callable[[Tensor], Tensor], x: Tensor, H: Tensor) -> T
 
 
 def _layer_factor(layer: Any, node: fx.Node, H: Tensor, walk: _Walk) -> Tensor:
-    """B = M sum_t H[(o, t), (p, t)] per group."""
+    """Returns B = M sum_t H[(o, t), (p, t)] per group."""
     H = walk.total.to(H) * (H + H.T) / 2
     if isinstance(layer, nn.Linear):
         T = walk.single.results[node].numel() // layer.out_features
@@ -488,7 +487,7 @@ class KfraAccumulator(Accumulator):
                 "use structure='kron' with example weights"
             )
         model, names = record.model, self.names
-        if names == [WHOLE_MODEL]:  # the recursion walks over the children of a model
+        if names == [WHOLE_MODEL]:  # The recursion walks over the children of a model.
             model, names = nn.Sequential(model), ["0"]
         factors = kfra_factors(model, record.batch.inputs, self.likelihood, record.batch.targets, names)
         for part, name in zip(self.parts, names, strict=True):
@@ -496,14 +495,14 @@ class KfraAccumulator(Accumulator):
             part.outputs.add_products(factors[name].to(part.outputs.dtype).expand(part.outputs.groups, -1, -1))
 
     def add(self, gradients: LayerGradients) -> None:
-        """Nothing: the recursion needs no vectors."""
+        """Does nothing, since the recursion needs no vectors."""
 
     def blocks(self) -> list[Block]:
         return [replace(b, kind="kfra") for p in self.parts for b in p.blocks() if isinstance(b, KronBlock)]
 
 
 def fit_kfra(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
-    """One pass over whole batches: the recursion averages inside a batch."""
+    """Fits in one pass over whole batches, since the recursion averages inside a batch."""
     accumulators = layer_accumulators(problem, KronAccumulator.of)
     krons = [a for a in accumulators if isinstance(a, KronAccumulator)]
     rest = [a for a in accumulators if not isinstance(a, KronAccumulator)]
@@ -518,6 +517,6 @@ register_structure(
         fit_kfra,
         (KronBlock, FullBlock, DiagonalBlock),
         dampings=DAMPINGS,
-        depends_on_batches=True,  # the recursion averages over the examples of a batch
+        depends_on_batches=True,  # The recursion averages over the examples of a batch.
     )
 )

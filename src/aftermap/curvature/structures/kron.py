@@ -4,12 +4,12 @@ For the sum loss and row-major vec(W) the block of a layer is approximated by
 
     Σ_n Σ_v vec(G_nv) vec(G_nv)ᵀ ≈ B ⊗ A / rows,   A = Σ a aᵀ,   B = Σ g gᵀ
 
-with the sums over data and shared positions (expand, Grosse & Martens 2016; Ritter et al. 2018, eq. 1 and 14), or over
+The sums are over data and shared positions (expand, Grosse & Martens 2016; Ritter et al. 2018, eq. 1 and 14), or over
 data after summing each example's positions (reduce, Eschenhagen et al. 2023). ``rows`` is the number of rows in A: the
-block is an expectation over rows of one factor times the sum of the other. Exact for one datum without sharing, for deep
-linear networks with squared loss, and (reduce) for linear convolutions with mean pooling.
+block is an expectation over rows of one factor times the sum of the other. It is exact for one datum without sharing,
+for deep linear networks with squared loss, and (reduce) for linear convolutions with mean pooling.
 
-Kronecker posteriors in the eigenbasis: KFAC, EKFAC and KFRA factors with the exact prior, or factored damping.
+Kronecker posteriors live in the eigenbasis: KFAC, EKFAC and KFRA factors with the exact prior, or factored damping.
 
 With B ⊗ A / rows = (U_B ⊗ U_A) diag(μ_i λ_j) (U_B ⊗ U_A)ᵀ the posterior precision has eigenvalues
 
@@ -19,7 +19,7 @@ With B ⊗ A / rows = (U_B ⊗ U_A) diag(μ_i λ_j) (U_B ⊗ U_A)ᵀ the posteri
 
 in the same basis, so priors, scales and kinds of damping are all re-evaluated without a decomposition.
 
-Draws from a Kronecker block whose data leave many directions to the prior.
+Draws are cheaper from a Kronecker block whose data leave many directions to the prior.
 
 With fewer data than a layer is wide, most eigenvalues of its factors are zero, and there the standard deviation is the
 prior's, c = δ^{-1/2}. A standard normal matrix E looks the same in every basis, so
@@ -84,20 +84,20 @@ APPROACHES = ("expand", "reduce")
 # An embedding with more entries than this has no reduced Kronecker factors: their input side would be a dense matrix.
 _MAX_REDUCED_ONE_HOT = 4096
 _SAMPLE_NUMBERS = 1 << 20
-_ROUNDING = 8  # times machine epsilon: less than the rotations themselves round
+_ROUNDING = 8  # Times machine epsilon this is less than the rotations themselves round.
 
 
 @dataclass(frozen=True)
 class KronBlock(Block):
-    """B ⊗ A / rows for each group.
+    """The matrix B ⊗ A / rows for each group.
 
     Attributes:
-        layout: how the parameters form [group, out, in].
-        inputs: A [g, i, i], or its diagonal [g, i] (embeddings).
-        outputs: B [g, o, o].
-        rows: [g], float64.
-        kind: kron or kfra.
-        approach: expand or reduce: what the sums are sums of.
+        layout: The way in which the parameters form [group, out, in].
+        inputs: The factor A [g, i, i], or its diagonal [g, i] (embeddings).
+        outputs: The factor B [g, o, o].
+        rows: The number of rows in A [g], float64.
+        kind: The structure that the factors are of: kron or kfra.
+        approach: What the sums are sums of: expand or reduce.
     """
 
     layout: Layout
@@ -135,11 +135,11 @@ class KronBlock(Block):
         return replace(self, inputs=self.inputs * factor, outputs=self.outputs * factor, rows=self.rows * factor)
 
     def input_mean(self) -> Tensor:
-        """A / rows in float64: [g, i, i] or [g, i]."""
+        """Returns A / rows in float64: [g, i, i] or [g, i]."""
         return self.inputs.to(torch.float64) / self.row_counts().reshape(-1, *[1] * (self.inputs.dim() - 1))
 
     def row_counts(self) -> Tensor:
-        """What A is divided by: [g], float64; 1 for a layer that was never called, whose A is 0."""
+        """Returns what A is divided by, [g] in float64; 1 for a layer that was never called, whose A is 0."""
         return torch.where(self.rows > 0, self.rows, 1.0)
 
     def to_dense(self) -> Tensor:
@@ -161,16 +161,16 @@ class KronBlock(Block):
         return self.layout.split(outputs[:, :, None] * inputs[:, None, :])
 
     def matrices_to_decompose(self, prior: Prior | None = None) -> list[tuple[str, Tensor]]:
-        """B, and A where it is not diagonal."""
+        """Returns B, and A where it is not diagonal."""
         outputs = (f"the output factor of {self.name}", self.outputs)
         return [outputs] if self.inputs.dim() == 2 else [outputs, (f"the input factor of {self.name}", self.inputs)]
 
     def posterior(
         self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
     ) -> KronBlockPosterior:
-        """Eigenvectors take ``dtype``, as they meet the network's gradients; eigenvalues stay in float64."""
+        """Makes the posterior: eigenvectors take ``dtype``, as they meet the network's gradients; eigenvalues stay in float64."""
         mu, output_vectors = eigen[0]
-        if self.inputs.dim() == 2:  # the diagonal of A, whose eigenvectors are the unit vectors
+        if self.inputs.dim() == 2:  # This is the diagonal of A, whose eigenvectors are the unit vectors.
             lam, basis = self.input_mean(), KroneckerEigenbasis(None, output_vectors)
         else:
             lam, basis = eigen[1][0] / self.row_counts()[:, None], KroneckerEigenbasis(eigen[1][1], output_vectors)
@@ -187,10 +187,11 @@ class KronBlock(Block):
 
 
 def decompose_bases(blocks: list[KronBlock], dtype: torch.dtype) -> list[KroneckerEigenbasis]:
-    """The eigenbases of Kronecker blocks; over several processes the work is shared out.
+    """Returns the eigenbases of Kronecker blocks; over several processes the work is shared out.
 
     Args:
-        blocks: The list is emptied, so that a factor can go when its basis exists and never both exist of all layers.
+        blocks: The blocks, in a list that is emptied, so that a factor can go when its basis exists and never both
+            exist of all layers.
         dtype: The precision of the eigenvectors.
     """
     diagonal_inputs = [block.inputs.dim() == 2 for block in blocks]
@@ -205,13 +206,13 @@ def decompose_bases(blocks: list[KronBlock], dtype: torch.dtype) -> list[Kroneck
 
 
 class KronAccumulator(Accumulator):
-    """Sums A and B of one layer.
+    """The sums A and B of one layer.
 
     Args:
         layer: The layer's number.
-        layout: How its parameters form a block.
-        approach: "expand" or "reduce".
-        dtype, device: Of the sums.
+        layout: The way in which its parameters form a block.
+        approach: The kind of sums: "expand" or "reduce".
+        dtype, device: The dtype and the device of the sums.
         one_hot: Whether the input rows are one-hot. Expanded, their Gram matrix is diagonal and kept as one; reduced, each
             example's rows are summed first, and it is not.
     """
@@ -238,7 +239,7 @@ class KronAccumulator(Accumulator):
 
     @staticmethod
     def of(problem: CurvatureProblem, layer: int) -> KronAccumulator:
-        """The accumulator of a problem's layer."""
+        """Makes the accumulator of a problem's layer."""
         chosen = problem.plan.layers[layer]
         return KronAccumulator(
             layer, chosen.layout, problem.approach, problem.sums_dtype, problem.device, chosen.rule.one_hot
@@ -279,12 +280,12 @@ class KronAccumulator(Accumulator):
 
 
 def fit_kron(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
-    """One pass over the data: Kronecker factors for weight matrices, small full blocks or diagonals for the rest."""
+    """Fits in one pass over the data: Kronecker factors for weight matrices, small full blocks or diagonals for the rest."""
     return problem.run(layer_accumulators(problem, KronAccumulator.of), "kron curvature")
 
 
 def rotation_costs(rows: int, columns: int, out: int, into: int) -> tuple[int, int]:
-    """Multiplications of one draw of [o, i] with r × c informed directions: the outer side first, or the inner one.
+    """Returns the multiplications of one draw of [o, i] with r × c informed directions: the outer side first, or the inner one.
 
     >>> rotation_costs(1, 2, 3, 4)
     (40, 60)
@@ -293,13 +294,13 @@ def rotation_costs(rows: int, columns: int, out: int, into: int) -> tuple[int, i
 
 
 class Informed:
-    """The directions that data inform.
+    """The directions of a block that data inform.
 
     Args:
-        outer: U_R [g, o, r].
-        inner: V_C [g, i, c].
-        prior_deviation: c, 0-d.
-        deviations: T of these directions [g, r, c].
+        outer: The output directions U_R [g, o, r].
+        inner: The input directions V_C [g, i, c].
+        prior_deviation: The prior's standard deviation c, 0-d.
+        deviations: The standard deviations T of these directions [g, r, c].
 
     >>> import torch
     >>> eye = torch.eye(3)[None]
@@ -335,10 +336,10 @@ class KroneckerEigenvalues:
     """The eigenvalues of a block in a Kronecker basis: a table E, or the outer product of μ and λ, which takes less memory.
 
     Attributes:
-        table: E [g, o, i] (EKFAC), or None.
-        outputs: μ [g, o] of B, or None.
-        inputs: λ [g, i] of A / rows, or None.
-        n_data: N of factored damping.
+        table: The table E [g, o, i] (EKFAC), or None.
+        outputs: The eigenvalues μ [g, o] of B, or None.
+        inputs: The eigenvalues λ [g, i] of A / rows, or None.
+        n_data: The number N of data in factored damping.
     """
 
     table: Tensor | None
@@ -347,7 +348,7 @@ class KroneckerEigenvalues:
     n_data: float
 
     def values(self) -> Tensor:
-        """[g, o, i]."""
+        """Returns the eigenvalues as a table [g, o, i]."""
         if self.table is not None:
             return self.table
         if self.outputs is None or self.inputs is None:
@@ -357,7 +358,7 @@ class KroneckerEigenvalues:
         return self.outputs[:, :, None] * self.inputs[:, None, :]
 
     def exceed(self, least: Tensor) -> tuple[Tensor, Tensor]:
-        """Where any eigenvalue of an output direction [g, o], and of an input direction [g, i], is above ``least``."""
+        """Tells where any eigenvalue of an output direction [g, o], and of an input direction [g, i], is above ``least``."""
         if self.outputs is not None and self.inputs is not None:
             outputs, inputs = self.outputs, self.inputs
             return outputs * inputs.amax(-1, keepdim=True) > least, inputs * outputs.amax(-1, keepdim=True) > least
@@ -365,7 +366,7 @@ class KroneckerEigenvalues:
         return above.any(-1), above.any(-2)
 
     def to(self, dtype: torch.dtype) -> KroneckerEigenvalues:
-        """The same in another precision."""
+        """Returns the same eigenvalues in another precision."""
         table, outputs, inputs = (None if t is None else t.to(dtype) for t in (self.table, self.outputs, self.inputs))
         return KroneckerEigenvalues(table, outputs, inputs, self.n_data)
 
@@ -375,13 +376,13 @@ class KronBlockPosterior(BlockPosterior):
     """A Kronecker block under a prior.
 
     Attributes:
-        source_block: The curvature.
-        layout: How the parameters form [g, o, i].
-        basis: U_A and U_B, in the network's dtype.
+        source_block: The block of the curvature.
+        layout: The way in which the parameters form [g, o, i].
+        basis: The eigenbasis of U_A and U_B, in the network's dtype.
         eigen: The eigenvalues of the curvature, in float64.
         prior: The prior precision δ of the layer, 0-d.
-        scale: s, 0-d.
-        damping: How the prior is added: exact, factored or pi.
+        scale: The factor s of the curvature, 0-d.
+        damping: The way in which the prior is added: exact, factored or pi.
     """
 
     source_block: Block
@@ -398,7 +399,7 @@ class KronBlockPosterior(BlockPosterior):
 
     @property
     def precision(self) -> Tensor:
-        """Eigenvalues of the precision [g, o, i]."""
+        """The eigenvalues of the precision [g, o, i]."""
         mu, lam = self.eigen.outputs, self.eigen.inputs
         if mu is None or lam is None:
             return self.scale * self.eigen.values() + self.prior
@@ -428,7 +429,7 @@ class KronBlockPosterior(BlockPosterior):
         pieces = self.layout.pieces
         columns_drawn = [table.new_empty(count, *table.shape[:2], p.stop - p.start) for p in pieces]
         informed = self._informed(table)
-        # Some at a time: the noise and its rotations stay in the cache.
+        # Draws go some at a time, so that the noise and its rotations stay in the cache.
         step = max(1, _SAMPLE_NUMBERS // table.numel())
         for start in range(0, count, step):
             some = slice(start, min(start + step, count))
@@ -439,7 +440,7 @@ class KronBlockPosterior(BlockPosterior):
                 continue
             turned = self.basis.outputs @ noise.mul_(table)
             for columns, out in parts:
-                # Each parameter is written into a tensor of its own: nothing is copied afterwards.
+                # Each parameter is written into a tensor of its own, so nothing is copied afterwards.
                 if self.basis.inputs is None:
                     out.copy_(turned[..., columns])
                 else:
@@ -447,13 +448,13 @@ class KronBlockPosterior(BlockPosterior):
         return {piece.name: piece.to_parameter(columns) for piece, columns in zip(pieces, columns_drawn, strict=True)}
 
     def _informed(self, table: Tensor) -> Informed | None:
-        """The directions about which the data say more than rounding; None where they are too many to gain from."""
+        """Returns the directions about which the data say more than rounding; None where they are too many to gain from."""
         if self.damping != "exact" or self.basis.inputs is None:
             return None
         least = _ROUNDING * torch.finfo(self.basis.outputs.dtype).eps * self.prior / self.scale
         rows, columns = (above.any(0).nonzero()[:, 0] for above in self.eigen.exceed(least))
         out, into = table.shape[1:]
-        # Counted before anything is copied: most blocks have data for every direction.
+        # They are counted before anything is copied, since most blocks have data for every direction.
         if min(rotation_costs(len(rows), len(columns), out, into)) >= 0.7 * out * into * (out + into):
             return None
         deviation, chosen = self.prior.to(table.dtype).rsqrt(), table[:, rows][:, :, columns]

@@ -1,4 +1,4 @@
-"""J Σ Jᵀ of one layer in the basis where Σ is diagonal, without a Jacobian (docs/mathematics/predictive.md).
+"""The covariance J Σ Jᵀ of one layer in the basis where Σ is diagonal, without a Jacobian (docs/mathematics/predictive.md).
 
 With G_c the gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c and variances R in that basis,
 
@@ -26,7 +26,7 @@ __all__ = ["layer_covariance", "layer_of"]
 
 
 def layer_of(gradients: LayerGradients, names: Sequence[str]) -> int | None:
-    """The layer whose rule alone accounts for exactly these parameters; None where there is none."""
+    """Returns the layer whose rule alone accounts for exactly these parameters; None where there is none."""
     plan = gradients.record.plan.layers_of_parameter
     numbers = plan.get(names[0], [])
     if len(numbers) != 1 or any(plan.get(n) != numbers for n in names):
@@ -43,18 +43,18 @@ def layer_covariance(
     inner: Tensor | None,
     diagonal: bool,
 ) -> list[Tensor]:
-    """Covariance of the outputs due to one layer.
+    """Returns the covariance of the outputs due to one layer.
 
     Args:
-        gradients: of the outputs' unit vectors at every layer.
-        layer: its number.
-        tables: variances R [g, o, i] in the basis, one per variant.
-        outer: U_B [g, o, o]; None for the identity.
-        inner: U_A [g, i, i]; None for the identity.
-        diagonal: only the variances.
+        gradients: The gradients of the outputs' unit vectors at every layer.
+        layer: The number of the layer.
+        tables: The variances R [g, o, i] in the basis, one per variant.
+        outer: The eigenvectors U_B [g, o, o]; None for the identity.
+        inner: The eigenvectors U_A [g, i, i]; None for the identity.
+        diagonal: Whether to compute only the variances.
 
     Returns:
-        For each table [b, v, v], or [b, v].
+        The covariance [b, v, v], or the variances [b, v], for each table.
     """
     calls = gradients.by_layer[layer]
     if not calls:
@@ -77,7 +77,7 @@ def layer_covariance(
         basis = torch.eye(grads.shape[-1], dtype=dtype, device=inputs.device) if outer is None else outer[0].to(dtype)
         if diagonal:
             return [w[:, 0] @ basis.square().T for w in weights]
-        return [(basis * w) @ basis.T for w in weights]  # [b, 1, o] scales the columns
+        return [(basis * w) @ basis.T for w in weights]  # The weights [b, 1, o] scale the columns.
     turned = grads[:, :, :, 0].transpose(0, 1)  # [b, v, g, o]
     if outer is not None:
         turned = torch.einsum("bvgo,gop->bvgp", turned, outer.to(dtype))
@@ -107,7 +107,7 @@ def _with_sharing(
 
 
 def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: int, inner: Tensor | None) -> Tensor:
-    """G U_A for some examples: the rows are turned first where they are fewer than the gradients' rows, v·o."""
+    """Returns G U_A for some examples; the rows are turned first where they are fewer than the gradients' rows, v·o."""
     calls = gradients.by_layer[layer]
     rows = calls[0][0].rows
     if inner is None:
@@ -122,7 +122,7 @@ def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: in
 
 
 def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-    """Σ over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'."""
+    """Returns the sum over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'."""
     weighted = (values * weights).flatten(2)
     flat = values.flatten(2)
     return (weighted * flat).sum(-1) if diagonal else weighted @ flat.transpose(-1, -2)

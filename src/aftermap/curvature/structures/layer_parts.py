@@ -42,17 +42,17 @@ __all__ = [
     "rows_of",
 ]
 
-_CONDITIONAL_LIMIT = 5_000  # a dense part beyond this has no conditional version: it would double the memory
+_CONDITIONAL_LIMIT = 5_000  # A dense part beyond this has no conditional version, which would double the memory.
 
 
 @dataclass(frozen=True)
 class LayerCovariances:
-    """Covariances of the outputs of some examples: layer -> [b, v, v], or [b, v] for variances only.
+    """The covariances of the outputs of some examples, by layer: [b, v, v], or [b, v] for variances only.
 
     Attributes:
-        own: the layer's part.
-        cross: signed, symmetrised; empty where layers are independent.
-        conditional: all other layers held; empty where it is not cheap.
+        own: The part of each layer alone.
+        cross: The signed, symmetrised part that each layer shares with others; empty where layers are independent.
+        conditional: The part with all other layers held; empty where it is not cheap.
     """
 
     own: dict[str, Tensor]
@@ -64,10 +64,10 @@ class LayerParts(ABC):
     """Some parameters of a posterior that are independent of all others, and the layers they belong to.
 
     Attributes:
-        layers: layer -> its parameters here.
-        has_cross_terms: whether its layers depend on each other.
-        has_conditionals: whether the conditional version is at hand.
-        kind: the structure of the covariance in a word; empty where it is that of the whole posterior.
+        layers: For each layer the names of its parameters here.
+        has_cross_terms: Whether its layers depend on each other.
+        has_conditionals: Whether the conditional version is at hand.
+        kind: The structure of the covariance in a word; empty where it is that of the whole posterior.
     """
 
     layers: Mapping[str, tuple[str, ...]]
@@ -77,39 +77,39 @@ class LayerParts(ABC):
 
     @abstractmethod
     def covariances(self, gradients: LayerGradients, diagonal: bool) -> LayerCovariances:
-        """What each layer adds to the covariance of the outputs."""
+        """Returns what each layer adds to the covariance of the outputs."""
 
     @abstractmethod
     def variance(self, layer: str) -> Params:
-        """Marginal variances of a layer's weights; zero where a weight is fixed."""
+        """Returns the marginal variances of a layer's weights; zero where a weight is fixed."""
 
     @abstractmethod
     def effective(self) -> dict[str, float]:
-        """γ = p − tr(P₀ Σ_ℓℓ) by layer."""
+        """Returns γ = p − tr(P₀ Σ_ℓℓ) by layer."""
 
     @abstractmethod
     def information(self) -> tuple[dict[str, float], float]:
-        """Nats by layer, ½ (log |P₀⁻¹| − log |Σ_ℓℓ|) in a layer's marginal, and of all together; NaN if unknown."""
+        """Returns the nats by layer, ½ (log |P₀⁻¹| − log |Σ_ℓℓ|) in a layer's marginal, and of all together; NaN if unknown."""
 
     @abstractmethod
     def draw(self, layer: str, count: int, generator: torch.Generator | None) -> Params:
-        """Deviations of one layer with all others at their means: name -> [count, *shape]."""
+        """Draws deviations of one layer with all others at their means: for each name a tensor [count, *shape]."""
 
     def half_effective(self, layer: str) -> float:
-        """½ tr(s·H_ℓℓ C) for the covariance C that `draw` draws from: ½γ; NaN if unknown (docs/mathematics/where.md)."""
+        """Returns ½ tr(s·H_ℓℓ C) for the covariance C that `draw` draws from: ½γ; NaN if unknown (docs/mathematics/where.md)."""
         return 0.5 * self.effective()[layer]
 
 
 @dataclass(frozen=True)
 class WholeLayer(LayerParts):
-    """A block that is one layer, or belongs to one."""
+    """The parts of a block that is one layer, or belongs to one."""
 
     layer: str
     block: BlockPosterior
 
     @property
     def layers(self) -> Mapping[str, tuple[str, ...]]:  # type: ignore[override]
-        """Its one layer."""
+        """The one layer of the block."""
         return {self.layer: self.block.names}
 
     @property
@@ -144,7 +144,7 @@ class CovarianceCollector:
         self._start = -1
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """(first example, how many)."""
+        """Yields (first example, how many) of each chunk."""
         for start in range(0, self.gradients.record.size, self.stride):
             self._start = start
             yield start, min(self.stride, self.gradients.record.size - start)
@@ -161,7 +161,7 @@ class CovarianceCollector:
             parts.append(value)
 
     def covariances(self) -> LayerCovariances:
-        """All sums, over all examples."""
+        """Returns all sums, over all examples."""
         joined = {kind: {k: torch.cat(v) for k, v in by.items()} for kind, by in self._sums.items()}
         return LayerCovariances(joined["own"], joined["cross"], joined["conditional"])
 
@@ -169,7 +169,7 @@ class CovarianceCollector:
 def rows_of(
     layers: Mapping[str, Sequence[str]], shapes: Mapping[str, tuple[int, ...]], entries: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Layer -> its places in the joined vector of all parameters."""
+    """Returns for each layer its places in the joined vector of all parameters."""
     places, start = {}, 0
     for name, shape in shapes.items():
         size = math.prod(shape) if entries is None else len(entries[name])
@@ -182,8 +182,8 @@ class ProductLayerParts(LayerParts):
     """Layers under a covariance that is known by products alone; it has no conditional version.
 
     Args:
-        layers: layer -> parameters.
-        shapes: of the parameters, in order.
+        layers: For each layer the names of its parameters.
+        shapes: The shapes of the parameters, in order.
     """
 
     has_cross_terms = True
@@ -194,7 +194,7 @@ class ProductLayerParts(LayerParts):
 
     @abstractmethod
     def times_covariance(self, lines: Tensor) -> Tensor:
-        """lines Σ, for [v, b, P]."""
+        """Returns the product of lines [v, b, P] with Σ."""
 
     def covariances(self, gradients: LayerGradients, diagonal: bool) -> LayerCovariances:
         names, size = list(self.shapes), sum(math.prod(s) for s in self.shapes.values())
@@ -202,7 +202,7 @@ class ProductLayerParts(LayerParts):
         for start, length in collector.chunks():
             lines = flatten_batch(gradients.per_example(names, start, length), names)
             lines = lines.to(torch.float64).detach()
-            # All layers alone, and all together, in one product: it may be a pass over the data.
+            # All layers alone, and all together, go in one product, since it may be a pass over the data.
             masked = [torch.zeros_like(lines) for _ in self.rows]
             for values, rows in zip(masked, self.rows.values(), strict=True):
                 values[..., rows] = lines[..., rows]
@@ -221,9 +221,9 @@ class BlockLayerParts(ProductLayerParts):
     """The layers of any block posterior, by products with its covariance.
 
     Args:
-        layers: layer -> parameters.
-        block: over all of them.
-        prior: precisions [p].
+        layers: For each layer the names of its parameters.
+        block: The block posterior over all of them.
+        prior: The precisions of the prior [p].
     """
 
     def __init__(self, layers: Mapping[str, tuple[str, ...]], block: BlockPosterior, prior: Tensor):
@@ -254,13 +254,13 @@ class DenseLayerParts(LayerParts):
     """Layers under one dense covariance, over whole parameters or over single entries of them.
 
     Args:
-        layers: layer -> parameters.
-        covariance: Σ [S, S].
-        precision: P [S, S]; None: no conditional version.
-        prior: precisions [S].
-        shapes: of the parameters, in the order of the rows.
-        entries: parameter -> places of its uncertain entries; None: all of them.
-        ratio: log |P| − log |P₀|.
+        layers: For each layer the names of its parameters.
+        covariance: The covariance Σ [S, S].
+        precision: The precision P [S, S]. With None there is no conditional version.
+        prior: The precisions of the prior [S].
+        shapes: The shapes of the parameters, in the order of the rows.
+        entries: For each parameter the places of its uncertain entries. None means all of them.
+        ratio: The difference log |P| − log |P₀|.
     """
 
     has_cross_terms = True
@@ -295,7 +295,7 @@ class DenseLayerParts(LayerParts):
         shapes: Mapping[str, tuple[int, ...]],
         entries: Mapping[str, Tensor] | None,
     ) -> DenseLayerParts:
-        """The layers of a dense block posterior, whose numbers are the parameters or chosen entries of them."""
+        """Returns the layers of a dense block posterior, whose numbers are the parameters or chosen entries of them."""
         eye = torch.eye(block.size, dtype=torch.float64, device=block.scale.device)
         covariance = join_flat(block.covariance_mv(split_flat(eye, block.shapes)), block.names, 1).detach()
         precision = block.to_dense().detach() if block.size <= _CONDITIONAL_LIMIT else None
@@ -323,7 +323,7 @@ class DenseLayerParts(LayerParts):
         return collector.covariances()
 
     def _split(self, layer: str, values: Tensor) -> Params:
-        """[..., S_ℓ] to the layer's parameters."""
+        """Splits values [..., S_ℓ] into the layer's parameters."""
         names = self.layers[layer]
         shapes = {n: self.shapes[n] for n in names}
         if self.entries is None:

@@ -1,6 +1,6 @@
 """The leading eigenpairs of the generalised Gauss-Newton matrix, from products with it.
 
-Low-rank posteriors: precision s·U diag(l) Uᵀ + D over all parameters, cross-layer terms included.
+The low-rank posteriors have the precision s·U diag(l) Uᵀ + D over all parameters, cross-layer terms included.
 
 With W = D^{-½} U √(s·l) = Q diag(σ) Rᵀ the precision is D^{½}(I + Q σ² Qᵀ)D^{½}. Directions outside U keep the prior, so the
 variance is never below that of the full matrix.
@@ -50,7 +50,7 @@ def low_rank_ggn(
     max_matvecs: int | None = None,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """U diag(l) U^T, the best approximation of G of the given rank, by Lanczos in float64.
+    """Returns U and l of U diag(l) U^T, the best approximation of G of the given rank, by Lanczos in float64.
 
     Products are made in the network's precision. A product J^T (Lambda (J v)) in float32 is known to 1e-7 of the largest
     eigenvalue only, but its error lies where J maps it: in the complement of the leading eigenvectors eigenvalues down to
@@ -67,7 +67,8 @@ def low_rank_ggn(
         generator: The source of the random starts.
 
     Returns:
-        U [P, k] with orthonormal columns and l [k], descending and positive, in float64; k = 0 when G is zero.
+        The vectors U [P, k] with orthonormal columns and the values l [k], descending and positive, in float64; k = 0
+        when G is zero.
 
     Raises:
         InputError: The rank does not fit.
@@ -108,12 +109,12 @@ def low_rank_ggn(
     return pairs.vectors, pairs.values
 
 
-# Rounding of products differs from vector to vector; this is how much larger than measured once it may be.
+# Rounding of products differs from vector to vector; it may be this much larger than measured once.
 _NOISE_MARGIN = 10.0
 
 
 def _product_noise(operator: GGNOperator) -> float:
-    """The rounding of products relative to the largest eigenvalue: G (3v) / 3 rounds differently from G v."""
+    """Returns the rounding of products relative to the largest eigenvalue: G (3v) / 3 rounds differently from G v."""
     # Every process of a group must ask for the same product, so the vector has a seed of its own.
     vector = torch.randn(operator.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     product = operator.mv(torch.stack([vector, 3 * vector], dim=1).to(operator.device))
@@ -125,13 +126,13 @@ def _product_noise(operator: GGNOperator) -> float:
 
 @dataclass(frozen=True)
 class LowRankBlock(Block):
-    """U diag(l) Uᵀ.
+    """The low-rank matrix U diag(l) Uᵀ.
 
     Attributes:
-        label: a name for tables.
-        sizes: parameters and shapes, in the order of the rows of U.
-        vectors: U [P, k], orthonormal columns.
-        values: l [k].
+        label: The name of the block in tables.
+        sizes: The parameters and their shapes, in the order of the rows of U.
+        vectors: The matrix U [P, k] with orthonormal columns.
+        values: The eigenvalues l [k].
     """
 
     label: str
@@ -159,7 +160,7 @@ class LowRankBlock(Block):
         return replace(self, values=self.values * factor)
 
     def __add__(self, other: Block) -> Block:
-        """The sum of two low-rank matrices, exactly: its rank is at most the sum of the ranks."""
+        """Returns the sum of two low-rank matrices, exactly: its rank is at most the sum of the ranks."""
         if not isinstance(other, LowRankBlock) or self.shapes != other.shapes:
             return super().__add__(other)
         roots = torch.cat([self.vectors * self.values.sqrt(), other.vectors * other.values.sqrt()], dim=1)
@@ -188,10 +189,10 @@ class LowRankBlockPosterior(BlockPosterior):
         source_block: The curvature, U and l.
         prior: The prior's precisions D as a vector [p].
         basis: The orthonormal directions Q [p, k] that the data inform, in float64.
-        values: σ² [k] for s = 1 and the prior of the decomposition.
-        whitener: √D at the time of the decomposition [p].
+        values: The values σ² [k] for s = 1 and the prior of the decomposition.
+        whitener: The roots √D at the time of the decomposition [p].
         ratio: The present prior relative to that of the decomposition, 0-d.
-        scale: s, 0-d.
+        scale: The factor s of the curvature, 0-d.
         dtype: The precision of samples.
     """
 
@@ -210,10 +211,10 @@ class LowRankBlockPosterior(BlockPosterior):
 
     @staticmethod
     def of(block: LowRankBlock, prior: Prior, scale: Tensor, dtype: torch.dtype) -> LowRankBlockPosterior:
-        """Whitens U; for one prior precision it stays as it is."""
+        """Whitens U and returns the posterior; for one prior precision U stays as it is."""
         vectors, values = block.vectors.to(torch.float64), block.values.to(torch.float64)
         compared = PriorRatio.of(prior, tuple(block.shapes), None, vectors.device)
-        assert compared is not None  # a prior differs from itself by the factor 1
+        assert compared is not None  # A prior differs from itself by the factor 1.
         whitener = compared.vector.detach().sqrt()
         if prior.is_scalar(tuple(block.shapes)):
             basis, squares = vectors, values / whitener[0].square()
@@ -224,7 +225,7 @@ class LowRankBlockPosterior(BlockPosterior):
         return LowRankBlockPosterior(block, compared.vector, basis, squares, whitener, compared.ratio, scale, dtype)
 
     def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> LayerParts:
-        """Layers under the low-rank covariance; one layer alone is the block itself."""
+        """Splits the low-rank covariance into layers; one layer alone is the block itself."""
         return super().split_by_layer(layers, prior) if len(layers) == 1 else LowRankLayerParts(layers, self)
 
     def with_prior(self, prior: Prior, scale: Tensor) -> LowRankBlockPosterior:
@@ -236,12 +237,12 @@ class LowRankBlockPosterior(BlockPosterior):
 
     @property
     def _gain(self) -> Tensor:
-        """1 + σ²."""
+        """Returns 1 + σ² for each informed direction."""
         return 1 + self.scale * self.values / self.ratio
 
     def log_det_ratio(self) -> Tensor:
         if self.prior.requires_grad and not self.ratio.requires_grad:
-            # |I + s √l Uᵀ D⁻¹ U √l|, differentiable in every entry of D.
+            # This is |I + s √l Uᵀ D⁻¹ U √l|, differentiable in every entry of D.
             half = self.source_block.vectors * self.source_block.values.sqrt()
             inner = half.T @ (half / self.prior[:, None]) * self.scale
             eye = torch.eye(len(inner), dtype=inner.dtype, device=inner.device)
@@ -256,14 +257,14 @@ class LowRankBlockPosterior(BlockPosterior):
 
     @property
     def _root(self) -> Tensor:
-        """√D [p]."""
+        """The roots √D of the prior's precisions [p]."""
         return self.whitener * self.ratio.sqrt()
 
     def informed_parts(self, white: Tensor) -> tuple[Tensor, Tensor]:
         """Splits [..., p]: coordinates in the directions that data inform [..., k], and the rest [..., p].
 
-        Twice is enough: after one projection the rest still holds what rounding left of the informed directions, which a weak
-        prior would blow up.
+        Two projections are enough: after one the rest still holds what rounding left of the informed directions, which
+        a weak prior would blow up.
         """
         first = white @ self.basis
         rest = white - first @ self.basis.T
@@ -304,7 +305,7 @@ class LowRankBlockPosterior(BlockPosterior):
         return split_flat(variance / self._root.detach().square(), self.shapes)
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """k numbers per output in the informed directions, and the prior's variance of the rest: sums of squares, in float64."""
+        """Sums squares in float64: k numbers per output in the informed directions, and the prior's variance of the rest."""
         white = gradients.to(torch.float64).transpose(0, 1) / self._root  # [b, v, p]
         inside, outside = self.informed_parts(white)
         inside = inside * self._gain.rsqrt()
@@ -316,7 +317,7 @@ class LowRankBlockPosterior(BlockPosterior):
 
 
 class LowRankLayerParts(LayerParts):
-    """Layers under D½ (I + Q σ² Qᵀ) D½: every version costs k numbers per output."""
+    """The layers under D½ (I + Q σ² Qᵀ) D½, where every version costs k numbers per output."""
 
     has_cross_terms = True
     has_conditionals = True
@@ -388,11 +389,11 @@ class LowRankLayerParts(LayerParts):
 
 
 def fit_low_rank(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
-    """The leading eigenpairs of the Gauss-Newton matrix of the data of all processes."""
+    """Fits the leading eigenpairs of the Gauss-Newton matrix of the data of all processes."""
     counts = problem.sum_loss()
     operator = GGNOperator(problem.model, problem.data, problem.likelihood, list(problem.names), problem.unpack)
     generator = problem.generator
-    if is_distributed():  # every process must walk through the same vectors
+    if is_distributed():  # Every process must walk through the same vectors.
         seed = broadcast_number(int(torch.randint(2**62, (), generator=generator)))
         generator = torch.Generator().manual_seed(seed)
     vectors, values = low_rank_ggn(operator, min(problem.rank, operator.size), generator=generator)

@@ -3,7 +3,8 @@
 G_S = Σ_n Σ_v (J_nᵀ v)_S (J_nᵀ v)_Sᵀ is the submatrix of the full curvature at the entries S, summed without ever forming the
 full one (Daxberger et al. 2021, Bayesian deep learning via subnetwork inference, section 4).
 
-Full covariance over chosen entries of the parameters; all others are fixed at their trained values.
+The posterior has the full covariance over chosen entries of the parameters; all others are fixed at their trained
+values.
 
 A fixed weight has no variance: its rows and columns of the covariance are zero. Precision and determinants are those of the
 chosen entries alone, s·G_S + D_S (Daxberger et al. 2021, section 4).
@@ -51,10 +52,10 @@ class SubnetworkBlock(Block):
     """A dense matrix over some entries of some parameters.
 
     Attributes:
-        label: a name for tables.
-        sizes: the parameters and their whole shapes.
-        entries: parameter -> places in its flattened values, ascending.
-        matrix: [S, S], in the order of ``entries``.
+        label: The name of the block in tables.
+        sizes: The parameters and their whole shapes.
+        entries: For each parameter the places of its entries in its flattened values, ascending.
+        matrix: The matrix [S, S], in the order of ``entries``.
     """
 
     label: str
@@ -73,7 +74,7 @@ class SubnetworkBlock(Block):
 
     @property
     def size(self) -> int:
-        """S: how many numbers are uncertain."""
+        """The number S of uncertain weights."""
         return len(self.matrix)
 
     @property
@@ -104,7 +105,7 @@ class SubnetworkBlock(Block):
         return total
 
     def to_dense(self) -> Tensor:
-        """[p, p] over whole parameters; rows and columns of fixed entries are zero."""
+        """Returns the matrix [p, p] over whole parameters; rows and columns of fixed entries are zero."""
         total = sum(math.prod(s) for s in self.sizes.values())
         dense = torch.zeros(total, total, dtype=torch.float64)
         places = self.places
@@ -158,19 +159,19 @@ def fit_subnetwork(
     generator: torch.Generator | None = None,
     progress: bool | None = None,
 ) -> Factors:
-    """Σ_n of the curvature over chosen entries, cross terms included.
+    """Sums the curvature over chosen entries, cross terms included.
 
     Args:
-        model: a network with outputs [N, ..., C], in eval mode; it is unchanged afterwards.
-        data: batches, as for `fit_curvature`.
-        likelihood: of the targets.
-        entries: parameter -> places in its flattened values, ascending and distinct.
-        curvature: what is back-propagated; see `fit_curvature`.
-        samples: draws per datum for the random kinds.
-        passes: how often to go through data that augment themselves.
-        unpack: turns a batch of another form into (inputs, targets).
-        generator: for the random kinds.
-        progress: show a bar; None: on a terminal.
+        model: A network with outputs [N, ..., C], in eval mode; it is unchanged afterwards.
+        data: Batches of (x, y), as for `fit_curvature`.
+        likelihood: The likelihood of the targets.
+        entries: For each parameter the places of its entries in its flattened values, ascending and distinct.
+        curvature: The kind of vectors that are back-propagated; see `fit_curvature`.
+        samples: The number of draws per datum for the random kinds.
+        passes: The number of passes through data that augment themselves.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+        generator: The source of the random vectors.
+        progress: Whether to show a progress bar. None shows it on a terminal.
 
     >>> net = nn.Linear(2, 1, bias=False)
     >>> from aftermap.likelihoods import Gaussian
@@ -221,9 +222,9 @@ class SubnetworkBlockPosterior(BlockPosterior):
     """A dense block over some entries under a prior.
 
     Attributes:
-        source_block: which entries, and their curvature.
-        inner: the dense posterior over them as one vector [S].
-        scale: s, 0-d.
+        source_block: The block with the entries and their curvature.
+        inner: The dense posterior over them as one vector [S].
+        scale: The factor s of the curvature, 0-d.
     """
 
     source_block: SubnetworkBlock
@@ -258,7 +259,7 @@ class SubnetworkBlockPosterior(BlockPosterior):
         return self._put(self.inner.sample(count, generator)[_INNER])
 
     def precision_mv(self, values: Params) -> Params:
-        """The precision of the chosen entries times theirs; zero at fixed ones."""
+        """Returns the precision of the chosen entries times theirs, and zero at fixed ones."""
         return self._put(self.inner.precision_mv({_INNER: self._take(values)})[_INNER])
 
     def covariance_mv(self, values: Params) -> Params:
@@ -268,7 +269,7 @@ class SubnetworkBlockPosterior(BlockPosterior):
         return self._put(self.inner.marginal_variance()[_INNER])
 
     def to_dense(self) -> Tensor:
-        """The precision [p, p] over whole parameters; rows and columns of fixed entries are zero."""
+        """Returns the precision [p, p] over whole parameters; rows and columns of fixed entries are zero."""
         places = self.source_block.places.to(self.scale.device)
         total = sum(int(torch.Size(s).numel()) for s in self.shapes.values())
         dense = torch.zeros(total, total, dtype=torch.float64, device=self.scale.device)
@@ -276,20 +277,20 @@ class SubnetworkBlockPosterior(BlockPosterior):
         return dense
 
     def split_by_layer(self, layers: Mapping[str, tuple[str, ...]], prior: Prior) -> DenseLayerParts:
-        """The chosen entries by layer, under their dense covariance."""
+        """Splits the chosen entries by layer, under their dense covariance."""
         return DenseLayerParts.of(self.inner, layers, self.shapes, self.source_block.entries)
 
     def gradient_rows(self, gradients: Params) -> Tensor:
-        """Only the chosen columns of per-example gradients: [v, b, S]."""
+        """Returns only the chosen columns of per-example gradients: [v, b, S]."""
         return take_entries(gradients, self.source_block.entries, 2)
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """J_S Σ_S J_Sᵀ."""
+        """Returns J_S Σ_S J_Sᵀ for the gradients of some outputs."""
         return self.inner.output_covariance(gradients, diagonal)
 
 
 def _inner_prior(block: SubnetworkBlock, prior: Prior) -> Prior:
-    """The prior of the chosen entries as one vector; one shared number stays one, so that a gradient in it is whole."""
+    """Returns the prior of the chosen entries as one vector; one shared number stays one, so that a gradient in it is whole."""
     names, shape = tuple(block.sizes), (block.size,)
     value = prior.precision[names[0]]
     if not prior.is_shared(names):
