@@ -135,7 +135,7 @@ class Energy(_LogitDetector):
         temperature: The temperature T.
 
     References:
-        Liu, Wang, Owens, Li 2020, Energy-based out-of-distribution detection, eq. (4). Its training with outliers is not part of this.
+        Liu, Wang, Owens, Li 2020, Energy-based out-of-distribution detection. Its training with outliers is not part of this.
 
     >>> [round(s, 4) for s in Energy(nn.Identity()).score(torch.tensor([[9.0, 0.0], [0.0, 0.0]])).tolist()]
     [-9.0001, -0.6931]
@@ -164,7 +164,7 @@ class GEN(_LogitDetector):
         top: The number M of probabilities that count. None takes all, but at most 100.
 
     References:
-        Liu, Lochman, Zach 2023, GEN: pushing the limits of softmax-based out-of-distribution detection, eq. (6).
+        Liu, Lochman, Zach 2023, GEN: pushing the limits of softmax-based out-of-distribution detection.
 
     Differs from the paper: 1 − p of the most probable class is the sum of the other probabilities, made from the logits in float64.
     Rounded to 1 − 1 = 0, confident answers would tie at a score that their small probabilities alone decide.

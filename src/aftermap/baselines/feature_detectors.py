@@ -53,7 +53,7 @@ class KNN(FeatureDetector[Tensor]):
         seed: The seed of this sample.
 
     References:
-        Sun, Ming, Zhu, Li 2022, Out-of-distribution detection with deep nearest neighbors, eq. (1) and algorithm 1.
+        Sun, Ming, Zhu, Li 2022, Out-of-distribution detection with deep nearest neighbors, algorithm 1.
 
     Differs from the paper: the search is exact, in float64, and not by an approximate index.
 
@@ -197,7 +197,7 @@ class Mahalanobis(_ClassGaussians):
         shrinkage: The share λ of (1 − λ) Σ + λ (tr Σ / F) I.
 
     References:
-        Lee, Lee, Lee, Shin 2018, A simple unified framework for detecting out-of-distribution samples, eq. (1) and (2).
+        Lee, Lee, Lee, Shin 2018, A simple unified framework for detecting out-of-distribution samples and adversarial attacks.
 
     Differs from the paper: features of the last layer only, without a perturbation of the input and without a regression over
     layers that is trained on unusual data.
@@ -225,8 +225,7 @@ class RelativeMahalanobis(_ClassGaussians):
         shrinkage: The share λ of (1 − λ) Σ + λ (tr Σ / F) I, for both covariances.
 
     References:
-        Ren, Fort, Liu, Roy, Padhy, Lakshminarayanan 2021, A simple fix to Mahalanobis distance for improving near-OOD detection,
-        eq. (4).
+        Ren, Fort, Liu, Roy, Padhy, Lakshminarayanan 2021, A simple fix to Mahalanobis distance for improving near-OOD detection.
 
     Differs from the paper: singular covariances have a pseudo-inverse.
     """
@@ -271,7 +270,7 @@ class ViM(FeatureDetector[_Virtual]):
         seed: The seed of this sample.
 
     References:
-        Wang, Li, Feng, Zhang 2022, ViM: out-of-distribution with virtual-logit matching, eq. (6) to (10).
+        Wang, Li, Feng, Zhang 2022, ViM: out-of-distribution with virtual-logit matching, section 4.
 
     Differs from the paper: the default D for fewer than 768 features, of which the paper has none. The score is the logarithm of
     the odds of the virtual class, which orders inputs as its probability does, without rounding to 1.
