@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from aftermap import metrics as m
-from aftermap.baselines import Deterministic, Ensemble, MCDropout, Particles
-from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
+from aftermap.baselines import KNN, Detector, Deterministic, Energy, Ensemble, Mahalanobis, MCDropout, Particles
+from aftermap.errors import DataError, InputError, NotFittedError, ShapeError, UnsupportedError
 from aftermap.evaluation import FGSM, Results, TargetedAttack, compare, evaluate
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Gaussian
@@ -230,3 +230,99 @@ def test_a_predictor_of_your_own():
         evaluate(Mine(0.9), [(x, x.argmax(1))])
     with pytest.raises(UnsupportedError, match="variance"):
         evaluate(Mine(), [(x, x.argmax(1))], ood={"wide": [(x, x.argmax(1))]}, scores=["variance"])
+
+
+def detectors_of(net):
+    data = batches(80, seed=8)
+    return [kind.fit(data) for kind in (Energy(net), KNN(net, k=3), Mahalanobis(net))]
+
+
+def test_detectors_beside_the_predictor():
+    data, other, net = batches(), batches(40, seed=2, shift=3.0), make_net()
+    named = {d.name: d for d in detectors_of(net)}
+    plain = evaluate(Deterministic(net), data, ood={"far": other}, n_resamples=10)
+    found = evaluate(Deterministic(net), data, ood={"far": other}, detectors=list(named.values()), n_resamples=10)
+    (x, y), (far, _) = joined(data), joined(other)
+    wrong = m.misclassified(net(x).softmax(-1).detach(), y)
+    for name, detector in named.items():
+        inside, outside = detector.score(x), detector.score(far)
+        scores, flags = m.labelled_scores(inside, outside)
+        assert found[f"far/{name}/auroc"] == pytest.approx(m.auroc(scores, flags))
+        assert found[f"far/{name}/fpr95"] == pytest.approx(m.fpr_at_tpr(scores, flags))
+        interval = found.ood["far"][name]["auroc"]
+        assert interval.lower < interval.upper
+        assert found[f"auroc_errors_{name}"] == pytest.approx(m.auroc(inside, wrong))
+        assert found[f"fpr95_errors_{name}"] == pytest.approx(m.fpr_at_tpr(inside, wrong))
+        assert found.table[name] == pytest.approx(torch.cat([inside, outside]).tolist())
+    assert {k: v for k, v in found.metrics.items() if k in plain.metrics} == dict(plain.metrics)
+    assert {s: found.ood["far"][s] for s in plain.ood["far"]} == dict(plain.ood["far"])
+    assert compare([found]).best("auroc_errors_knn") == "Deterministic"
+    assert Results.from_json(found.to_json()).metrics == found.metrics
+
+
+def test_detectors_see_the_batches_that_the_predictor_sees():
+    data, net = batches(), make_net()
+    once = evaluate(Deterministic(net), iter(data), detectors={"neighbours": detectors_of(net)[1]}, n_resamples=0)
+    again = evaluate(Deterministic(net), data, detectors={"neighbours": detectors_of(net)[1]}, n_resamples=0)
+    assert once["auroc_errors_neighbours"] == again["auroc_errors_neighbours"]
+    labels = [(data[0][0], torch.where(torch.arange(25) < 4, -100, data[0][1]))]
+    left = evaluate(Deterministic(net), labels, detectors=detectors_of(net)[:1], n_resamples=0)
+    x, y = data[0][0][4:], data[0][1][4:]
+    wrong = m.misclassified(net(x).softmax(-1).detach(), y)
+    assert left["auroc_errors_energy"] == pytest.approx(m.auroc(Energy(net).score(x), wrong))
+
+
+def test_detectors_of_a_regression():
+    x = torch.randn(50, 3, dtype=torch.float64, generator=seeded())
+    net, y = make_net(2), torch.randn(50, 2, dtype=torch.float64, generator=seeded(3))
+    knn = KNN(net, k=4).fit([(x, y)])
+    found = evaluate(
+        Deterministic(net, Gaussian(noise=0.5)), [(x, y)], ood={"far": [(x + 9, y)]}, detectors=[knn], n_resamples=0
+    )
+    assert found["far/knn/auroc"] == pytest.approx(m.auroc(*m.labelled_scores(knn.score(x), knn.score(x + 9))))
+    assert "auroc_errors_knn" not in found.metrics
+    with pytest.raises(UnsupportedError, match="'energy' is for classification"):
+        evaluate(Deterministic(net, Gaussian(noise=0.5)), [(x, y)], detectors=[Energy(net)], n_resamples=0)
+
+
+def test_bad_detectors():
+    data, net = batches(), make_net()
+    knn = detectors_of(net)[1]
+    with pytest.raises(InputError, match="each of detectors must be a Detector, got str"):
+        evaluate(Deterministic(net), data, detectors=["knn"])
+    with pytest.raises(InputError, match="cannot be called 'knn'"):
+        evaluate(Deterministic(net), data, detectors=[knn, knn])
+    with pytest.raises(InputError, match="cannot be called 'entropy'"):
+        evaluate(Deterministic(net), data, detectors={"entropy": knn})
+    with pytest.raises(NotFittedError, match="call fit"):
+        evaluate(Deterministic(net), data, detectors=[KNN(net)])
+
+    class Wrong(Detector):
+        name = "wrong"
+
+        def fit(self, data, *, unpack=None):
+            return self
+
+        def score(self, x):
+            return x
+
+    with pytest.raises(ShapeError, match="one number for each input"):
+        evaluate(Deterministic(net), data, detectors=[Wrong(net)])
+
+
+def test_parts_of_the_uncertainty_are_compared():
+    data, other = batches(), batches(40, seed=2, shift=3.0)
+    found = evaluate(ensemble(), data, ood={"far": other}, n_resamples=20)
+    p, q = ensemble().predict(joined(data)[0]), ensemble().predict(joined(other)[0])
+    name = "epistemic_aleatoric_correlation"
+    assert found[name] == pytest.approx(m.rank_correlation(p.epistemic, p.aleatoric))
+    assert found[f"far/{name}"] == pytest.approx(m.rank_correlation(q.epistemic, q.aleatoric))
+    assert -1 <= found.metrics[name].lower < found.metrics[name].upper <= 1
+    assert found["augrc"] == pytest.approx(m.augrc(p.total, m.misclassified(p.mean, joined(data)[1])))
+    assert found.metrics["augrc"].lower < found["augrc"] < found.metrics["augrc"].upper
+    # Without epistemic uncertainty, or with rounding in its place, there is nothing to compare; as where the noise is constant.
+    assert name not in evaluate(Deterministic(make_net()), data, n_resamples=0).metrics
+    assert name not in evaluate(Ensemble([make_net(), make_net()]), data, n_resamples=0).metrics
+    x, y = torch.randn(50, 3, dtype=torch.float64, generator=seeded()), torch.zeros(50, 2, dtype=torch.float64)
+    la = Laplace(make_net(2), Gaussian(noise=0.8)).fit([(x, y)])
+    assert name not in evaluate(la, [(x, y)], n_resamples=0).metrics

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from scipy import stats
 from sklearn import metrics as sk
 from torch.testing import assert_close
 
@@ -123,3 +124,27 @@ def test_bad_rate(tpr: float) -> None:
 def test_an_empty_outside_set_is_named() -> None:
     with pytest.raises(DataError, match="outside is empty"):
         metrics.labelled_scores([0.1], [])
+
+
+@pytest.mark.parametrize("levels", [2, 5, 10_000])
+def test_rank_correlation_against_scipy(levels: int) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    first = torch.randint(levels, (60,), generator=generator).double()
+    second = first + torch.randint(levels, (60,), generator=generator)
+    found = metrics.rank_correlation(first, second)
+    torch.testing.assert_close(found, float(stats.spearmanr(first, second).statistic))
+    torch.testing.assert_close(metrics.rank_correlation(second, first), found)
+    torch.testing.assert_close(metrics.rank_correlation(first.sqrt(), second), found)  # only the order counts
+    torch.testing.assert_close(metrics.rank_correlation(-first, second), -found)
+
+
+def test_rank_correlation_of_equal_orders_and_bad_input() -> None:
+    values = torch.tensor([0.3, -math.inf, 4.0, 4.0, math.inf])
+    assert metrics.rank_correlation(values, values) == 1.0
+    assert metrics.rank_correlation(values, -values) == -1.0
+    with pytest.raises(DataError, match="all values of second are equal"):
+        metrics.rank_correlation([1.0, 2.0], [3.0, 3.0])
+    with pytest.raises(DataError, match="first holds 1 NaN"):
+        metrics.rank_correlation([math.nan, 2.0], [3.0, 4.0])
+    with pytest.raises(ShapeError, match="same shape"):
+        metrics.rank_correlation([1.0, 2.0, 3.0], [3.0, 4.0])

@@ -65,11 +65,58 @@ def test_coverage_that_rounds_above_a_whole_number_takes_no_extra_example() -> N
     assert metrics.accuracy_at_coverage(torch.arange(100), errors, coverage=1e-6) == 1.0
 
 
+def brute_augrc(scores: torch.Tensor, losses: torch.Tensor) -> float:
+    """Every threshold between distinct scores: the loss of what is answered over all N, joined by straight lines."""
+    points = [(0.0, 0.0)]
+    for threshold in sorted(set(scores.tolist())):
+        answered = scores <= threshold
+        points.append((answered.double().mean().item(), losses[answered].sum().item() / len(scores)))
+    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in itertools.pairwise(points))
+
+
+@pytest.mark.parametrize("levels", [3, 7, 10_000])
+def test_augrc_against_brute_force(levels: int) -> None:
+    generator = torch.Generator().manual_seed(levels)
+    scores = torch.randint(levels, (41,), generator=generator).double()
+    losses = torch.rand(41, generator=generator, dtype=torch.float64)
+    wrong = losses < 0.3
+    assert_close(metrics.augrc(scores, losses), brute_augrc(scores, losses))
+    assert_close(metrics.augrc(scores, wrong), brute_augrc(scores, wrong.double()))
+    order = torch.randperm(41, generator=generator)
+    assert_close(metrics.augrc(scores[order], losses[order]), metrics.augrc(scores, losses))
+    rate = wrong.double().mean().item()
+    expected = (1 - metrics.auroc(scores, wrong)) * rate * (1 - rate) + rate**2 / 2
+    assert_close(metrics.augrc(scores, wrong), expected)
+
+
+def test_augrc_with_ties_is_the_mean_over_all_orders() -> None:
+    scores = torch.tensor([1.0, 0.0, 1.0, 1.0, 2.0], dtype=torch.float64)
+    errors = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+    orders = list(itertools.permutations([0, 2, 3]))
+    distinct = torch.arange(5.0, dtype=torch.float64)
+    areas = [brute_augrc(distinct, errors[[1, *middle, 4]]) for middle in orders]
+    assert_close(metrics.augrc(scores, errors), sum(areas) / len(areas))
+
+
+def test_augrc_closed_forms() -> None:
+    n, k = 10, 3
+    scores = torch.arange(n)
+    errors = scores >= n - k
+    assert_close(metrics.augrc(scores, errors), (k / n) ** 2 / 2)  # perfect
+    assert_close(metrics.augrc(torch.zeros(n), errors), k / n / 2)  # no order at all
+    assert metrics.augrc(scores, torch.zeros(n)) == 0.0
+    curve = metrics.risk_coverage(scores, errors)
+    assert_close(curve.generalised_risk[-1].item(), k / n)
+    assert_close(curve.generalised_area, metrics.augrc(scores, errors))
+
+
 def test_bad_input() -> None:
     with pytest.raises(DataError, match="scores is empty"):
         metrics.risk_coverage([], [])
     with pytest.raises(DataError, match="scores holds 1 NaN"):
         metrics.aurc([math.nan, 0.0], [True, False])
+    with pytest.raises(DataError, match="scores holds 1 NaN"):
+        metrics.augrc([math.nan, 0.0], [True, False])
     with pytest.raises(DataError, match="errors holds 1 NaN or infinite"):
         metrics.aurc([0.0, 1.0], [math.inf, 0.0])
     with pytest.raises(ShapeError, match=r"scores \[2\], errors \[3\]"):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from aftermap import metrics as m
+from aftermap.baselines.detectors import Detector
 from aftermap.batches import Unpack, tensors_of, unpack_batch
-from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
 from aftermap.evaluation.adversarial import Attack
-from aftermap.evaluation.ood import Detection, available_scores, detections
+from aftermap.evaluation.ood import Detection, DetectorScores, available_scores, check_detectors, detections
 from aftermap.evaluation.predictor import (
     PredictedData,
     Predictor,
@@ -108,6 +109,7 @@ def class_metrics(probs: Tensor, labels: Tensor, uncertainty: Tensor, boot: Boot
         "signed_calibration_error": boot(_mean, probs.amax(-1).double() - (~wrong).double()),
         "entropy": boot(_mean, scores),
         "aurc": boot(m.aurc, scores, wrong.double()),
+        "augrc": boot(m.augrc, scores, wrong.double()),
     }
     for coverage in _COVERAGES:
         metrics[f"accuracy_at_{coverage:.0%}".replace("%", "")] = _point(
@@ -199,6 +201,7 @@ def evaluate(
     *,
     ood: Mapping[str, Iterable[Any]] | None = None,
     attacks: Sequence[Attack] = (),
+    detectors: Sequence[Detector] | Mapping[str, Detector] = (),
     scores: Sequence[str] | None = None,
     name: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -213,9 +216,10 @@ def evaluate(
     """Evaluates a predictor on test data, on data that it should find unusual, and under attack.
 
     For classification (and binary outputs, taken as two classes) the numbers are accuracy, NLL, Brier score, calibration
-    errors, area under the risk-coverage curve, accuracy at 80 and 90 % coverage, and AUROC and FPR95 of finding errors
+    errors, areas under the risk-coverage curves, accuracy at 80 and 90 % coverage, and AUROC and FPR95 of finding errors
     by entropy. For regression and counts they are RMSE, NLL, coverage and width of intervals, and for a regression also
-    CRPS, interval score, chi-square and miscalibration area.
+    CRPS, interval score, chi-square and miscalibration area. For all of them there is the rank correlation of the two
+    parts of the uncertainty, where neither is constant.
 
     Args:
         predictor: Any object with ``predict(x) -> Prediction``; for a plain network `baselines.Deterministic(model)`.
@@ -223,6 +227,8 @@ def evaluate(
         ood: The data sets to find unusual, by name: batches of (x, anything), or of x with targets None, with the same
             input shape.
         attacks: The attacks to run: `FGSM(...)`, `TargetedAttack(...)`, `PGD(...)`.
+        detectors: Fitted detectors of unusual inputs (`baselines.KNN(model).fit(train)` and others), whose scores are judged
+            beside the predictor's own, on every OOD set and at finding its errors. A mapping names them.
         scores: The scores to detect unusual data with: entropy, mutual_information, variance, max_probability. None
             means all that the predictor has.
         name: The predictor's name in tables. None means the name of its class.
@@ -241,7 +247,8 @@ def evaluate(
 
     Raises:
         InputError, DataError, ShapeError: The first argument is no predictor, the data have no targets, labels are out
-            of range, OOD data have another shape, or a score is unknown.
+            of range, OOD data have another shape, a score is unknown, or the name of a detector is taken.
+        UnsupportedError: A detector needs a classifier and the task is another one, or there are several answers per input.
 
     >>> from aftermap.baselines import Deterministic
     >>> x, y = torch.eye(3).repeat(5, 1), torch.arange(3).repeat(5)
@@ -257,19 +264,27 @@ def evaluate(
             raise InputError(f"attacks must be FGSM, TargetedAttack or PGD objects, got {type(attack).__name__}")
     if "test" in (ood or {}):
         raise InputError('an OOD set cannot be called "test": that is what the rows of the data themselves are called')
+    named = check_detectors(detectors)
+    found = {key: DetectorScores(named) for key in ("test", *(ood or {}))}
     started = time.perf_counter()
     chosen = dict(options or {})
     if accepts(predictor, "generator"):
         chosen.setdefault("generator", torch.Generator().manual_seed(seed))
-    inside = predict_all(predictor, data, options=chosen, unpack=unpack)
-    seconds = time.perf_counter() - started
-    outside = {n: _outside(predictor, n, d, inside, chosen, unpack) for n, d in (ood or {}).items()}
+    inside = predict_all(predictor, data, options=chosen, unpack=unpack, on_inputs=found["test"].add)
+    seconds = time.perf_counter() - started - found["test"].seconds
+    _check_task(named, inside.prediction)
+    outside = {n: _outside(predictor, n, d, inside, chosen, unpack, found[n]) for n, d in (ood or {}).items()}
     boot = Bootstrap(n_resamples, level, seed)
     numbers, curves = _measure(inside, boot)
+    others = {key: scored.scores() for key, scored in found.items()}
+    numbers.update(_errors_found(inside, others["test"], boot))
+    for key, collected in (("", inside), *outside.items()):
+        numbers.update(_parts_compared(key, collected.prediction, boot))
     detected = detections(
         inside.prediction,
         {n: c.prediction for n, c in outside.items()},
         scores=scores,
+        others=others,
         n_resamples=n_resamples,
         level=level,
         generator=torch.Generator().manual_seed(seed),
@@ -287,7 +302,7 @@ def evaluate(
         numbers,
         {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in detected.items()},
         attacked,
-        _table(inside, outside, scores) if table else {},
+        _table(inside, outside, scores, others) if table else {},
         curves,
         _facts(predictor, inside, outside, seconds, seed=seed, n_resamples=n_resamples, level=level, options=options),
     )
@@ -300,6 +315,7 @@ def _outside(
     inside: PredictedData,
     options: Mapping[str, Any],
     unpack: Unpack | None,
+    found: DetectorScores,
 ) -> PredictedData:
     first, data = _peek(data)
     shape = _shape_of(first, unpack)
@@ -308,7 +324,55 @@ def _outside(
             f"the OOD set {name!r} has inputs of shape {list(shape)}, the test data {list(inside.input_shape)}; "
             "resize or reshape it first"
         )
-    return predict_all(predictor, data, options=options, unpack=unpack, need_targets=False)
+    return predict_all(predictor, data, options=options, unpack=unpack, need_targets=False, on_inputs=found.add)
+
+
+def _check_task(detectors: Mapping[str, Detector], prediction: Prediction) -> None:
+    """Raises where a detector does not fit the task."""
+    for name, detector in detectors.items():
+        if detector.needs_classes and prediction.kind != "classification":
+            raise UnsupportedError(
+                f"the detector {name!r} is for classification with logits [N, C], but the predictions are of kind {prediction.kind!r}. "
+                "KNN looks at features alone and fits every task"
+            )
+        if prediction.mean.dim() != 2:
+            raise UnsupportedError(
+                f"the detector {name!r} gives one score per input, but the predictions have shape {list(prediction.mean.shape)}: "
+                "several answers for each"
+            )
+
+
+def _errors_found(inside: PredictedData, scores: Mapping[str, Tensor], boot: Bootstrap) -> dict[str, Metric]:
+    """How well the scores of detectors find the predictor's errors."""
+    prediction, targets = inside.prediction, inside.targets
+    one = prediction.kind == "classification" or (prediction.kind == "binary" and prediction.mean.shape[1] == 1)
+    if not scores or not one or targets is None:
+        return {}
+    probs, labels, _ = as_classes(prediction, targets)
+    wrong, keep = m.misclassified(probs, labels), targets.reshape(-1) != -100  # as `as_classes`
+    if not 0 < int(wrong.sum()) < len(wrong):
+        return {}
+    found: dict[str, Metric] = {}
+    for name, values in scores.items():
+        found[f"auroc_errors_{name}"] = boot(m.auroc, values[keep], wrong, strata=wrong)
+        found[f"fpr95_errors_{name}"] = _point(m.fpr_at_tpr(values[keep], wrong))
+    return found
+
+
+def _parts_compared(key: str, prediction: Prediction, boot: Bootstrap) -> dict[str, Metric]:
+    """The rank correlation of epistemic and aleatoric uncertainty; none where one of them is the same for all inputs."""
+    rounding = 4 * torch.finfo(prediction.total.dtype).eps * float(prediction.total.abs().max())
+    parts = [v.double().reshape(len(prediction), -1).mean(1) for v in (prediction.epistemic, prediction.aleatoric)]
+    if any(float(v.max() - v.min()) <= rounding for v in parts):
+        return {}
+    name = "epistemic_aleatoric_correlation"
+    return {f"{key}/{name}" if key else name: boot(_rank_correlation, *parts)}
+
+
+def _rank_correlation(first: Tensor, second: Tensor) -> float:
+    """As the metric; a resample in which a part is the same for all inputs says nothing, and counts as 0."""
+    constant = bool((first == first[0]).all()) or bool((second == second[0]).all())
+    return 0.0 if constant else m.rank_correlation(first, second)
 
 
 def _peek(data: Iterable[Any]) -> tuple[Any, Iterable[Any]]:
@@ -364,14 +428,19 @@ def _attack(
 
 
 def _table(
-    inside: PredictedData, outside: Mapping[str, PredictedData], scores: Sequence[str] | None
+    inside: PredictedData,
+    outside: Mapping[str, PredictedData],
+    scores: Sequence[str] | None,
+    others: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[str, list[Any]]:
-    parts = [_rows("test", inside, scores), *(_rows(n, c, scores) for n, c in outside.items())]
+    parts = [_rows(n, c, scores, others[n]) for n, c in (("test", inside), *outside.items())]
     columns = list(dict.fromkeys(c for part in parts for c in part))
     return {c: [v for part in parts for v in part.get(c, [None] * len(part["index"]))] for c in columns}
 
 
-def _rows(name: str, collected: PredictedData, scores: Sequence[str] | None) -> dict[str, list[Any]]:
+def _rows(
+    name: str, collected: PredictedData, scores: Sequence[str] | None, others: Mapping[str, Tensor]
+) -> dict[str, list[Any]]:
     prediction: Prediction = collected.prediction
     n = len(prediction)
     rows: dict[str, list[Any]] = {"set": [name] * n, "index": list(range(n))}
@@ -385,6 +454,7 @@ def _rows(name: str, collected: PredictedData, scores: Sequence[str] | None) -> 
     rows["epistemic"] = prediction.epistemic.reshape(n, -1).mean(1).tolist()
     rows["aleatoric"] = prediction.aleatoric.reshape(n, -1).mean(1).tolist()
     rows.update({s: v.tolist() for s, v in available_scores(prediction, scores).items()})
+    rows.update({s: v.tolist() for s, v in others.items()})
     targets = collected.targets
     if name == "test" and targets is not None and prediction.kind != "custom":
         rows["nll"] = (-prediction.log_prob(targets)).tolist()

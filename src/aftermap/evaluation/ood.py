@@ -1,20 +1,34 @@
-"""Out-of-distribution detection: how well a score tells other data from the data that a network knows."""
+"""Out-of-distribution detection: how well a score, of a prediction or of a detector, tells other data from the data that a network knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aftermap import checks
-from aftermap.errors import ShapeError, UnsupportedError
+from aftermap.baselines.detectors import Detector
+from aftermap.errors import InputError, ShapeError, UnsupportedError
 from aftermap.metrics import aupr, auroc, bootstrap_interval, fpr_at_tpr, labelled_scores
 from aftermap.predictive import Prediction
 from aftermap.predictive.prediction import SCORES
 
-__all__ = ["Detection", "available_scores", "check_scores", "detection", "detections"]
+__all__ = [
+    "Detection",
+    "DetectorScores",
+    "available_scores",
+    "check_detectors",
+    "check_scores",
+    "detection",
+    "detections",
+]
+
+# Columns of the table of inputs, which a detector's scores stand beside.
+_TAKEN = (*SCORES, "set", "index", "prediction", "confidence", "epistemic", "aleatoric", "nll", "target", "correct")
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,61 @@ class Detection:
 def check_scores(scores: str | Iterable[str]) -> tuple[str, ...]:
     """Returns the names of scores; every one of them must be known."""
     return checks.choices("scores", scores, SCORES)
+
+
+def check_detectors(detectors: Sequence[Detector] | Mapping[str, Detector]) -> dict[str, Detector]:
+    """Returns detectors by name: a mapping's own names, or each detector's.
+
+    Raises:
+        InputError: What is no detector, or a name that is taken.
+    """
+    pairs = (
+        list(detectors.items()) if isinstance(detectors, Mapping) else [(getattr(d, "name", ""), d) for d in detectors]
+    )
+    named: dict[str, Detector] = {}
+    for name, detector in pairs:
+        checks.instance(
+            "each of detectors", detector, Detector, "Pass for instance aftermap.baselines.KNN(model).fit(train)"
+        )
+        if name in named or name in _TAKEN or "/" in name:
+            raise InputError(
+                f"a detector cannot be called {name!r}: names must differ from each other, have no '/', and not be one of "
+                f"{', '.join(_TAKEN)}. Name them with a mapping: detectors={{'knn_5': KNN(model, k=5).fit(train)}}"
+            )
+        named[name] = detector
+    return named
+
+
+class DetectorScores:
+    """The scores of several detectors for a data set, batch by batch.
+
+    Args:
+        detectors: by name.
+
+    Attributes:
+        seconds: what they took so far.
+    """
+
+    def __init__(self, detectors: Mapping[str, Detector]):
+        self.seconds = 0.0
+        self._detectors = dict(detectors)
+        self._parts: dict[str, list[Tensor]] = {name: [] for name in detectors}
+
+    def add(self, inputs: Any) -> None:
+        """Scores a batch of inputs."""
+        started = time.perf_counter()
+        for name, detector in self._detectors.items():
+            scores = detector.score(inputs).detach().cpu().to(torch.float64)
+            if scores.dim() != 1 or bool(scores.isnan().any()):
+                raise ShapeError(
+                    f"the detector {name!r} must return one number for each input [N], and no NaN; got shape {list(scores.shape)}"
+                )
+            self._parts[name].append(scores)
+        self.seconds += time.perf_counter() - started
+
+    def scores(self) -> dict[str, Tensor]:
+        """Detector -> scores [N]."""
+        return {name: torch.cat(parts) for name, parts in self._parts.items()}
 
 
 def available_scores(prediction: Prediction, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
@@ -104,12 +173,29 @@ def detections(
     outside: Mapping[str, Prediction],
     *,
     scores: Iterable[str] | None = None,
+    others: Mapping[str, Mapping[str, Tensor]] | None = None,
     n_resamples: int = 200,
     level: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> dict[str, dict[str, Detection]]:
-    """Judges every score on every set, and returns for each set a mapping from the score's name to its `Detection`."""
+    """Judges every score on every set, and returns for each set a mapping from the score's name to its `Detection`.
+
+    Args:
+        inside: The predictions for usual data.
+        outside: The predictions for each other set.
+        scores: The names of the scores. None takes all that the predictions have.
+        others: More scores [N] by set and name, such as those of detectors; those of usual data are under "test".
+        n_resamples: The number of bootstrap resamples; 0 gives no interval.
+        level: The confidence level of the interval.
+        generator: The source of the bootstrap's random draws.
+
+    Raises:
+        ShapeError: The predictions have another shape.
+    """
+    beside = others or {}
     usual = available_scores(inside, scores)
+    names = list(usual)
+    usual.update(beside.get("test", {}))
     result: dict[str, dict[str, Detection]] = {}
     for name, prediction in outside.items():
         if prediction.mean.shape[1:] != inside.mean.shape[1:]:
@@ -117,7 +203,7 @@ def detections(
                 f"the predictions for {name!r} have shape {list(prediction.mean.shape)}, those for the usual data "
                 f"{list(inside.mean.shape)}; both sets must go through the same network"
             )
-        other = available_scores(prediction, usual)
+        other = {**available_scores(prediction, names), **beside.get(name, {})} if names else dict(beside.get(name, {}))
         result[name] = {
             s: detection(usual[s], other[s], n_resamples=n_resamples, level=level, generator=generator) for s in usual
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,6 +83,7 @@ def predict_all(
     unpack: Unpack | None = None,
     need_targets: bool = True,
     keep_samples: bool = False,
+    on_inputs: Callable[[Any], None] | None = None,
 ) -> PredictedData:
     """Predicts a whole data set, batch by batch.
 
@@ -93,6 +94,8 @@ def predict_all(
         unpack: A function that turns a batch of another form into (inputs, targets).
         need_targets: Whether to refuse data without targets.
         keep_samples: Whether to keep the S samples of every example, which takes S times the memory of the mean.
+        on_inputs: A function that is called with the inputs of every batch, for what else is computed for the same
+            examples of data that may be shuffled or read only once.
 
     Returns:
         The predictions with their targets.
@@ -107,6 +110,8 @@ def predict_all(
     for batch in iterate(data, device=device, dtype=None, unpack=unpack):
         prediction = without_samples(predictor.predict(batch.inputs, **(options or {})), keep_samples=keep_samples)
         predictions.append(prediction.cpu())
+        if on_inputs is not None:
+            on_inputs(batch.inputs)
         if not isinstance(batch.targets, Tensor) and need_targets:
             raise DataError("a batch has no tensor of targets, and metrics need them; pass (x, y) batches")
         for tensor in (*tensors_of(batch.inputs), *tensors_of(batch.targets)):

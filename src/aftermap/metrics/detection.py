@@ -19,11 +19,13 @@ __all__ = [
     "RiskCoverage",
     "RocCurve",
     "accuracy_at_coverage",
+    "augrc",
     "aupr",
     "aurc",
     "auroc",
     "fpr_at_tpr",
     "labelled_scores",
+    "rank_correlation",
     "risk_coverage",
     "roc_curve",
 ]
@@ -69,6 +71,12 @@ def labelled_scores(inside: TensorLike, outside: TensorLike) -> tuple[Tensor, Te
     return torch.cat([usual, unusual]), flags
 
 
+def _middle_ranks(values: Tensor) -> Tensor:
+    """The ranks [N] of values, from 1; equal ones share the middle of theirs."""
+    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - 0.5 * (counts - 1).to(torch.float64))[inverse]
+
+
 def auroc(scores: TensorLike, positive: TensorLike) -> float:
     """Returns the area under the ROC curve: the chance that a positive example scores above a negative one.
 
@@ -90,8 +98,7 @@ def auroc(scores: TensorLike, positive: TensorLike) -> float:
     0.875
     """
     s, flags = _check_detection(scores, positive)
-    _, inverse, counts = s.unique(return_inverse=True, return_counts=True)
-    rank = (counts.cumsum(0) - 0.5 * (counts - 1).to(torch.float64))[inverse]
+    rank = _middle_ranks(s)
     n_positive = int(flags.sum())
     n_negative = flags.numel() - n_positive
     wins = rank[flags].sum().item() - 0.5 * n_positive * (n_positive + 1)
@@ -223,6 +230,17 @@ class RiskCoverage:
         """The mean risk over all coverages (AURC)."""
         return self.risk.mean().item()
 
+    @property
+    def generalised_risk(self) -> Tensor:
+        """Mean over **all** examples of the losses of the k answered ones [N]: coverage times risk."""
+        return self.coverage * self.risk
+
+    @property
+    def generalised_area(self) -> float:
+        """Area under the generalised risk over coverage, from 0, by the trapezium rule (AUGRC)."""
+        start = self.risk.new_zeros(1)
+        return torch.trapezoid(torch.cat([start, self.generalised_risk]), torch.cat([start, self.coverage])).item()
+
 
 def risk_coverage(scores: TensorLike, errors: TensorLike) -> RiskCoverage:
     """Returns the risk-coverage curve: r(k) = 1/k sum of the losses of the k examples with the lowest scores.
@@ -276,6 +294,76 @@ def aurc(scores: TensorLike, errors: TensorLike) -> float:
     0.1111
     """
     return risk_coverage(scores, errors).area
+
+
+def augrc(scores: TensorLike, errors: TensorLike) -> float:
+    r"""Area under the generalised risk-coverage curve: the mean loss of undetected failures; lower is better.
+
+    The generalised risk at k answers is 1/N times the sum of their losses: the chance that an input is answered, and wrongly. Its
+    area weighs every failure by the share of coverages at which it is answered, whereas the AURC gives the answers with the
+    highest confidence far more weight than the others. For errors that are 0 or 1, with accuracy a,
+
+    .. math::
+        \text{AUGRC} = (1 - \text{AUROC})\, a (1 - a) + \tfrac12 (1 - a)^2
+
+    with the AUROC of finding the errors, in which ties count one half. Examples with equal scores are taken in the mean over all
+    their orders.
+
+    Args:
+        scores: uncertainty of each example [N], higher = more unusual.
+        errors: what each answer costs [N]: booleans (true = wrong) or any finite loss.
+
+    Returns:
+        The area, half the mean loss for scores that are all equal.
+
+    Raises:
+        DataError, ShapeError: as :func:`risk_coverage`.
+
+    References:
+        Traub, Bungert, Lüth, Baumgartner, Maier-Hein, Maier-Hein, Jaeger 2024, Overcoming common flaws in the evaluation of selective
+        classification systems.
+
+    >>> round(augrc([0.1, 0.9, 0.2], [False, True, False]), 4)
+    0.0556
+    """
+    return risk_coverage(scores, errors).generalised_area
+
+
+def rank_correlation(first: TensorLike, second: TensorLike) -> float:
+    """Spearman's rank correlation of two scores: the correlation of their ranks, ties with their middle rank.
+
+    Of epistemic and aleatoric uncertainty it tells whether the two parts are two: near 1 both put inputs in the same order, and
+    nothing can be said from one that the other does not say.
+
+    Args:
+        first: one number for each example [N]; infinite values are allowed.
+        second: another one [N].
+
+    Returns:
+        A number between -1 and 1.
+
+    Raises:
+        DataError: NaN, no examples, or scores that are all equal, which have no order.
+        ShapeError: shapes that do not match, or are not vectors.
+
+    References:
+        Spearman 1904, The proof and measurement of association between two things.
+
+    >>> rank_correlation([1.0, 2.0, 3.0], [1.0, 100.0, 1000.0])
+    1.0
+    """
+    a, b = (check_scores(name, value).detach() for name, value in (("first", first), ("second", second)))
+    check_same_shape(first=a, second=b)
+    centred = []
+    for name, values in (("first", a), ("second", b)):
+        rank = _middle_ranks(values) - 0.5 * (values.numel() + 1)
+        if not bool(rank.any()):
+            raise DataError(f"all values of {name} are equal, so that they have no order to compare.")
+        centred.append(rank.cpu())
+    products = [
+        (x * y).sum().item() for x, y in ((centred[0], centred[1]), (centred[0], centred[0]), (centred[1], centred[1]))
+    ]
+    return max(-1.0, min(1.0, products[0] / math.sqrt(products[1] * products[2])))
 
 
 def accuracy_at_coverage(scores: TensorLike, errors: TensorLike, *, coverage: float = 0.8) -> float:

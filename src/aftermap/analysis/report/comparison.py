@@ -119,7 +119,8 @@ def _default_names(results: Results) -> list[str]:
 
 
 def _label(name: str, meaning: Definition) -> str:
-    data = name.rpartition("/")[0].rpartition("/")[0]
+    place = name.rpartition("/")[0]  # "set/score" of a detection, "set" of another number
+    data = place.rpartition("/")[0] or place
     return f"{meaning.label}, {data}" if data else meaning.label
 
 

@@ -85,6 +85,18 @@ _KNOWN = {
         "lower",
         "Error rate of the answers, averaged over every share of inputs that is answered.",
     ),
+    "augrc": Definition(
+        "Area under generalised risk-coverage",
+        "percent",
+        "lower",
+        "Chance that an input is answered, and wrongly, averaged over every share of inputs that is answered.",
+    ),
+    "epistemic_aleatoric_correlation": Definition(
+        "Rank correlation of the two parts",
+        "share",
+        "",
+        "Of epistemic and aleatoric uncertainty over inputs. Near 1 both put inputs in the same order: the parts are not told apart.",
+    ),
     "auroc_errors": Definition(
         "AUROC, finding errors", "share", "higher", "Chance that a wrong answer has a higher entropy than a right one."
     ),
@@ -168,10 +180,17 @@ def definition(name: str) -> Definition:
 
     >>> definition("accuracy_at_80").label, definition("coverage_0.95").better
     ('Accuracy at 80 % coverage', '')
+    >>> definition("auroc_errors_knn").label
+    'AUROC, finding errors by knn'
     """
     last = name.rpartition("/")[2]
     if last in _KNOWN:
         return _KNOWN[last]
+    for errors in ("auroc_errors", "fpr95_errors"):
+        if last.startswith(f"{errors}_"):
+            known, detector = _KNOWN[errors], last.removeprefix(f"{errors}_").replace("_", " ")
+            meaning = known.meaning.replace("entropy", f"score of the detector {detector}")
+            return Definition(f"{known.label} by {detector}", known.form, known.better, meaning)
     head, _, level = last.rpartition("_")
     if head == "accuracy_at":
         return Definition(
