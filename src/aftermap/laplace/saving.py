@@ -60,6 +60,7 @@ def save_laplace(
         "damping": laplace.damping,
         "approach": laplace.approach,
         "rank": laplace.rank,
+        "subset_size": laplace.subset_size,
         "strict": laplace.strict,
         "extras": dict(extras or {}),
     }
@@ -129,6 +130,7 @@ def load(
         damping=config["damping"],
         approach=config["approach"],
         rank=config["rank"],
+        subset_size=config.get("subset_size", 300),  # folders of former versions have none
         strict=config["strict"],
     )
     hyperparameters = Hyperparameters(loaded.posterior.prior, noise, config["data_scale"], config["temperature"])
