@@ -17,7 +17,7 @@ from tests.curvature.layer_cases import normal
 
 __all__ = ["STRUCTURES", "data", "fit_all", "network", "run"]
 
-STRUCTURES = ("kron", "ekfac", "diagonal", "full", "low_rank", "hessian")
+STRUCTURES = ("kron", "ekfac", "diagonal", "full", "low_rank", "subset", "hessian")
 SHARDS = ((0, 5), (5, 7))
 
 

@@ -16,7 +16,7 @@ from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded
 
-STRUCTURES = ["kron", "ekfac", "kfra", "diagonal", "full", "low_rank"]
+STRUCTURES = ["kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset"]
 
 
 def fitted(structure: str = "kron", **options: object) -> Laplace:

@@ -21,6 +21,7 @@ from aftermap.curvature.structures import (  # noqa: F401 (every module register
     kfra,
     kron,
     low_rank,
+    subset,
 )
 from aftermap.curvature.structures.base import Block, Factors, Structure, Treatment, find_structure
 from aftermap.curvature.structures.kron import APPROACHES
@@ -46,7 +47,8 @@ def fit_curvature(
     samples: int = 1,
     passes: int = 1,
     chunk: int | None = None,
-    rank: int = 50,
+    rank: int | None = 50,
+    subset_size: int = 300,
     small_block: int = 1024,
     accumulate: torch.dtype | None = None,
     strict: bool = False,
@@ -60,8 +62,8 @@ def fit_curvature(
         model: A network with outputs [N, ..., C], in eval mode; it is unchanged afterwards.
         data: Batches: a DataLoader, a list of (x, y), of (x, y, weight) or of mappings; see ``unpack``.
         likelihood: "classification", "binary", "regression", "counts", or a likelihood object.
-        structure: The approximation: "kron", "ekfac", "kfra", "diagonal", "full", "low_rank" (all of the Gauss-Newton
-            matrix), "hessian" (exact, for small models), or one that was added by `register_structure`.
+        structure: The approximation: "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset" (all of the
+            Gauss-Newton matrix), "hessian" (exact, for small models), or one that was added by `register_structure`.
         params: "all", "last_layer", names, a regular expression, or a function of (name, parameter).
         curvature: What is back-propagated: "exact", "rademacher", "sampled", "empirical", "jacobian", or "auto" (exact up
             to 20 outputs, rademacher above).
@@ -69,13 +71,14 @@ def fit_curvature(
         samples: Draws for each datum, for rademacher and sampled.
         passes: How often to go through data that augment themselves; the scale stays that of one pass.
         chunk: Vectors that are back-propagated at a time; None chooses by memory.
-        rank: Of "low_rank".
+        rank: How many directions "low_rank" and "subset" keep; None keeps all of "subset".
+        subset_size: How many examples "subset" draws.
         small_block: Norm layers and parameters without a rule get a full block up to this size, else a diagonal.
         accumulate: The dtype of the sums; None: the model's own, at least float32. Long sums are totalled in float64; dense
             blocks and decompositions are in float64 in any case.
         strict: Raise if a selected parameter has no layer rule, instead of treating it by per-example gradients.
         unpack: Turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
-        generator: For rademacher and sampled; None: PyTorch's default generator.
+        generator: For rademacher and sampled, and for the examples of "subset"; None: PyTorch's default generator.
         progress: Show a bar; None: on a terminal.
 
     Returns:
@@ -95,7 +98,8 @@ def fit_curvature(
     entry.check_options(curvature, damping="exact")
     checks.choice("approach", approach, APPROACHES)
     samples, passes = checks.count("samples", samples), checks.count("passes", passes)
-    rank, small_block = checks.count("rank", rank), checks.count("small_block", small_block)
+    rank, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
+    subset_size = checks.count("subset_size", subset_size)
     chunk = None if chunk is None else checks.count("chunk", chunk)
     _check_options(entry, passes, accumulate, data)
     parsed = parse_likelihood(likelihood)
@@ -123,6 +127,7 @@ def fit_curvature(
             chunk,
             passes,
             rank,
+            subset_size,
             small_block,
             sums_dtype,
             unpack,
@@ -192,7 +197,7 @@ def _treatment(
                 note = "unused: the outputs do not depend on it"
             elif len(layers) > 1:
                 note = "tied between layers of different kinds"
-            if entry.blocks_are_global:
+            if not entry.reads_layers:
                 rule, note = "products", ""
             treatment[name] = Treatment(block.kind, rule, note)
     held = [name for block in blocks for name in block.shapes]

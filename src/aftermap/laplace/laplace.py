@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Unpack
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.passes.plan import find_last_layer
@@ -54,8 +55,9 @@ class Laplace:
     Args:
         model: A trained network with outputs [N, ..., C], in eval mode. It is never changed.
         likelihood: "classification", "binary", "regression", "counts", or an object from `aftermap.likelihoods`.
-        structure: The structure of H: "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "hessian", or "matrix_free" (the full
-            GGN by products with the data, preconditioned by Kronecker factors).
+        structure: The structure of H: "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset" (the full GGN of some
+            training examples), "hessian", or "matrix_free" (the full GGN by products with the data, preconditioned by
+            Kronecker factors).
         params: Which weights are uncertain: "all", "last_layer", names, a regular expression, a function, or a
             `Subnetwork` (single weights, with their full covariance).
         curvature: How H is computed from the outputs: "exact", "rademacher", "sampled", "empirical", or "auto".
@@ -66,7 +68,8 @@ class Laplace:
         damping: How the prior is added to Kronecker factors: "exact" (in the eigenbasis), "factored" (Ritter et al. 2018, eq. 9)
             or "pi".
         approach: How Kronecker factors of shared weights are formed: "expand" or "reduce".
-        rank: The rank of structure="low_rank".
+        rank: How many directions structure="low_rank" and "subset" keep; None keeps all that a subset has.
+        subset_size: How many training examples structure="subset" draws. Each of them stands for N / subset_size data.
         strict: Whether to refuse parameters without a layer rule.
 
     Raises:
@@ -94,17 +97,20 @@ class Laplace:
         temperature: float = 1.0,
         damping: str = "exact",
         approach: str = "expand",
-        rank: int = 50,
+        rank: int | None = 50,
+        subset_size: int = 300,
         strict: bool = False,
     ):
         if isinstance(params, Subnetwork):
             structure = subnetwork_structure(structure, damping)
-        find_structure(structure).check_options(curvature, damping)
+        entry = find_structure(structure)
+        entry.check_options(curvature, damping)
         check_not_causal(model)
         self.model = model
         self.base_likelihood, noise = split_noise(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
-        self.damping, self.approach, self.rank, self.strict = damping, approach, rank, strict
+        self.damping, self.approach, self.strict = damping, approach, strict
+        self.rank, self.subset_size = entry.check_rank(rank), checks.count("subset_size", subset_size)
         self._initial = Initial(
             prior_precision, prior_mean, noise, data_scale, temperature, temperature_of(self.base_likelihood) or 1.0
         )
@@ -266,7 +272,7 @@ class Laplace:
             passes: How often to go through a loader that augments its data.
             samples: The number of vectors per datum for curvature="rademacher" or "sampled".
             unpack: What turns a batch of another form into (inputs, targets).
-            generator: The source of random vectors.
+            generator: The source of random vectors, and of the examples that structure="subset" draws.
             progress: Whether to show a bar; None shows it on a terminal.
 
         Returns:
@@ -331,6 +337,7 @@ class Laplace:
             params=params,
             approach=self.approach,
             rank=self.rank,
+            subset_size=self.subset_size,
             strict=self.strict,
             **options,
         )

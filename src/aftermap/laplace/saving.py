@@ -61,6 +61,7 @@ def save_laplace(
         "damping": laplace.damping,
         "approach": laplace.approach,
         "rank": laplace.rank,
+        "subset_size": laplace.subset_size,
         "strict": laplace.strict,
         "extras": dict(extras or {}),
     }
@@ -130,6 +131,7 @@ def load(
         damping=config["damping"],
         approach=config["approach"],
         rank=config["rank"],
+        subset_size=config.get("subset_size", 300),  # folders of former versions have none
         strict=config["strict"],
     )
     hyperparameters = Hyperparameters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from aftermap.linalg import TERMS_PER_PART
 from aftermap.models import autograd_errors_explained, call_model, check_device, check_outputs, only_require_grad
 from aftermap.progress import progress
 
-__all__ = ["CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
+__all__ = ["Choose", "CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
 
 # This many numbers of gradients are back-propagated at once (8 MB in float32).
 _GRADIENT_NUMBERS = 1 << 21
@@ -32,6 +32,7 @@ _GRADIENT_NUMBERS = 1 << 21
 # fewer than so many: small pieces waste time on overhead.
 _PIECE_NUMBERS = 1 << 21
 _LEAST_EXAMPLES = 16
+Choose = Callable[[Batch], Batch | None]  # some examples of a batch; None where none is chosen
 
 
 def vectors_go_together(model: nn.Module) -> bool:
@@ -83,7 +84,8 @@ class CurvatureProblem:
         chunk: The number of vectors at a time; None chooses by memory.
         passes: The number of times that the data are gone through (an augmenting loader gives new samples of the same
             data).
-        rank: The rank of a low-rank approximation.
+        rank: The rank of a low-rank approximation; None keeps all directions.
+        subset_size: The number of examples that a structure draws which does not use all.
         small_block: The size up to which norm layers and parameters without a rule get a full block.
         sums_dtype: The dtype of the sums.
         unpack: A function that turns a batch of another form into (inputs, targets).
@@ -101,7 +103,8 @@ class CurvatureProblem:
     samples: int = 1
     chunk: int | None = None
     passes: int = 1
-    rank: int = 50
+    rank: int | None = 50
+    subset_size: int = 300
     small_block: int = 1024
     sums_dtype: torch.dtype = torch.float32
     unpack: Unpack | None = None
@@ -126,7 +129,12 @@ class CurvatureProblem:
 
     @autograd_errors_explained()
     def run(
-        self, accumulators: Sequence[Accumulator], description: str, *, whole_batches: bool = False
+        self,
+        accumulators: Sequence[Accumulator],
+        description: str,
+        *,
+        whole_batches: bool = False,
+        choose: Choose | None = None,
     ) -> tuple[tuple[Block, ...], DataCounts]:
         """Passes over the data with these accumulators, and returns their blocks.
 
@@ -134,6 +142,7 @@ class CurvatureProblem:
             accumulators: The accumulators that sum.
             description: The words beside the progress bar.
             whole_batches: Whether batches are not worked on in pieces (where a batch is averaged over, as in KFRA).
+            choose: A function that takes some examples of a batch, or None for none of them; without it all pass by.
 
         Returns:
             The blocks of the accumulators and what passed by, both for one pass over the data of this process.
@@ -147,7 +156,7 @@ class CurvatureProblem:
         with fail_together(f"summing: {description}"):
             try:
                 with only_require_grad(self.model, self.names):
-                    for batch in self._pieces(description, whole_batches):
+                    for batch in self._pieces(description, whole_batches, choose):
                         with record_calls(self.plan) as calls:
                             outputs = call_model(self.model, batch.inputs)
                         self._count(outputs, batch, counts)
@@ -168,12 +177,19 @@ class CurvatureProblem:
         counts.used = frozenset(check.used)
         return blocks, counts
 
-    def sum_loss(self) -> DataCounts:
-        """Counts the data and sums their loss, and nothing else."""
+    def sum_loss(self, look: Callable[[Batch, Tensor], None] | None = None) -> DataCounts:
+        """Counts the data and sums their loss, and nothing else.
+
+        Args:
+            look: A function that is handed every batch of this process with its outputs.
+        """
         counts = DataCounts(kind="exact", used=frozenset(self.names))
         with fail_together("summing the loss"), torch.no_grad():
             for batch in self._batches("loss"):
-                self._count(call_model(self.model, batch.inputs), batch, counts)
+                outputs = call_model(self.model, batch.inputs)
+                self._count(outputs, batch, counts)
+                if look is not None:
+                    look(batch, outputs)
         counts.n_data, counts.loss = counts.n_data / self.passes, counts.loss / self.passes
         return counts
 
@@ -185,10 +201,11 @@ class CurvatureProblem:
             bar = progress(self.data, description=label, enabled=self.show_progress)
             yield from map(self.plan.marked, iterate(bar, device=device, dtype=dtype, unpack=self.unpack))
 
-    def _pieces(self, description: str, whole_batches: bool) -> Iterator[Batch]:
+    def _pieces(self, description: str, whole_batches: bool, choose: Choose | None = None) -> Iterator[Batch]:
         """Yields batches in pieces whose gradients take little memory; sums over data do not notice."""
         size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, self.plan.numbers)))
-        for batch in self._batches(description):
+        batches = self._batches(description)
+        for batch in batches if choose is None else filter(None, map(choose, batches)):
             if whole_batches or batch.size <= size:
                 yield batch
             else:

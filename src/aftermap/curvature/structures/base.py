@@ -406,8 +406,10 @@ class Structure:
         updatable: Whether fits on further data can be added to it.
         saveable: Whether its posterior can be written to a folder.
         depends_on_batches: Whether the sums depend on how the data are split into batches.
-        blocks_are_global: Whether the blocks of a fit are those of the data of all processes already, because the
-            structure is made from products with the whole matrix.
+        blocks_are_global: Whether the blocks of a fit are those of the data of all processes already.
+        reads_layers: Whether the gradients of layers are read, by their rules; False where the structure is made from
+            products with the whole matrix.
+        needs_rank: Whether a fit must be told how many directions to look for.
         posterior: A function that makes the posterior where it is not one of blocks, from the posterior of the
             ``preconditioner``, the network, the data, the likelihood and what unpacks a batch; None where the blocks
             make it.
@@ -427,6 +429,8 @@ class Structure:
     saveable: bool = True
     depends_on_batches: bool = False
     blocks_are_global: bool = False
+    reads_layers: bool = True
+    needs_rank: bool = False
     posterior: Callable[..., Any] | None = None
     preconditioner: str | None = None
 
@@ -444,6 +448,13 @@ class Structure:
                 f"structure={self.name!r} uses the exact curvature of the outputs, so curvature={curvature!r} has no "
                 "meaning; leave it at 'auto', or use 'exact'"
             )
+
+    def check_rank(self, rank: int | None) -> int | None:
+        """Returns the rank; raises where it is no positive number, or None for a structure that finds directions one by one."""
+        if rank is None and not self.needs_rank:
+            return None
+        advice = "structure='subset' with rank=None, or structure='full', has all directions" if rank is None else ""
+        return checks.count("rank", rank, advice=advice)
 
     def check_size(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raises an error where a dense matrix over the parameters would be too large."""

@@ -205,5 +205,6 @@ register_structure(
         curvatures=("exact",),
         max_parameters=MAX_PARAMETERS,
         blocks_are_global=True,
+        reads_layers=False,
     )
 )

@@ -396,6 +396,7 @@ def fit_low_rank(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCoun
     if is_distributed():  # Every process must walk through the same vectors.
         seed = broadcast_number(int(torch.randint(2**62, (), generator=generator)))
         generator = torch.Generator().manual_seed(seed)
+    assert problem.rank is not None  # refused before the first batch
     vectors, values = low_rank_ggn(operator, min(problem.rank, operator.size), generator=generator)
     return (LowRankBlock("all", problem.shapes, vectors, values),), counts
 
@@ -409,5 +410,7 @@ register_structure(
         passes=2,
         curvatures=("exact",),
         blocks_are_global=True,
+        reads_layers=False,
+        needs_rank=True,
     )
 )
