@@ -68,9 +68,11 @@ def check_detectors(detectors: Sequence[Detector] | Mapping[str, Detector]) -> d
     )
     named: dict[str, Detector] = {}
     for name, detector in pairs:
-        checks.instance(
-            "each of detectors", detector, Detector, "Pass for instance aftermap.baselines.KNN(model).fit(train)"
-        )
+        if not isinstance(detector, Detector):
+            raise InputError(
+                f"each of detectors must be a Detector, got {type(detector).__name__}. "
+                "Pass for instance aftermap.baselines.KNN(model).fit(train)"
+            )
         if name in named or name in _TAKEN or "/" in name:
             raise InputError(
                 f"a detector cannot be called {name!r}: names must differ from each other, have no '/', and not be one of "
