@@ -14,7 +14,17 @@ from torch.nn.parameter import is_lazy
 from aftermap import checks
 from aftermap.errors import InputError
 
-__all__ = ["Params", "Selection", "flatten", "named_parameters", "select", "swapped", "unflatten", "weights_hash"]
+__all__ = [
+    "Params",
+    "Selection",
+    "describe_names",
+    "flatten",
+    "named_parameters",
+    "select",
+    "swapped",
+    "unflatten",
+    "weights_hash",
+]
 
 Params = dict[str, Tensor]
 Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
@@ -68,7 +78,7 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
         hint = "every parameter is frozen (requires_grad=False)" if selection == "all" else "nothing matched"
         raise InputError(
             f"params={described} selects no parameter: {hint}. This model has: {checks.few(list(parameters), 8)}. "
-            'Allowed: "all", "last_layer", a list of names, a regular expression for whole names, or a function'
+            'Allowed: "all", "last_layer", "last_block", a list of names, a regular expression for whole names, or a function'
         )
     return names
 
@@ -76,6 +86,11 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
 def _select_by_word(model: nn.Module, parameters: dict[str, nn.Parameter], word: str) -> list[str]:
     if word == "all":
         return [n for n, p in parameters.items() if p.requires_grad]
+    if word == "last_block":
+        raise InputError(
+            "params='last_block' is found by running the network, so it needs data: Laplace, fit_curvature and HessianFree know "
+            "it; elsewhere pass the names that aftermap.curvature.find_last_block gives"
+        )
     if word == "last_layer":
         owner = [n for n, m in model.named_modules() if any(p is not None for p in m._parameters.values())][-1]
         own = {id(p) for p in model.get_submodule(owner)._parameters.values()}
@@ -107,6 +122,39 @@ def _select_by_names(model: nn.Module, parameters: dict[str, nn.Parameter], name
             f"no parameter or module is called {checks.few(unknown, 8)}. This model has: {checks.few(list(parameters), 8)}"
         )
     return [n for n, p in parameters.items() if id(p) in wanted]
+
+
+def describe_names(model: nn.Module, names: Sequence[str]) -> str:
+    """The modules that hold these parameters and no others, in words; single parameters where a module holds more.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
+    >>> describe_names(net, ["2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"])
+    '2'
+    >>> describe_names(net, ["0.weight", "2.1.weight", "2.1.bias"])
+    '0.weight and 2.1'
+    """
+    own = named_parameters(model)
+    wanted, known = {id(own[n]) for n in names}, {id(p): n for n, p in own.items()}
+    found: list[str] = []
+    done: set[int] = set()
+
+    def walk(path: str, module: nn.Module) -> None:
+        held = {id(p) for p in module.parameters() if p.is_floating_point()}
+        if not (held & wanted) - done:
+            return
+        if held <= wanted:
+            found.append(path or "all parameters")
+            done.update(held)
+            return
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) in wanted - done:
+                found.append(known[id(parameter)])
+                done.add(id(parameter))
+        for name, child in module.named_children():
+            walk(f"{path}.{name}" if path else name, child)
+
+    walk("", model)
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
 
 
 def flatten(params: Params, names: Sequence[str] | None = None) -> Tensor:

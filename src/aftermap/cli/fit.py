@@ -75,7 +75,7 @@ class PosteriorOptions:
     structure: Annotated[str, o.option("The approximation of the curvature."), StructureName()] = "auto"
     params: Annotated[
         str,
-        o.option("Which weights are uncertain: all, last_layer, or a regular expression for their names."),
+        o.option("Which weights are uncertain: all, last_layer, last_block, or a regular expression for their names."),
     ] = "all"
     prior_precision: Annotated[float, o.option("The prior precision, or where tuning starts from.")] = 1.0
     noise: Annotated[

@@ -1,6 +1,7 @@
 """The curvature engine: exact sums over data of Kronecker factors, diagonals, full and low-rank matrices."""
 
 from aftermap.curvature.fit import fit_curvature
+from aftermap.curvature.passes.last_block import find_last_block, last_block
 from aftermap.curvature.passes.per_example import per_example_gradients
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.rules.base import LayerRule, register, registered_rules
@@ -14,7 +15,9 @@ __all__ = [
     "LayerRule",
     "Structure",
     "Treatment",
+    "find_last_block",
     "fit_curvature",
+    "last_block",
     "per_example_gradients",
     "register",
     "register_structure",

@@ -11,6 +11,7 @@ from torch import nn
 
 from aftermap import checks
 from aftermap.batches import Unpack
+from aftermap.curvature.passes.last_block import resolve_last_block
 from aftermap.curvature.passes.plan import ModelPlan, PlanContradicted, plan_model
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts, first_batch
 from aftermap.curvature.structures import (  # noqa: F401 (every module registers its structure)
@@ -64,7 +65,7 @@ def fit_curvature(
         likelihood: "classification", "binary", "regression", "counts", or a likelihood object.
         structure: The approximation: "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset" (all of the
             Gauss-Newton matrix), "hessian" (exact, for small models), or one that was added by `register_structure`.
-        params: "all", "last_layer", names, a regular expression, or a function of (name, parameter).
+        params: "all", "last_layer", "last_block", names, a regular expression, or a function of (name, parameter).
         curvature: What is back-propagated: "exact", "rademacher", "sampled", "empirical", "jacobian", or "auto" (exact up
             to 20 outputs, rademacher above).
         approach: How Kronecker factors treat shared weights: "expand" or "reduce".
@@ -103,7 +104,9 @@ def fit_curvature(
     chunk = None if chunk is None else checks.count("chunk", chunk)
     _check_options(entry, passes, accumulate, data)
     parsed = parse_likelihood(likelihood)
-    names, parameters = select(model, params), named_parameters(model)
+    with fail_together("looking for the last block"):
+        names = select(model, resolve_last_block(model, params, data, unpack))
+    parameters = named_parameters(model)
     shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)
     with fail_together("looking at the first batch"):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aftermap import checks
 from aftermap.batches import Batch, Unpack, check_inputs, iterate, unpack_batch, unpack_inputs
+from aftermap.curvature.passes.last_block import find_last_block
 from aftermap.curvature.passes.plan import find_last_layer
 from aftermap.distributed import all_reduce_, broadcast_, distribute_work, world_size
 from aftermap.errors import (
@@ -159,7 +160,7 @@ class HessianFree:
         model: A trained network with outputs [N, ..., C], in eval mode. It is never changed.
         likelihood: The likelihood: "classification", "binary", "regression", "counts", or an object from
             `aftermap.likelihoods`.
-        params: The weights that are uncertain: "all", "last_layer", names, a regular expression or a function.
+        params: The weights that are uncertain: "all", "last_layer", "last_block", names, a regular expression or a function.
         prior_precision: The precision of the prior that the weights were trained with: one number, one per layer, or a
             mapping; see `posteriors.Prior`.
         prior_mean: The mean of the prior: a number or tensors by name.
@@ -239,8 +240,8 @@ class HessianFree:
         """
         check_modes(self.model)
         _, dtype = check_device(self.model)
-        if self.params == "last_layer":
-            checks.repeatable("data", data, "HessianFree with params='last_layer'")
+        if self.params in ("last_layer", "last_block"):
+            checks.repeatable("data", data, f"HessianFree with params={self.params!r}")
         names = select(self.model, self._selection(data, unpack))
         parameters = named_parameters(self.model)
         shapes = {n: tuple(parameters[n].shape) for n in names}
@@ -290,10 +291,11 @@ class HessianFree:
         return self
 
     def _selection(self, data: Iterable[Any], unpack: Unpack | None) -> Selection:
-        if self.params != "last_layer":
+        if self.params not in ("last_layer", "last_block"):
             return self.params
         device, dtype = check_device(self.model)
-        return find_last_layer(self.model, next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack))))
+        batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
+        return (find_last_layer if self.params == "last_layer" else find_last_block)(self.model, batch)
 
     def _fitted(self) -> tuple[Objective, FineTuner, Tensor]:
         if self._objective is None or self._fine_tuner is None or self._origin is None or self._watch is None:

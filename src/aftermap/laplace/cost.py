@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from aftermap.batches import Batch, Unpack, iterate
+from aftermap.curvature.passes.last_block import find_last_block
 from aftermap.curvature.passes.plan import find_last_layer, find_layers
 from aftermap.curvature.passes.record import record_calls
 from aftermap.curvature.passes.vectors import resolve_kind
@@ -99,7 +100,7 @@ def estimate_costs(
     device, dtype = check_device(model)
     batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
     batches = len(data) if isinstance(data, Sized) else 1
-    names = select(model, params)
+    names = select(model, find_last_block(model, batch) if params == "last_block" else params)
     costs = []
     for structure, which in _CANDIDATES:
         if which == "last_layer" and params != "all":

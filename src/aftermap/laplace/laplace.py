@@ -58,8 +58,9 @@ class Laplace:
         structure: The structure of H: "kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset" (the full GGN of some
             training examples), "hessian", or "matrix_free" (the full GGN by products with the data, preconditioned by
             Kronecker factors).
-        params: Which weights are uncertain: "all", "last_layer", names, a regular expression, a function, or a
-            `Subnetwork` (single weights, with their full covariance).
+        params: Which weights are uncertain: "all", "last_layer", "last_block" (the last block of a residual, convolutional or
+            transformer network with its head, found by the order of execution), names, a regular expression, a function,
+            or a `Subnetwork` (single weights, with their full covariance).
         curvature: How H is computed from the outputs: "exact", "rademacher", "sampled", "empirical", or "auto".
         prior_precision: The prior's precision: one number, one per layer, or a mapping; see `posteriors.Prior`. `tune` finds it.
         prior_mean: The prior's mean: a number, or tensors by parameter.

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -43,9 +43,11 @@ __all__ = [
     "find_last_layer",
     "find_layers",
     "inputs_of_call",
+    "on_one_example",
     "plan_model",
 ]
 
+Result = TypeVar("Result")
 WHOLE_MODEL = "(model)"  # This is the name of a layer that is the whole model.
 # Outputs of one example in batches of different size may differ by this much, relative to the largest.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -136,6 +138,15 @@ class ModelPlan:
             merged = frozenset().union(*(group_of[k] for k in numbers))
             group_of.update(dict.fromkeys(merged, merged))
         return [tuple(sorted(g)) for g in sorted(set(group_of.values()), key=min)]
+
+    def separate_names(self, names: Sequence[str]) -> list[list[str]]:
+        """The names in groups that no layer connects, those without a rule together: gradients can be asked for one by one."""
+        group_of = {k: number for number, layers in enumerate(self.tied_layers) for k in layers}
+        groups: dict[int, list[str]] = {}
+        for name in names:
+            layers = self.layers_of_parameter.get(name)
+            groups.setdefault(-1 if layers is None else group_of[layers[0]], []).append(name)
+        return list(groups.values())
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
@@ -518,6 +529,16 @@ def inputs_of_call(model: nn.Module, call: ModelCall) -> Any:
         return None
 
 
+def on_one_example(batch: Batch, run: Callable[[Batch], Result]) -> Result:
+    """What a function of the first example gives; of the whole batch where an argument may belong to all examples together."""
+    try:
+        return run(batch.take(torch.arange(1)))
+    except _FAILURES:
+        if not _possibly_whole(batch):
+            raise
+        return run(batch)
+
+
 def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
     """Returns the names of the parameters of the last layer with a weight matrix.
 
@@ -535,12 +556,7 @@ def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
     names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
     plan = find_layers(model, names)
     with only_require_grad(model, names):
-        try:
-            outputs, calls = _run(model, plan, batch.take(torch.arange(1)))
-        except _FAILURES:
-            if not _possibly_whole(batch):
-                raise
-            outputs, calls = _run(model, plan, batch)  # An argument may belong to all examples together.
+        outputs, calls = on_one_example(batch, lambda one: _run(model, plan, one))
     matrix = [c for c in calls if plan.layers[c.layer].rule.matrix]
     if not matrix:
         raise UnsupportedError(

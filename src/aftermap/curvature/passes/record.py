@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from aftermap.batches import Batch
+from aftermap.batches import Batch, tensors_of
 from aftermap.curvature.rules.attention import PackedProjectionRule, attention_forward, without_view
 from aftermap.curvature.rules.base import InputRows
 from aftermap.errors import UnsupportedError
@@ -35,6 +35,7 @@ __all__ = [
     "ForwardRecord",
     "LayerCall",
     "ModelCall",
+    "ModuleCall",
     "RecordedCall",
     "Signature",
     "deepest_edges",
@@ -43,6 +44,7 @@ __all__ = [
     "outputs_replaced",
     "record_calls",
     "record_closure",
+    "record_modules",
     "uses_in_graph",
 ]
 
@@ -137,6 +139,54 @@ def record_calls(
             stack.callback(handle.remove)
         for attention, parts in plan.attention:
             stack.enter_context(_tapped(attention, parts, record))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        yield calls
+
+
+@dataclass
+class ModuleCall:
+    """One call of any module.
+
+    Attributes:
+        path: The module's path in the network.
+        module: The module.
+        nodes: The nodes of the graph that made its outputs; none where no gradient comes from them.
+    """
+
+    path: str
+    module: nn.Module
+    nodes: tuple[Node, ...] = ()
+
+
+@contextmanager
+def record_modules(model: nn.Module) -> Iterator[list[ModuleCall]]:
+    """Inside, every call of every module is appended to the list that is yielded, in the order in which they begin.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> with record_modules(net) as calls:
+    ...     out = net(torch.ones(4, 2))
+    >>> [c.path for c in calls]
+    ['', '0', '1']
+    """
+    calls: list[ModuleCall] = []
+    running: list[ModuleCall] = []
+
+    def begin(path: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            calls.append(ModuleCall(path, module))
+            running.append(calls[-1])
+
+        return hook
+
+    def end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call = running.pop()
+        call.nodes = tuple(t.grad_fn for t in tensors_of(output) if t.grad_fn is not None)
+
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(begin(path)).remove)
+            stack.callback(module.register_forward_hook(end).remove)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         yield calls

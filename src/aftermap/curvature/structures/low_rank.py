@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -38,6 +38,9 @@ from aftermap.errors import NumericalWarning
 from aftermap.krylov import lanczos_eigh
 from aftermap.params import Params
 from aftermap.prior import Prior
+
+# Gradients of some examples in one parameter that a covariance is made from at once (16 MB in float64).
+_COVARIANCE_NUMBERS = 1 << 21
 
 __all__ = ["LowRankBlock", "LowRankBlockPosterior", "low_rank_ggn"]
 
@@ -314,6 +317,107 @@ class LowRankBlockPosterior(BlockPosterior):
         if diagonal:
             return variance.to(gradients.dtype)
         return (inside @ inside.transpose(1, 2) + outside @ outside.transpose(1, 2)).to(gradients.dtype)
+
+    def functional_covariance(
+        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
+    ) -> list[Tensor]:
+        """J Σ Jᵀ layer by layer: the prior's variance less what the k directions explain.
+
+        The difference cancels where little of the prior's variance is left. Such examples are computed as sums of squares.
+        """
+        parts: list[list[Tensor]] = [[] for _ in variants]
+        size = gradients.record.size
+        stride = examples_per_chunk(gradients.n_vectors * _largest(self.shapes), _COVARIANCE_NUMBERS)
+        for start in range(0, size, stride):
+            length = min(stride, size - start)
+            known: dict[tuple[int, int], _Explained] = {}
+            for covariances, variant in zip(parts, variants, strict=True):
+                assert isinstance(variant, LowRankBlockPosterior)
+                key = id(variant.basis), id(variant.whitener)
+                if key not in known:
+                    known[key] = _Explained.of(variant, gradients, start, length, diagonal)
+                found = known[key].covariance(variant)
+                if found is None:
+                    found = variant._sums_of_squares(gradients, start, length, diagonal)
+                covariances.append(found.to(gradients.vectors.dtype))
+        return [torch.cat(covariances) for covariances in parts]
+
+    def _sums_of_squares(self, gradients: LayerGradients, start: int, length: int, diagonal: bool) -> Tensor:
+        """J Σ Jᵀ of some examples without a difference, whatever the prior."""
+        stride, end = examples_per_chunk(2 * gradients.n_vectors * self.size), start + length
+        pieces = [(first, min(stride, end - first)) for first in range(start, end, stride)]
+        rows = (self.gradient_rows(gradients.per_example(self.names, *piece)) for piece in pieces)
+        return torch.cat([self.output_covariance(some, diagonal) for some in rows])
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """Gradients of some examples in the whitened coordinates of a decomposition.
+
+    Attributes:
+        prior: The covariance of the outputs under the prior of the decomposition [b, v, v], or the variance [b, v].
+        inside: The coordinates in the directions that data inform [b, v, k].
+        tolerance: The share of the prior's variance above which a difference has digits enough.
+        diagonal: Whether only the variances are wanted.
+    """
+
+    prior: Tensor
+    inside: Tensor
+    tolerance: float
+    diagonal: bool
+
+    @staticmethod
+    def of(
+        posterior: LowRankBlockPosterior, gradients: LayerGradients, start: int, length: int, diagonal: bool
+    ) -> _Explained:
+        """Reads the gradients of one layer after another, in float64."""
+        whitener, vectors = posterior.whitener, gradients.n_vectors
+        rows = dict(zip(posterior.names, _places(posterior.shapes), strict=True))
+        inside = whitener.new_zeros(length * vectors, posterior.basis.shape[1])
+        prior = whitener.new_zeros((length, vectors) if diagonal else (length, vectors, vectors))
+        room = whitener.new_empty(length * vectors * _largest(posterior.shapes))
+        for names in gradients.record.plan.separate_names(posterior.names):
+            for name, value in gradients.per_example(names, start, length).items():
+                lines = value.transpose(0, 1).reshape(length, vectors, -1)
+                white = room[: lines.numel()].view(lines.shape).copy_(lines)
+                scale, common = whitener[rows[name]], 1.0
+                if bool((scale == scale[0]).all()):  # most often: then the small products are divided instead
+                    common = 1 / float(scale[0])
+                else:
+                    white /= scale
+                inside.addmm_(white.flatten(0, 1), posterior.basis[rows[name]], alpha=common)
+                square = white.square().sum(-1) if diagonal else white @ white.transpose(1, 2)
+                prior.add_(square, alpha=common**2)
+        # Rounding of the gradients is looked at where sums of squares are made.
+        tolerance = max(1e-6, 100 * torch.finfo(gradients.vectors.dtype).eps ** 2)
+        return _Explained(prior, inside.unflatten(0, (length, vectors)), tolerance, diagonal)
+
+    def covariance(self, posterior: LowRankBlockPosterior) -> Tensor | None:
+        """J Σ Jᵀ under a prior and a scale; None where it has lost its digits."""
+        shrunk = self.inside * (1 - 1 / posterior._gain)
+        if self.diagonal:
+            variance = covariance = self.prior - (shrunk * self.inside).sum(-1)
+            whole = self.prior
+        else:
+            covariance = self.prior - shrunk @ self.inside.transpose(1, 2)
+            variance, whole = (m.diagonal(dim1=1, dim2=2) for m in (covariance, self.prior))
+        if bool((variance.detach() < self.tolerance * whole).any()):
+            return None
+        return covariance / posterior.ratio
+
+
+def _largest(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """How many numbers the largest parameter has."""
+    return max(math.prod(s) for s in shapes.values())
+
+
+def _places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[slice]:
+    """Where each parameter stands in a vector over all of them."""
+    start = 0
+    for shape in shapes.values():
+        stop = start + math.prod(shape)
+        yield slice(start, stop)
+        start = stop
 
 
 class LowRankLayerParts(LayerParts):

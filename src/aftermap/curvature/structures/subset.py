@@ -95,7 +95,7 @@ class ExampleDraw:
                 f"structure='subset' would hold the gradients of {examples:,} examples with {self.vectors} vectors each in "
                 f"{self._parameters:,} parameters: {size:,.1f} GB. The limit are {MAX_NUMBERS:,} numbers. Use a smaller "
                 f"subset_size= (at most {max(1, MAX_NUMBERS // (self.vectors * self._parameters)):,} here), fewer parameters "
-                "(params='last_layer'), or structure='low_rank' with a small rank=, which holds no gradients of examples"
+                "(params='last_block' or 'last_layer'), or structure='low_rank' with a small rank=, which holds no gradients of examples"
             )
 
     def _draw(self) -> Tensor:
