@@ -71,6 +71,7 @@ def _logits(model: nn.Module, x: Tensor) -> Tensor:
         return torch.cat([model(piece) for piece in x.split(BATCH)]).double()
 
 
+@lru_cache(maxsize=1)
 def hindsight(prepared: Prepared) -> float:
     """The NLL on the test data that a method is compared with.
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.methods import METHODS
-from benchmarks.quality.summary import tables_of
+from benchmarks.quality.summary import Results, tables_of
+from benchmarks.quality.targets import targets_table
 
 __all__ = ["page_of", "write_page"]
 
@@ -54,7 +55,9 @@ def page_of(results: Mapping[str, Any]) -> str:
         classifications=sum(g != "regression" for g in groups),
         regressions=groups.count("regression"),
     )
-    return head + "\n".join([*(table.markdown() for table in tables_of(results)), *_left_out(results)])
+    return head + "\n".join(
+        [*(table.markdown() for table in [targets_table(Results(results)), *tables_of(results)]), *_left_out(results)]
+    )
 
 
 def _left_out(results: Mapping[str, Any]) -> list[str]:

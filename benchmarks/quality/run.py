@@ -20,7 +20,8 @@ from benchmarks.quality.datasets import MissingData
 from benchmarks.quality.methods import METHODS, Skip
 from benchmarks.quality.page import write_page
 from benchmarks.quality.store import collect, read_result, result_path, write_result
-from benchmarks.quality.summary import tables_of
+from benchmarks.quality.summary import Results, tables_of
+from benchmarks.quality.targets import targets_table
 from benchmarks.quality.tasks import QUICK, TASKS, Task
 from benchmarks.quality.training import CACHE, DATA, ROOT, Prepared, prepare
 
@@ -150,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             except MissingData as missing:
                 sys.exit(str(missing))
     results = collect(asked.cache, known, asked.seeds, METHODS)
-    for table in tables_of(results):
+    for table in [targets_table(Results(results)), *tables_of(results)]:
         print(f"\n{table.text()}")
     output = asked.output or (None if asked.quick else RESULTS)
     if output is not None and not asked.train_only:

@@ -95,9 +95,12 @@ def collect(cache: Path, tasks: Mapping[str, Task], seeds: Iterable[int], method
 
     Numbers are means over validation sets, then over seeds; "d" is also given for each seed.
     """
-    rows, skipped, described, failed = [], {}, {}, {}
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, dict[str, set[str]]] = {}
+    described: dict[str, dict[int, dict[str, Any]]] = {}
+    failed: dict[str, str] = {}
     for name, task in tasks.items():
-        found = {}
+        found: dict[str, dict[int, list[Numbers]]] = {}
         for method in methods:
             for seed in seeds:
                 result = read_result(result_path(cache, task, seed, method))

@@ -94,17 +94,34 @@ class Results:
             if facts["part"] == part and (facts["group"] == "regression") == regression
         ]
 
-    def gains(self, task: str, method: str, n: int, score: str = "entropy") -> list[float]:
+    def gains(self, task: str, method: str, n: int, score: str = "entropy") -> dict[str, float]:
         """What a method gains in AUROC over the network's entropy on each set of unusual inputs, in points."""
         row, network = self.row(task, method, n), self.row(task, "network")
         if row is None or network is None:
-            return []
-        found = []
+            return {}
+        found = {}
         for name, scores in row.get("ood", {}).items():
             value, base = scores.get(score), network["ood"][name]["entropy"]
             if value is not None and base is not None:
-                found.append(100 * (value - base))
+                found[name] = 100 * (value - base)
         return found
+
+    def over_network(self, task: str, method: str, n: int, column: str) -> float | None:
+        """How much a number lies above the network's."""
+        own, network = self.value(task, method, n, column), self.value(task, "network", 0, column)
+        return None if own is None or network is None else own - network
+
+    def ece_excess(self, task: str, method: str, n: int) -> float | None:
+        """The ECE over the smaller one of the network's and temperature scaling's with the same labels."""
+        own = self.value(task, method, n, "ece")
+        others = [self.value(task, "network", 0, "ece"), self.value(task, "temperature", n, "ece")]
+        known = [e for e in others if e is not None]
+        return None if own is None or not known else own - min(known)
+
+    def over_evidence(self, names: Sequence[str], method: str, n: int) -> float | None:
+        """How much the NLL of a regression lies above that of the full matrix tuned by the evidence, on average."""
+        pairs = [(self.value(t, method, n, "nll"), self.value(t, "full_evidence", 0, "nll")) for t in names]
+        return _mean(a - b for a, b in pairs if a is not None and b is not None)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
@@ -148,40 +165,26 @@ def tables_of(content: Mapping[str, Any]) -> list[TableOfText]:
 
 
 def _task_table(results: Results, *, regression: bool) -> TableOfText:
-    quality = "rmse" if regression else "accuracy"
     rows = []
     for part in PARTS:
         for name in results.names(part, regression=regression):
             facts = results.tasks[name]
-            sizes = f"{facts['train']:,} / {facts['pool']:,} / {facts['test']:,}"
             rows.append(
                 (
                     name,
                     part,
                     facts["about"] + (", overfitted" if facts["overfitted"] else ""),
                     f"{facts['parameters']:,}",
-                    sizes,
-                    ", ".join(facts["ood"]) or "–",
-                    _plain(results.value(name, "network", 0, quality)),
+                    f"{facts['train']:,} / {facts['pool']:,} / {facts['test']:,}",
+                    *(() if regression else (", ".join(facts["ood"]),)),
+                    _plain(results.value(name, "network", 0, "rmse" if regression else "accuracy")),
                     _plain(results.value(name, "network", 0, "nll")),
                     _short(_mean(facts["training_seconds"])),
                 )
             )
-    measured = ("RMSE", "NLL") if regression else ("accuracy", "NLL")
-    header = (
-        "task",
-        "part",
-        "network",
-        "weights",
-        "training / pool / test",
-        "unusual inputs",
-        *measured,
-        "seconds of training",
-    )
-    title = "The regressions" if regression else "The classifications"
-    if regression:
-        header, rows = (*header[:5], *header[6:]), [(*row[:5], *row[6:]) for row in rows]
-    return TableOfText(title, header, tuple(rows))
+    measured = ("RMSE",) if regression else ("unusual inputs", "accuracy")
+    header = ("task", "part", "network", "weights", "training / pool / test", *measured, "NLL", "seconds of training")
+    return TableOfText("The regressions" if regression else "The classifications", header, tuple(rows))
 
 
 def _labels_table(results: Results, part: str) -> TableOfText:
@@ -211,12 +214,12 @@ def _labels_cells(results: Results, names: Sequence[str], method: str, n: int) -
     differences = {t: 1000 * d for t in names if (d := results.value(t, method, n, "d")) is not None}
     mean, worst = _mean(differences.values()), max(differences, key=differences.__getitem__)
     gains = {
-        g: _mean(x for t in names if results.tasks[t]["group"] == g for x in results.gains(t, method, n))
+        g: _mean(x for t in names if results.tasks[t]["group"] == g for x in results.gains(t, method, n).values())
         for g in ("table", "image")
     }
-    sets = [(x, t) for t in names for x in results.gains(t, method, n)]
+    sets = [(x, t) for t in names for x in results.gains(t, method, n).values()]
     lowest = min(sets, default=None)
-    excess = _mean(_ece_excess(results, t, method, n) for t in names)
+    excess = _mean(results.ece_excess(t, method, n) for t in names)
     return (
         _judged(mean, lambda v: v <= mean_limit, _signed(mean)),
         _judged(differences[worst], lambda v: v <= worst_limit, f"{_signed(differences[worst])} ({worst})"),
@@ -227,26 +230,18 @@ def _labels_cells(results: Results, names: Sequence[str], method: str, n: int) -
     )
 
 
-def _ece_excess(results: Results, task: str, method: str, n: int) -> float | None:
-    """ECE over the smaller one of the network's and temperature scaling's with the same labels."""
-    own = results.value(task, method, n, "ece")
-    others = [results.value(task, "network", 0, "ece"), results.value(task, "temperature", n, "ece")]
-    known = [e for e in others if e is not None]
-    return None if own is None or not known else own - min(known)
-
-
 def _no_labels_table(results: Results, part: str) -> TableOfText:
     rows = []
     for method in WITHOUT_LABELS:
         names = [t for t in results.names(part) if results.row(t, method) and results.row(t, "network")]
         if not names:
             continue
-        nll = {t: _over_network(results, t, method, "nll") for t in names}
-        ece = {t: _over_network(results, t, method, "ece") for t in names}
-        gains = [x for t in names for x in results.gains(t, method, 0)]
+        nll = {t: v for t in names if (v := results.over_network(t, method, 0, "nll")) is not None}
+        ece = {t: v for t in names if (v := results.over_network(t, method, 0, "ece")) is not None}
+        gains = [x for t in names for x in results.gains(t, method, 0).values()]
         worst, widest = max(nll, key=nll.__getitem__), max(ece, key=ece.__getitem__)
         mean_nll, mean_ece, gain = _mean(nll.values()), _mean(ece.values()), _mean(gains)
-        lowest = min(((x, t) for t in names for x in results.gains(t, method, 0)), default=None)
+        lowest = min(((x, t) for t in names for x in results.gains(t, method, 0).values()), default=None)
         rows.append(
             (
                 METHODS[method].label,
@@ -272,13 +267,6 @@ def _no_labels_table(results: Results, part: str) -> TableOfText:
     return TableOfText(f"Without labels, against the network: {part} tasks", header, tuple(rows))
 
 
-def _over_network(results: Results, task: str, method: str, column: str) -> float:
-    own, network = results.value(task, method, 0, column), results.value(task, "network", 0, column)
-    assert own is not None
-    assert network is not None
-    return own - network
-
-
 def _regression_table(results: Results, part: str) -> TableOfText:
     rows = []
     for method in REGRESSIONS:
@@ -287,18 +275,9 @@ def _regression_table(results: Results, part: str) -> TableOfText:
             if names:
                 label = METHODS[method].label + (f", {n} labels" if n else "")
                 rows.append((label, str(len(names)), *_regression_cells(results, names, method, n)))
-    header = (
-        "method",
-        "tasks",
-        "NLL mean",
-        "NLL median",
-        "covers 50 %",
-        "90 %",
-        "95 %",
-        "95 % on the worst task",
-        "worst d",
-    )
-    return TableOfText(f"Regression: {part} tasks", header, tuple(rows))
+    header = ("method", "tasks", "NLL mean", "median", "d mean", "d worst task", "over full evidence")
+    cover = ("covers 50 %", "90 %", "95 %", "95 % on the worst task")
+    return TableOfText(f"Regression: {part} tasks", header + cover, tuple(rows))
 
 
 def _regression_cells(results: Results, names: Sequence[str], method: str, n: int) -> tuple[str, ...]:
@@ -306,17 +285,19 @@ def _regression_cells(results: Results, names: Sequence[str], method: str, n: in
         found = {t: results.value(t, method, n, column) for t in names}
         return {t: v for t, v in found.items() if v is not None}
 
-    nll, cover, worst = values("nll"), {level: values(f"cover{level}") for level in (50, 90, 95)}, values("d")
-    least, most = min(cover[95], key=cover[95].__getitem__), max(worst, key=worst.__getitem__)
-    mean95 = _mean(cover[95].values())
+    nll, cover, over = values("nll"), {level: values(f"cover{level}") for level in (50, 90, 95)}, values("d")
+    least, most = min(cover[95], key=cover[95].__getitem__), max(over, key=over.__getitem__)
+    mean95, mean_d, evidence = _mean(cover[95].values()), _mean(over.values()), results.over_evidence(names, method, n)
     return (
         _plain(_mean(nll.values())),
         _plain(statistics.median(nll.values())),
+        _judged(mean_d, lambda v: v <= 0, _signed(mean_d, 3)),
+        _judged(over[most], lambda v: v <= 0.3, f"{_signed(over[most], 2)} ({most})"),
+        _judged(evidence, lambda v: v <= -0.08, _signed(evidence, 3)),
         _plain(_mean(cover[50].values())),
         _plain(_mean(cover[90].values())),
         _judged(mean95, lambda v: 0.93 <= v <= 0.97, _plain(mean95)),
         _judged(cover[95][least], lambda v: v >= 0.83, f"{_plain(cover[95][least])} ({least})"),
-        _judged(worst[most], lambda v: v <= 0.3, f"{_signed(worst[most], 2)} ({most})"),
     )
 
 
@@ -380,10 +361,10 @@ def _each_task_table(results: Results) -> TableOfText:
                     *(_plain(_mean(_areas(results, name, m, "entropy"))) for m in ("network", "fit", "fit_unlabelled")),
                 )
             )
-    header = ("task", "labels", "accuracy: network", "fit", "NLL: network", "temperature", "fit", "fit, no labels")
-    header += ("ECE: network", "temperature", "fit", "fit, no labels", "error AUROC: network", "fit")
-    header += ("OOD AUROC: network", "fit", "fit, no labels")
-    return TableOfText("Each classification", header, tuple(rows))
+    header = ["task", "labels", "accuracy: network", "fit", "NLL: network", "temperature", "fit", "fit, no labels"]
+    header += ["ECE: network", "temperature", "fit", "fit, no labels", "error AUROC: network", "fit"]
+    header += ["OOD AUROC: network", "fit", "fit, no labels"]
+    return TableOfText("Each classification", tuple(header), tuple(rows))
 
 
 def _seconds_table(results: Results) -> TableOfText:

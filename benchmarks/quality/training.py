@@ -46,7 +46,7 @@ def cut(x: Tensor, y: Tensor, size: int = BATCH) -> Batches:
     return Batches(zip(x.split(size), y.split(size), strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Prepared:
     """A task under one seed: its data and its trained network.
 
