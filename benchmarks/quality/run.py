@@ -167,5 +167,5 @@ def _compact(results: dict[str, Any]) -> str:
     """JSON with one line for each row, so that a new run shows what changed."""
     rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in results["rows"])
     rest = {key: value for key, value in results.items() if key != "rows"}
-    text = json.dumps(rest, separators=(",", ":"), sort_keys=True)
+    text = json.dumps(rest, separators=(",", ":"))
     return f'{text[:-1]},"rows":[\n{rows}\n]}}\n'

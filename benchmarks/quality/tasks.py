@@ -124,11 +124,12 @@ def _classifications() -> list[Task]:
             "grey30_cnn",
             D,
             "image",
-            Images(("mnist", "fashion-mnist", "kmnist"), "grey", 12000, ood=("notmnist",)),
+            Images(("mnist", "fashion-mnist", "kmnist"), "grey", 12000, test=600, ood=("notmnist",), unusual=300),
             ConvNet((16, 32), 64, "batch"),
             Training(5, 2e-3),
             "2 convolutions, BatchNorm, 30 classes",
             ensemble=False,
+            resplits=3,
         ),
         Task(
             "cifar10_resnet20",
