@@ -8,6 +8,7 @@ BENCH_BIN := $(BENCH_VENV)/bin
 DEV_STAMP := $(VENV)/.installed
 BENCH_STAMP := $(BENCH_VENV)/.installed
 PYTEST_ARGS ?=
+QUALITY_ARGS ?=
 
 # The tensors in the tests are small: one thread is faster than several, and more repeatable.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
@@ -24,7 +25,7 @@ PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-portable test-slow test-peers browser-setup lint format docs bench-setup bench clean distclean
+.PHONY: help setup demo test test-portable test-slow test-peers browser-setup lint format docs bench-setup bench bench-quality clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +89,10 @@ bench-setup: $(BENCH_STAMP) ## set up .venv-bench with the peers
 
 bench: $(BENCH_STAMP) ## run the benchmarks against the peers
 	$(BENCH_BIN)/python -m benchmarks.run
+
+# The data folder is AFTERMAP_DATA, or --data-dir in QUALITY_ARGS; benchmarks/README.md says what it holds.
+bench-quality: $(BENCH_STAMP) ## does the default call help? many tasks, resumable (QUALITY_ARGS="--quick" tries it out)
+	OMP_NUM_THREADS=1 $(BENCH_BIN)/python -m benchmarks.quality $(QUALITY_ARGS)
 
 clean: ## remove caches and built files, keep the environments
 	rm -rf site demo dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
