@@ -27,7 +27,7 @@ def normalised() -> nn.Module:
 
 
 def results(data: Data) -> dict[str, Tensor]:
-    """What tuning gives by default, γ without an early end, and estimates from a sample of the data."""
+    """What tuning by the dimension gives, γ without an early end, and estimates from a sample of the data."""
     model = normalised()
     la = Laplace(model, "classification").fit(data, progress=False)
     evidence = la.tune(method="evidence").log_evidence().detach()
@@ -40,7 +40,7 @@ def results(data: Data) -> dict[str, Tensor]:
     some = match_dimension(model, batches, Categorical(), la.posterior, examples=30, draws=400, generator=own)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "matched to the effective dimension", StatisticalWarning)
-        la.tune()
+        la.tune(method="dimension")
     found = la.tuning
     assert isinstance(found, DimensionResult)
     return {

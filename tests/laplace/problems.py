@@ -18,6 +18,7 @@ __all__ = [
     "generator",
     "linear_regression",
     "mlp",
+    "new_classes",
     "normal",
     "regression",
     "seeded",
@@ -52,6 +53,13 @@ def classes(count: int = 60, inputs: int = 3, outputs: int = 4, seed: int = 2) -
     y = scores.argmax(1)
     cut = count // 3
     return [(x[:cut], y[:cut]), (x[cut:], y[cut:])]
+
+
+def new_classes(count: int = 200, inputs: int = 3, outputs: int = 4, seed: int = 2) -> Data:
+    """Data of the same kind as `classes`, which no network has seen."""
+    x = normal(count, inputs, seed=seed + 100)
+    scores = x @ normal(inputs, outputs, seed=seed + 1) + 0.7 * normal(count, outputs, seed=seed + 102)
+    return [(x, scores.argmax(1))]
 
 
 def regression(count: int = 60, noise: float = 0.3, seed: int = 4, outputs: int = 1) -> Data:

@@ -1,6 +1,8 @@
-"""am.fit: the choice by cost, the self-check and what it does about a collapse."""
+"""am.fit: the choice by cost, one tuning, one check, and what is said when the check fails."""
 
 from __future__ import annotations
+
+from functools import cache
 
 import pytest
 import torch
@@ -9,41 +11,80 @@ from torch import Tensor, nn
 import aftermap as am
 from aftermap.batches import iterate
 from aftermap.errors import DataError, InputError, StatisticalWarning
-from aftermap.laplace import Laplace, auto, check_predictive, estimate_costs, self_check
+from aftermap.laplace import (
+    Laplace,
+    SelfCheck,
+    SelfConsistentResult,
+    ValidationResult,
+    auto,
+    check_predictive,
+    estimate_costs,
+    self_check,
+)
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.predictive import Prediction
 from aftermap.testing import ModelSnapshot, check_unchanged
-from tests.laplace.problems import classes, gaussian_nll, mlp, normal, regression, seeded, trained
+from tests.laplace.problems import classes, gaussian_nll, mlp, new_classes, normal, regression, seeded, trained
 
-quiet = pytest.mark.filterwarnings("ignore:the best point lies at the edge")
+mistrusted = pytest.mark.filterwarnings("ignore:the posterior that was found without held-out labels")
 
 
-def classifier(hidden: int = 5) -> nn.Module:
-    return trained(mlp(3, hidden, 4), classes(), nn.CrossEntropyLoss(reduction="sum"), steps=60)
+@cache
+def classifier(hidden: int = 5, count: int = 300) -> nn.Module:
+    return trained(mlp(3, hidden, 4), classes(count), nn.CrossEntropyLoss(reduction="sum"), steps=60)
 
 
 def test_small_networks_get_the_full_matrix() -> None:
     model = classifier()
     before = ModelSnapshot.of(model)
-    laplace = am.fit(model, classes(), verbose=False)
+    laplace = am.fit(model, classes(300), verbose=False)
     check_unchanged(model, before)
     assert laplace.structure == "full"
     assert laplace.report.chosen.structure == "full"
-    assert not laplace.report.checks[-1][1].collapsed
-    assert laplace.tuning is not None
     assert laplace.predict(classes()[0][0]).mean.shape == (20, 4)
 
 
-@quiet
+def test_without_validation_data_the_report_holds_the_tuning_and_its_check() -> None:
+    laplace = am.fit(classifier(), classes(300), verbose=False)
+    report = laplace.report
+    assert isinstance(laplace.tuning, SelfConsistentResult)
+    assert report.tuning is laplace.tuning
+    assert report.check is laplace.tuning.check
+    assert report.check.passed
+    structure, tuning, check = str(report).splitlines()
+    assert structure == f"structure: {report.chosen}"
+    assert tuning == f"tuning: {laplace.tuning}"
+    assert check == f"check passed: {report.check.message}"
+    with pytest.warns(DeprecationWarning, match="FitReport.checks is now one check: FitReport.check"):
+        assert report.checks == [(str(report.chosen), report.check)]
+
+
+def test_with_validation_data_the_check_is_on_these() -> None:
+    held_out = new_classes()
+    laplace = am.fit(classifier(), classes(300), held_out, verbose=False)
+    report = laplace.report
+    assert isinstance(report.tuning, ValidationResult)
+    assert isinstance(report.check, SelfCheck)
+    assert report.check.n_data == 200
+    x, y = (torch.cat(t) for t in zip(*held_out, strict=True))
+    losses = [p.log_prob(y).neg() for p in (laplace.predictor.map_prediction(x), laplace.predict(x))]
+    assert report.check.map_nll == pytest.approx(float(losses[0].mean()), rel=1e-9)
+    assert report.check.map_nll == pytest.approx(report.tuning.network_nll, rel=1e-9)
+    # The draws of the predictive are others than those of the tuning.
+    assert report.check.bayes_nll == pytest.approx(float(losses[1].mean()), abs=0.01)
+    assert report.check.difference == report.check.bayes_nll - report.check.map_nll
+    assert "check passed: accuracy" in str(report)
+
+
 def test_larger_networks_get_kronecker_factors_and_validation_tunes_the_predictive() -> None:
-    model = classifier(300)
-    laplace = am.fit(model, classes(), classes(seed=12), verbose=False)
+    laplace = am.fit(classifier(300, 60), classes(), new_classes(60), verbose=False)
     assert laplace.structure == "kron"
-    assert isinstance(laplace.tuning, am.laplace.ValidationResult)
+    assert isinstance(laplace.tuning, ValidationResult)
 
 
+@mistrusted
 def test_memory_and_time_limits_decide() -> None:
-    model = classifier(300)
+    model = classifier(300, 60)
     costs = {(c.structure, c.params): c for c in estimate_costs(model, classes(), Categorical())}
     kron, last = costs["kron", "all"], costs["kron", "last_layer"]
     assert kron.bytes > last.bytes
@@ -61,6 +102,7 @@ def test_nothing_fits() -> None:
         am.fit(classifier(), classes(), time_limit=1e-9, verbose=False)
 
 
+@mistrusted
 def test_a_structure_can_be_asked_for() -> None:
     assert am.fit(classifier(), classes(), structure="diagonal", verbose=False).structure == "diagonal"
     with pytest.raises(
@@ -75,7 +117,7 @@ def test_a_subnetwork_is_not_for_this_function() -> None:
 
 
 def test_one_line_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
-    am.fit(classifier(), classes(), verbose=True)
+    am.fit(classifier(), classes(300), verbose=True)
     said = capsys.readouterr()
     line = next(x for x in (said.out + said.err).splitlines() if "alternatives" in x)
     assert line.startswith("full, 44 parameters: about")
@@ -84,21 +126,24 @@ def test_one_line_before_the_work(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    am.fit(classifier(), classes(), verbose=False)
+    am.fit(classifier(), classes(300), verbose=False)
     said = capsys.readouterr()
     assert said.out + said.err == ""
 
 
+@pytest.mark.filterwarnings("ignore:the best point lies at the edge")
 def test_regression() -> None:
     data = regression(noise=0.3)
     model = trained(mlp(1, 6, 1), data, gaussian_nll(0.3))
     laplace = am.fit(model, data, likelihood="regression", verbose=False)
     assert float(laplace.hyperparameters.noise) == pytest.approx(0.3, rel=0.3)
-    assert laplace.report.checks[-1][1].map_accuracy is None
+    held = am.fit(model, data, regression(noise=0.3, seed=14), "regression", verbose=False)
+    assert held.report.check.passed
+    assert held.report.check.map_accuracy is None
 
 
 def forced(monkeypatch: pytest.MonkeyPatch, precision: float) -> None:
-    """Tuning that chooses a prior as bad as the evidence does on networks with normalisation."""
+    """Tuning that chooses a prior that is far too wide."""
 
     def tune(self: Laplace, val_loader: object = None, **options: object) -> Laplace:
         return self.with_prior(precision)
@@ -106,42 +151,33 @@ def forced(monkeypatch: pytest.MonkeyPatch, precision: float) -> None:
     monkeypatch.setattr(Laplace, "tune", tune)
 
 
-def test_a_collapse_falls_back_to_the_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = trained(
-        seeded(lambda: nn.Sequential(nn.Linear(3, 20), nn.BatchNorm1d(20), nn.ReLU(), nn.Linear(20, 4))),
-        classes(),
-        nn.CrossEntropyLoss(reduction="sum"),
-        decay=0.01,
-        steps=60,
-    )
-    whole = Laplace(model, "classification", prior_precision=1e-3).fit(classes(), progress=False)
-    batches = list(iterate(classes(), device=torch.device("cpu")))
-    assert check_predictive(whole, batches).collapsed
-    forced(monkeypatch, 1e-3)
-    with pytest.warns(StatisticalWarning, match="failed its self-check .* fell back to the last layer.* It now passes"):
-        laplace = am.fit(model, classes(), structure="kron", verbose=False)
-    assert laplace.posterior.names == ("3.weight", "3.bias") or laplace.data_scale > 1
-    assert not laplace.report.checks[-1][1].collapsed
-    assert laplace.report.checks[0][1].collapsed
-    assert laplace.report.notes
+def test_a_predictive_that_is_worse_than_the_network_is_warned_of_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rule, one check, one warning: the posterior stays what the rule made it."""
+    forced(monkeypatch, 1e-5)
+    with pytest.warns(
+        StatisticalWarning, match=r"worse than the network on the validation data \(accuracy .*last_layer"
+    ):
+        laplace = am.fit(classifier(20, 60), classes(), new_classes(), structure="kron", verbose=False)
+    assert {float(v) for v in laplace.prior_precision.values()} == {1e-5}
+    assert laplace.data_scale == 1.0
+    assert laplace.posterior.names == tuple(dict(laplace.model.named_parameters()))
+    assert not laplace.report.check.passed
+    assert "check FAILED: accuracy" in str(laplace.report)
 
 
-def test_a_collapse_of_a_chosen_part_makes_the_posterior_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = trained(mlp(3, 20, 4), classes(), nn.CrossEntropyLoss(reduction="sum"), decay=0.01, steps=60)
-    forced(monkeypatch, 1e-4)
-    with pytest.warns(StatisticalWarning, match="10 times narrower"):
-        laplace = am.fit(model, classes(), structure="diagonal", params=["0"], verbose=False)
-    assert laplace.data_scale >= 10
-    first, last = laplace.report.checks[0][1], laplace.report.checks[-1][1]
-    assert last.bayes_confidence > first.bayes_confidence
-    found = laplace.prior_precision["0"] / laplace.data_scale
-    assert float(found) == pytest.approx(1e-4)
+def test_the_warning_without_validation_data_is_that_of_the_tuning() -> None:
+    """Said to be a twentieth of a datum each, the data determine more of the posterior than they can."""
+    with pytest.warns(StatisticalWarning, match="found without held-out labels is to be mistrusted") as said:
+        laplace = am.fit(classifier(5, 60), classes(), data_scale=0.05, verbose=False)
+    assert len(said) == 1
+    assert not laplace.report.check.passed
+    assert "of the data determine more of the posterior than a datum can" in str(laplace.report)
 
 
 def test_the_check_knows_a_good_posterior_from_a_bad_one() -> None:
     model = classifier()
     batches = list(iterate(classes(), device=torch.device("cpu")))
-    good = Laplace(model, "classification", prior_precision=10.0).fit(classes(), progress=False)
+    good = Laplace(model, "classification", prior_precision=10.0).fit(classes(300), progress=False)
     report = check_predictive(good, batches)
     assert not report.collapsed
     x, y = (torch.cat(t) for t in zip(*classes(), strict=True))
@@ -200,5 +236,7 @@ def test_token_outputs() -> None:
         lambda f, t: nn.functional.cross_entropy(f.flatten(0, 1), t.flatten(), reduction="sum"),
     )
     laplace = am.fit(model, [(x, y)], verbose=False)
-    assert not laplace.report.checks[0][1].collapsed
+    assert laplace.report.check.passed
+    # 240 positions, of which two have no label.
+    assert laplace.report.check.n_data == 238
     assert laplace.predict(x).mean.shape == (40, 6, 4)

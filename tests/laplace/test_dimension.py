@@ -16,16 +16,15 @@ import aftermap as am
 from aftermap.batches import Batch, iterate
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.errors import DataError, InputError, StatisticalWarning
-from aftermap.laplace import Laplace
+from aftermap.laplace import Laplace, SelfConsistentResult
 from aftermap.laplace.dimension import (
     DimensionResult,
     block_dimension,
     effective_dimension,
-    informative_examples,
     is_normalised,
     match_dimension,
 )
-from aftermap.laplace.evidence import EvidenceResult
+from aftermap.laplace.examples import informative_examples
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.dimension_worker import normalised
@@ -198,20 +197,9 @@ def test_labels_have_no_influence() -> None:
     assert one == two
 
 
-@by_heart
-def test_the_default_where_it_applies() -> None:
+def test_which_networks_are_normalised() -> None:
     assert is_normalised(normalised())
     assert not is_normalised(mlp())
-    assert isinstance(
-        Laplace(normalised(), "classification").fit(classes(), progress=False).tune().tuning, DimensionResult
-    )
-    for model, options in (
-        (mlp(), {}),
-        (normalised(), {"structure": "full"}),
-        (normalised(), {"params": "last_layer"}),
-    ):
-        la = Laplace(model, "classification", **options).fit(classes(), progress=False).tune()
-        assert isinstance(la.tuning, EvidenceResult)
 
 
 def test_a_regression_keeps_its_noise() -> None:
@@ -230,11 +218,12 @@ def test_the_same_result_every_time_and_more_data_can_be_added() -> None:
     model = normalised()
     la = Laplace(model, "classification").fit([first], progress=False).fit([second], update=True, progress=False)
     whole = Laplace(model, "classification").fit(classes(), progress=False)
-    scale = la.tune().data_scale
-    assert la.tune().data_scale == pytest.approx(scale, rel=1e-2)
+    scale = la.tune(method="dimension").data_scale
+    assert la.tune(method="dimension").data_scale == pytest.approx(scale, rel=1e-2)
     assert la.tune(method="evidence").data_scale == pytest.approx(1.0)
-    la.tune()
-    assert la.tuning.n_examples == whole.tune().tuning.n_examples == 60
+    for found in (la, whole):
+        found.tune(method="dimension")
+    assert la.tuning.n_examples == whole.tuning.n_examples == 60
 
 
 def test_a_part_of_the_data_is_warned_of() -> None:
@@ -252,15 +241,16 @@ def test_a_part_of_the_data_is_warned_of() -> None:
 
     few = Laplace(model, "classification").fit(part, progress=False)
     with pytest.warns(StatisticalWarning, match=r"the 20 data of this fit, .*dataset holds 600\).*data_scale=N / 20\)"):
-        few.tune()
+        few.tune(method="dimension")
     assert isinstance(few.tuning, DimensionResult)
     plain = float(nn.functional.cross_entropy(model(new).detach(), labels))
     assert nll(few) > plain + 0.05
     # With their true number, and with all of them, it is well, and nothing is said.
     for la in (
-        Laplace(model, "classification", data_scale=30.0).fit(part, progress=False).tune(),
-        Laplace(model, "classification").fit(data, progress=False).tune(),
+        Laplace(model, "classification", data_scale=30.0).fit(part, progress=False),
+        Laplace(model, "classification").fit(data, progress=False),
     ):
+        la.tune(method="dimension")
         assert isinstance(la.tuning, DimensionResult)
         assert nll(la) < plain + 0.02
 
@@ -270,7 +260,7 @@ def test_a_network_that_knows_its_data_by_heart_is_told_of_that() -> None:
     with pytest.warns(
         StatisticalWarning, match=r"each counted as 1\.5, .*trained on more data than these: .* by heart"
     ):
-        la.tune()
+        la.tune(method="dimension")
     assert isinstance(la.tuning, DimensionResult)
 
 
@@ -319,27 +309,6 @@ def test_gaussian_curvature_is_uniform_and_the_sample_too() -> None:
     torch.testing.assert_close(weights, weights[:1].expand(15))
 
 
-def test_fit_matches_the_dimension_of_a_collapsed_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network without normalisation whose evidence misleads (here: is forced to) is widened no further than its dimension."""
-    data = classes(300)
-    model = trained(mlp(3, 30, 4), data, nn.CrossEntropyLoss(reduction="sum"), decay=0.5, steps=60)
-    real = Laplace.tune
-
-    def tune(self: Laplace, val_loader: object = None, *, method: str | None = None) -> Laplace:
-        if method is None:
-            return self.with_prior(1e-4)
-        return real(self, method=method)
-
-    monkeypatch.setattr(Laplace, "tune", tune)
-    with pytest.warns(
-        StatisticalWarning, match="times narrower, to the effective dimension of all layers. It now passes"
-    ):
-        la = am.fit(model, data, structure="kron", verbose=False)
-    assert isinstance(la.tuning, DimensionResult)
-    assert la.posterior.names == tuple(dict(model.named_parameters()))
-    assert [collapsed.collapsed for _, collapsed in la.report.checks] == [True, False]
-
-
 @pytest.mark.slow
 def test_a_pretrained_residual_network_without_validation_labels() -> None:
     """ResNet-20 with BatchNorm: the evidence alone collapses, am.fit without any validation data does not."""
@@ -367,9 +336,8 @@ def test_a_pretrained_residual_network_without_validation_labels() -> None:
 
     # The network saw 50,000 images, of which 300 stand for all here.
     la = am.fit(model, train, structure="kron", verbose=False, data_scale=50_000 / 300)
-    assert isinstance(la.tuning, DimensionResult)
-    assert not la.report.checks[-1][1].collapsed
-    assert not la.report.notes
+    assert isinstance(la.tuning, SelfConsistentResult)
+    assert la.report.check.passed
     with torch.no_grad():
         plain = float(nn.functional.cross_entropy(model(x), y))
     matched = nll(la)

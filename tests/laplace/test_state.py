@@ -180,8 +180,6 @@ def test_old_names_are_told_of_their_new_ones() -> None:
         assert la.tuning.level == la.tuning.noise
     with pytest.warns(DeprecationWarning, match="CheckReport is now called SelfCheck"):
         assert am.laplace.CheckReport is am.laplace.SelfCheck
-    with pytest.warns(DeprecationWarning, match="GridResult is now called ValidationResult"):
-        assert am.laplace.GridResult is am.laplace.ValidationResult
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = am.laplace.Nothing
 

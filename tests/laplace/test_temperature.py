@@ -53,6 +53,7 @@ def pair(case: str, **options: Any) -> tuple[Laplace, Laplace]:
 
 @pytest.mark.parametrize("structure", ["full", "kron", "ekfac", "diagonal", "low_rank"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore:the posterior that was found without held-out labels")
 def test_it_divides_the_outputs(case: str, structure: str) -> None:
     warm, other = pair(case, structure=structure, rank=32)  # what is left out is far below the tolerance
     assert_close(warm.posterior.to_dense(), other.posterior.to_dense(), rtol=1e-8, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Tuning on validation data: the grid, its random numbers, its edges and its honesty."""
+"""The grid over data scale and precision: its numbers, its random draws, its edges and its honesty."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
-from aftermap.laplace import Laplace, ValidationResult
-from aftermap.laplace import tune as module
+from aftermap.laplace import GridResult, Laplace
+from aftermap.laplace import grid as module
 from aftermap.likelihoods import Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, generator, mlp, normal, regression, trained
@@ -44,7 +44,7 @@ def test_every_number_of_the_table_is_that_of_a_posterior_set_by_hand(structure:
     data = held_out()
     laplace.tune(data, kind=kind, samples=20, precisions=PRECISIONS, scales=SCALES)
     result = laplace.tuning
-    assert isinstance(result, ValidationResult)
+    assert isinstance(result, GridResult)
     assert result.n_data == 45
     assert len(result.table) == 16
     for scale, precision, value in result.table[::5]:
@@ -92,7 +92,7 @@ def test_the_default_grid_is_in_two_stages_and_never_worse_than_the_network() ->
     data = held_out()
     plain = -float(torch.cat([laplace.predictor.map_prediction(x).log_prob(y) for x, y in data]).mean())
     before = ModelSnapshot.of(laplace.model)
-    laplace.tune(data)
+    laplace.tune(data, method="grid")
     check_unchanged(laplace.model, before)
     assert laplace.tuning.nll <= plain + 1e-3
     assert nll(laplace, data) == pytest.approx(laplace.tuning.nll, rel=1e-6)
@@ -112,7 +112,7 @@ def test_the_edge_of_the_default_grid_is_told() -> None:
     laplace = fitted()
     wrong = [(3 * x, (laplace.model(x).argmin(1))) for x, _ in held_out()]
     with pytest.warns(StatisticalWarning, match="edge of the grid"):
-        laplace.tune(wrong)
+        laplace.tune(wrong, method="grid")
 
 
 @edges
