@@ -1,10 +1,12 @@
 """What a fit will cost before it is started: time from one measured pass, memory from the shapes.
 
-One unit u is a forward and backward pass with parameter gradients on the first batch, measured. The curvatures cost multiples
-of it that follow from the layers' shapes: with F the forward flops of the layers with weight matrices,
+One unit u is a forward and backward pass with the gradients of all parameters on the first batch, measured. The curvatures cost multiples
+of it that follow from the layers' shapes: with F the forward flops of all layers with weight matrices, b the share of them that vectors are
+propagated back through, and sums over the layers that are uncertain,
 
-    Kronecker:  (1 + V + r_A/2 + V r_B/2)/3 u,   r_A = Σ N T D²/F,  r_B = Σ N T O²/F,  V back-propagated vectors,
-    diagonal:   (1 + 2V)/3 u,        full: V/3 u plus P² per vector and datum,
+    Kronecker:  (1 + bV + r_A/2 + V r_B/2)/3 u,   r_A = Σ N T D²/F,  r_B = Σ N T O²/F,  V back-propagated vectors,
+    diagonal:   (1 + 2bV)/3 u,        full: the same plus P² per vector and datum,
+    subset:     (1 + 2bV m/N)/3 u for m of N data, plus the Gram matrix of their V m rows,
 
 plus 10 D³ float64 operations per eigendecomposition.
 """
@@ -21,10 +23,11 @@ import torch
 from torch import nn
 
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.curvature.passes.last_block import find_last_block
+from aftermap.curvature.passes.last_block import last_block, resolve_last_block
 from aftermap.curvature.passes.plan import find_last_layer, find_layers
 from aftermap.curvature.passes.record import record_calls
 from aftermap.curvature.passes.vectors import resolve_kind
+from aftermap.errors import AftermapError
 from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, check_device, check_modes, only_require_grad
 from aftermap.params import Selection, named_parameters, select
@@ -32,19 +35,29 @@ from aftermap.params import Selection, named_parameters, select
 __all__ = ["Cost", "describe_costs", "estimate_costs"]
 
 _EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition on one modest machine
-_CANDIDATES = (("kron", "all"), ("ekfac", "all"), ("diagonal", "all"), ("full", "all"), ("kron", "last_layer"))
+_CANDIDATES = (
+    ("kron", "all"),
+    ("ekfac", "all"),
+    ("diagonal", "all"),
+    ("full", "all"),
+    ("subset", "all"),
+    ("kron", "last_block"),
+    ("kron", "last_layer"),
+)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """An estimate.
+    """An estimate of what a structure will cost.
 
     Attributes:
-        structure: of the curvature.
-        params: "all" or "last_layer".
-        n_params: how many numbers are uncertain.
-        seconds: for the fit and the decompositions.
-        bytes: of the factors and the posterior, beside what training needs.
+        structure: The structure of the curvature.
+        params: The parameters that it is for: "all" (of those that were chosen), "last_block" or "last_layer".
+        n_params: How many numbers are uncertain.
+        seconds: The time of the fit and of the decompositions.
+        bytes: The memory of the factors and of the posterior, beside what training needs.
+        n_data: How many data there are, as far as the loader tells.
+        n_rows: The number of data times the number of their outputs: how many rows the Jacobian of all data has.
     """
 
     structure: str
@@ -52,6 +65,8 @@ class Cost:
     n_params: int
     seconds: float
     bytes: float
+    n_data: int = 0
+    n_rows: int = 0
 
     def __str__(self) -> str:
         where = "" if self.params == "all" else f" of the {self.params.replace('_', ' ')}"
@@ -90,24 +105,133 @@ def estimate_costs(
     likelihood: Likelihood,
     *,
     params: Selection = "all",
+    subset_size: int = 300,
     unpack: Unpack | None = None,
 ) -> list[Cost]:
     """Costs of the structures that are worth considering, from one measured batch.
 
-    Where the number of batches is unknown (no ``len``), time is for one batch.
+    Args:
+        model: The trained network, in eval mode.
+        data: The training data. Where the number of batches is unknown (no ``len``), the time is for one batch.
+        likelihood: The likelihood of the targets.
+        params: Which weights are uncertain. The last block (of a network that is made of blocks) and the last layer are
+            considered beside "all".
+        subset_size: The number of examples of structure="subset".
+        unpack: What turns a batch of an unusual form into (inputs, targets).
     """
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     device, dtype = check_device(model)
     batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
-    batches = len(data) if isinstance(data, Sized) else 1
-    names = select(model, find_last_block(model, batch) if params == "last_block" else params)
-    costs = []
-    for structure, which in _CANDIDATES:
-        if which == "last_layer" and params != "all":
-            continue
-        chosen = names if which == "all" else find_last_layer(model, batch)
-        costs.append(_cost(model, batch, batches, likelihood, structure, which, chosen))
-    return costs
+    shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), len(data) if isinstance(data, Sized) else 1)
+    chosen = {"all": select(model, resolve_last_block(model, params, data, unpack))}
+    if params == "all":
+        chosen["last_layer"] = find_last_layer(model, batch)
+        block = _block_of_blocks(model, batch)
+        if block is not None:
+            chosen["last_block"] = block
+    return [
+        shapes.cost(structure, which, chosen[which], subset_size) for structure, which in _CANDIDATES if which in chosen
+    ]
+
+
+def _size_of(data: Iterable[Any], batch: Batch) -> int:
+    """The number of data, as far as a loader tells."""
+    size = getattr(getattr(data, "dataset", None), "__len__", None)
+    if size is not None:
+        return int(size())
+    return batch.size * (len(data) if isinstance(data, Sized) else 1)
+
+
+def _block_of_blocks(model: nn.Module, batch: Batch) -> list[str] | None:
+    """The parameters of the last block of a network that is made of blocks; None for other networks."""
+    try:
+        found = last_block(model, batch)
+    except AftermapError:
+        return None
+    return list(found.names) if found.is_module else None
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """What the costs of all structures are worked out from.
+
+    Attributes:
+        model: The network.
+        batch: The first batch.
+        n_data: The number of data.
+        batches: The number of batches.
+        unit: The seconds of a forward and backward pass over the batch.
+        vectors: The number of vectors that are propagated back for each datum.
+        outputs: The number of outputs of a datum.
+    """
+
+    model: nn.Module
+    batch: Batch
+    n_data: int
+    batches: int
+    unit: float
+    vectors: int
+    outputs: int
+
+    @staticmethod
+    def of(model: nn.Module, batch: Batch, likelihood: Likelihood, n_data: int, batches: int) -> _Shapes:
+        names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
+        with torch.no_grad():
+            outputs = call_model(model, batch.inputs)
+        exact = resolve_kind("auto", outputs) == "exact"
+        vectors = likelihood.columns(outputs.shape[-1]) * math.prod(outputs.shape[1:-1]) if exact else 1
+        return _Shapes(model, batch, n_data, batches, _unit(model, batch, names), vectors, math.prod(outputs.shape[1:]))
+
+    def cost(self, structure: str, which: str, names: Sequence[str], subset_size: int) -> Cost:
+        """The cost of a structure over some parameters."""
+        own = named_parameters(self.model)
+        every = [n for n, p in own.items() if p.is_floating_point()]
+        plan = find_layers(self.model, every)
+        with only_require_grad(self.model, every), record_calls(plan) as calls:
+            call_model(self.model, self.batch.inputs)
+        uncertain = {i for i, layer in enumerate(plan.layers) if any(n in names for n in layer.layout.names)}
+        size, vectors = sum(own[n].numel() for n in names), self.vectors
+        forward = behind = inner = outer = eigh = memory = 0.0
+        reached = False
+        for call in calls:
+            layout = plan.layers[call.layer].layout
+            rows = math.prod(call.out_shape) / max(1, layout.out)  # examples · positions · groups
+            flops = rows * layout.in_ * layout.out
+            forward += flops
+            reached |= call.layer in uncertain
+            behind += flops if reached else 0.0
+            if call.layer in uncertain:
+                inner += rows * layout.in_**2 / 2
+                outer += rows * layout.out**2 / 2
+        for i in uncertain:
+            layer = plan.layers[i]
+            wide = 0 if layer.rule.one_hot else layer.layout.in_
+            eigh += layer.layout.groups * 10 * (wide**3 + layer.layout.out**3)
+            memory += layer.layout.groups * 20 * (wide**2 + layer.layout.out**2)
+        forward = max(forward, 1.0)
+        back = vectors * behind / forward
+        drawn = min(subset_size, self.n_data)
+        rows = drawn * vectors
+        passes = {
+            "kron": 1 + back + inner / forward + vectors * outer / forward,
+            "ekfac": 2 + 3 * back + inner / forward + vectors * outer / forward,
+            "diagonal": 1 + 2 * back,
+            "full": 1 + 2 * back + vectors * self.batch.size * size**2 / forward,
+            "subset": 1 + 2 * back * drawn / max(1, self.n_data),
+        }[structure]
+        decomposed = min(rows, size)
+        extra = {"full": 10.0 * size**3, "subset": 10.0 * decomposed**3 + 2.0 * rows * size * decomposed}
+        held = {
+            "ekfac": memory + 16.0 * size,
+            "diagonal": 16.0 * size,
+            "full": 28.0 * size**2,
+            "subset": 12.0 * rows * size,
+        }
+        decompositions = extra.get(structure, eigh if structure in ("kron", "ekfac") else 0.0)
+        seconds = self.batches * self.unit * passes / 3 + decompositions / _EIGH_FLOPS
+        return Cost(
+            structure, which, size, seconds, held.get(structure, memory), self.n_data, self.n_data * self.outputs
+        )
 
 
 def _unit(model: nn.Module, batch: Batch, names: Sequence[str]) -> float:
@@ -121,44 +245,3 @@ def _unit(model: nn.Module, batch: Batch, names: Sequence[str]) -> float:
             torch.autograd.grad(total, [own[n] for n in names], allow_unused=True)
             best = min(best, time.perf_counter() - start)
     return best
-
-
-def _cost(
-    model: nn.Module,
-    batch: Batch,
-    batches: int,
-    likelihood: Likelihood,
-    structure: str,
-    which: str,
-    names: Sequence[str],
-) -> Cost:
-    plan = find_layers(model, names)
-    with only_require_grad(model, names), record_calls(plan) as calls:
-        outputs = call_model(model, batch.inputs)
-    exact = resolve_kind("auto", outputs) == "exact"
-    vectors = likelihood.columns(outputs.shape[-1]) * math.prod(outputs.shape[1:-1]) if exact else 1
-    forward = inner = outer = eigh = memory = 0.0
-    for call in calls:
-        layout = plan.layers[call.layer].layout
-        rows = math.prod(call.out_shape) / max(1, layout.out)  # examples · positions · groups
-        forward += rows * layout.in_ * layout.out
-        inner += rows * layout.in_**2 / 2
-        outer += rows * layout.out**2 / 2
-    own = named_parameters(model)
-    size = sum(own[n].numel() for n in names)
-    for layer in plan.layers:
-        layout = layer.layout
-        wide = 0 if layer.rule.one_hot else layout.in_
-        eigh += layout.groups * 10 * (wide**3 + layout.out**3)
-        memory += layout.groups * 20 * (wide**2 + layout.out**2)
-    forward = max(forward, 1.0)
-    passes = {
-        "kron": 1 + vectors + inner / forward + vectors * outer / forward,
-        "ekfac": 2 + 3 * vectors + inner / forward + vectors * outer / forward,
-        "diagonal": 1 + 2 * vectors,
-        "full": 1 + 2 * vectors + vectors * batch.size * size**2 / forward,
-    }[structure]
-    unit = _unit(model, batch, names)
-    extra = {"kron": eigh, "ekfac": eigh, "diagonal": 0.0, "full": 10.0 * size**3}[structure]
-    held = {"kron": memory, "ekfac": memory + 16.0 * size, "diagonal": 16.0 * size, "full": 28.0 * size**2}[structure]
-    return Cost(structure, which, size, batches * unit * passes / 3 + extra / _EIGH_FLOPS, held)

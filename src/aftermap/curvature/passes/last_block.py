@@ -43,12 +43,14 @@ class LastBlock:
         heads: The weight layers that make the outputs.
         names: All parameters that belong to it, in the model's order.
         words: The modules that hold these parameters, in words.
+        is_module: Whether the block is a module with several layers, as in networks that are made of blocks; otherwise it is a single layer.
     """
 
     block: str
     heads: tuple[str, ...]
     names: tuple[str, ...]
     words: str
+    is_module: bool = False
 
     def __str__(self) -> str:
         return self.words
@@ -102,7 +104,8 @@ def last_block(model: nn.Module, batch: Batch) -> LastBlock:
         )
     block = _block(order, before)
     names = order.names_from(order.first[block])
-    return LastBlock(block, tuple(order.heads), tuple(names), describe_names(model, names))
+    is_module = not _is_weight_layer(order.modules[block])
+    return LastBlock(block, tuple(order.heads), tuple(names), describe_names(model, names), is_module)
 
 
 def _is_weight_layer(module: nn.Module) -> bool:
