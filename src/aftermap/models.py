@@ -179,7 +179,7 @@ def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterato
     """An error of the model itself, on inputs that it does not accept, is said to be one.
 
     Args:
-        model: The network itself.
+        model: The network that may be at fault.
         inputs: A function that hands out what the network was given; it is asked only after an error.
 
     Raises:

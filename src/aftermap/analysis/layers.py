@@ -82,7 +82,7 @@ def layers_of(parts: Sequence[LayerParts], model: nn.Module, order: Sequence[str
 
     Args:
         parts: The parts of the posterior.
-        model: The network itself.
+        model: The network whose modules are the layers.
         order: The names of all parameters of the posterior.
         structure: The word for parts without blocks.
     """

@@ -41,7 +41,7 @@ _LOG_2PI = math.log(2 * math.pi)
 _FAR = -1e3  # Beyond it 1 − |z| Φ/φ cancels, and its series z⁻² − 3 z⁻⁴ is exact to 1e-11.
 STRATEGIES = ("expected_improvement", "upper_confidence_bound", "thompson", "random")
 _CANDIDATES = 1000  # This is the number of candidates of Thompson sampling.
-_CLOSE = 1e-6  # Points this close, as a share of the box, count as the same: it would teach nothing again.
+_CLOSE = 1e-6  # Points this close, as a share of the box, are the same: another evaluation would teach nothing.
 Fit = Callable[[Tensor, Tensor, "torch.Generator | None"], Predictor]
 
 

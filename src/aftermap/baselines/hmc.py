@@ -253,14 +253,14 @@ class HMC(Baseline):
 
     @property
     def draw_table(self) -> Tensor:
-        """Returns every kept sample [chains, draws, P], each parameter row-major in the order of ``names``."""
+        """All kept samples [chains, draws, P], each parameter row-major in the order of ``names``."""
         if self._chains is None:
             raise NotFittedError("no samples have been drawn yet: call fit(train_loader) first")
         return self._chains
 
     @property
     def diagnostics(self) -> ChainDiagnostics:
-        """Returns R̂, effective sample sizes, acceptance and divergences."""
+        """The diagnostics of the chains: R̂, effective sample sizes, acceptance and divergences."""
         if self._diagnostics is None:
             raise NotFittedError("no samples have been drawn yet: call fit(train_loader) first")
         return self._diagnostics

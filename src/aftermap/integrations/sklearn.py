@@ -44,8 +44,8 @@ _base = optional("sklearn.base", "sklearn", "the scikit-learn estimators")
 _ClassifierMixin: Any = _base.ClassifierMixin
 _RegressorMixin: Any = _base.RegressorMixin
 _multiclass = optional("sklearn.utils.multiclass", "sklearn", "the scikit-learn estimators")
-_FIRST_NOISE = 0.3  # As a share of the targets' deviation, before anything is known.
-_LEAST_NOISE = 1e-3  # Where the residuals vanish.
+_FIRST_NOISE = 0.3  # The first noise, as a share of the targets' deviation, before anything is known.
+_LEAST_NOISE = 1e-3  # The noise where the residuals vanish, as a share of the targets' deviation.
 
 
 class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]

@@ -168,7 +168,7 @@ class EvidenceTraining:
 
     @property
     def curves(self) -> dict[str, list[float]]:
-        """Returns the history as columns, for a figure.
+        """The history as columns, for a figure.
 
         They are epoch, train_loss, log_evidence, effective_parameters, temperature, noise (regression), output_temperature
         (classification) and a "precision: layer" each.

@@ -82,7 +82,7 @@ class Ranking:
 
     @property
     def table(self) -> list[dict[str, Any]]:
-        """Returns one row per candidate, best first.
+        """A table with one row per candidate, best first.
 
         Its keys are name, log_evidence, difference (to the best), test_log_likelihood, n_params, effective_parameters, stationary and
         seconds.

@@ -88,7 +88,7 @@ def chosen_entries(
 
     Args:
         subnetwork: The number of weights, and the score to choose by.
-        model: The network itself.
+        model: The network whose weights are chosen.
         data: Batches for the diagonal fit of score="variance".
         likelihood: The likelihood of the targets.
         prior: The precision of the diagonal posterior's prior.

@@ -169,8 +169,8 @@ def crps_gaussian(mean: TensorLike, variance: TensorLike, targets: TensorLike) -
 def crps_samples(samples: TensorLike, targets: TensorLike, *, fair: bool = False) -> float:
     """Returns the CRPS of the empirical distribution of samples, 1/S sum |x_i - y| - 1/(2 S^2) sum_ij |x_i - x_j|.
 
-    The double sum is 2 sum_i (2 i - S - 1) x_(i) over sorted samples, so the work is S log S. ``fair`` divides by S (S
-    - 1) instead of S^2, which makes it an unbiased estimate of the score of the distribution that the samples come
+    The double sum is 2 sum_i (2 i - S - 1) x_(i) over sorted samples, so the work is S log S. ``fair`` divides by
+    S (S - 1) instead of S^2, which makes it an unbiased estimate of the score of the distribution that the samples come
     from.
 
     Args:

@@ -284,9 +284,9 @@ class StreamingCoverage(_Mean):
 class StreamingAUROC(Streaming):
     """The metric :func:`aftermap.metrics.auroc` from two histograms of the scores, with a bound on what binning costs.
 
-    Scores that fall in one bin count as ties. With a_b and c_b the shares of positives and negatives in bin b, |binned
-    - exact| <= 1/2 sum_b a_b c_b, which is :meth:`error_bound`. The bound holds for any scores; those outside [low,
-    high] go to the first or last bin, so a range that is too small shows as a large bound.
+    Scores that fall in one bin count as ties. With a_b and c_b the shares of positives and negatives in bin b,
+    |binned - exact| <= 1/2 sum_b a_b c_b, which is :meth:`error_bound`. The bound holds for any scores; those outside
+    [low, high] go to the first or last bin, so a range that is too small shows as a large bound.
 
     Args:
         low: The lower end of the range of the scores.

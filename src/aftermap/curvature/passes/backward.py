@@ -339,7 +339,7 @@ class BackwardPass:
 
     @property
     def ends_at_outputs(self) -> bool:
-        """Tells whether the only recorded call is the one that made the outputs (a last-layer posterior)."""
+        """Whether the only recorded call is the one that made the outputs (a last-layer posterior)."""
         edges, calls = self.record.edges, [c for calls in self.record.calls.values() for c in calls]
         return len(calls) == 1 and len(edges) == 1 and edges[0] == get_gradient_edge(self.record.outputs)
 

@@ -438,7 +438,7 @@ class ClosureReading:
 
     @property
     def _is_low_precision(self) -> bool:
-        """Tells whether the outputs are 16-bit numbers (autocast)."""
+        """Whether the outputs are 16-bit numbers (autocast)."""
         half = (torch.bfloat16, torch.float16)
         return any(c.output is not None and c.output.dtype in half for c in self.record.model_calls)
 

@@ -97,7 +97,7 @@ class Vectors:
 
     @property
     def _columns(self) -> int:
-        """Returns the number of vectors of one position, or of all for the kinds that do not go position by position."""
+        """The number of vectors of one position, or of all for the kinds that do not go position by position."""
         if self.kind == "jacobian":
             return self._outputs.shape[-1]
         return self._likelihood.columns(self._outputs.shape[-1]) if self.kind == "exact" else self.count

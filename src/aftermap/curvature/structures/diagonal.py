@@ -111,7 +111,7 @@ class DiagonalAccumulator(Accumulator):
     def __init__(self, layer: int, layout: Layout, dtype: torch.dtype, device: torch.device):
         self.layer, self.layout, self.layers = layer, layout, (layer,)
         self.sums = RunningSum([torch.zeros(layout.groups, layout.out, layout.in_, dtype=dtype, device=device)])
-        # These are of scales: by the length of their columns, squares that are still to be summed over the examples.
+        # For scales these hold squares, by the length of their columns, that are still to be summed over the examples.
         self._columns: dict[int, RunningSum] = {}
 
     @staticmethod

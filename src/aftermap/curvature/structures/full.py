@@ -255,7 +255,7 @@ class FullBlockPosterior(BlockPosterior):
 
     @property
     def _gain(self) -> Tensor:
-        """Returns the eigenvalues s·l/ratio + 1 of the whitened precision."""
+        """The eigenvalues s·l/ratio + 1 of the whitened precision."""
         return self.scale * self.values / self.ratio + 1
 
     def log_det_ratio(self) -> Tensor:

@@ -240,7 +240,7 @@ class LowRankBlockPosterior(BlockPosterior):
 
     @property
     def _gain(self) -> Tensor:
-        """Returns 1 + σ² for each informed direction."""
+        """The value 1 + σ² for each informed direction."""
         return 1 + self.scale * self.values / self.ratio
 
     def log_det_ratio(self) -> Tensor:
