@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from aftermap import checks
-from aftermap.errors import ShapeError, UnsupportedError
+from aftermap.errors import ShapeError
+from aftermap.evaluation.reference import Reference, available_scores
 from aftermap.metrics import aupr, auroc, bootstrap_interval, fpr_at_tpr, labelled_scores
 from aftermap.predictive import Prediction
-from aftermap.predictive.prediction import SCORES
 
-__all__ = ["Detection", "available_scores", "check_scores", "detection", "detections"]
+__all__ = ["Detection", "detection", "detections", "variance_ratio"]
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,6 @@ class Detection:
     fpr95: float
     mean_inside: float
     mean_outside: float
-
-
-def check_scores(scores: str | Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of scores; every one of them must be known."""
-    return checks.choices("scores", scores, SCORES)
-
-
-def available_scores(prediction: Prediction, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Every score that a prediction has [N], or those wanted; a wanted one that is not defined raises."""
-    scores = {}
-    for name in SCORES if wanted is None else check_scores(wanted):
-        try:
-            scores[name] = prediction.score(name)
-        except UnsupportedError:
-            if wanted is not None:
-                raise
-    return scores
 
 
 def detection(
@@ -104,12 +87,13 @@ def detections(
     outside: Mapping[str, Prediction],
     *,
     scores: Iterable[str] | None = None,
+    reference: Reference | None = None,
     n_resamples: int = 200,
     level: float = 0.95,
     generator: torch.Generator | None = None,
 ) -> dict[str, dict[str, Detection]]:
-    """Every score on every set: set -> score -> Detection."""
-    usual = available_scores(inside, scores)
+    """Every score on every set: set -> score -> Detection. With a reference "either" is one of the scores."""
+    usual = available_scores(inside, scores, reference)
     result: dict[str, dict[str, Detection]] = {}
     for name, prediction in outside.items():
         if prediction.mean.shape[1:] != inside.mean.shape[1:]:
@@ -117,8 +101,37 @@ def detections(
                 f"the predictions for {name!r} have shape {list(prediction.mean.shape)}, those for the usual data "
                 f"{list(inside.mean.shape)}; both sets must go through the same network"
             )
-        other = available_scores(prediction, usual)
+        other = available_scores(prediction, usual, reference)
         result[name] = {
             s: detection(usual[s], other[s], n_resamples=n_resamples, level=level, generator=generator) for s in usual
         }
     return result
+
+
+def variance_ratio(inside: Prediction, outside: Prediction) -> float | None:
+    """The median variance of the network's outputs on another set, divided by that on usual data.
+
+    A posterior can tell inputs apart by what it adds to the network only where this is not 1. Labels are not needed.
+
+    Args:
+        inside: The prediction for usual inputs.
+        outside: The prediction for others, of the same network.
+
+    Returns:
+        The ratio; NaN where the variance of usual data is 0, and None where the predictions have no variance of outputs: of a
+        plain network, of a regression, or where only probabilities were sampled.
+
+    >>> p, v = torch.full((3, 2), 0.5), torch.ones(3)
+    >>> usual = Prediction("classification", p, v, v, 2 * v, latent_mean=p, latent_var=p)
+    >>> variance_ratio(usual, Prediction("classification", p, v, v, 2 * v, latent_mean=p, latent_var=3 * p))
+    3.0
+    """
+    medians = []
+    for prediction in (outside, inside):
+        latent = prediction.latent_mean is not None and (
+            prediction.latent_var is not None or prediction.latent_cov is not None
+        )
+        if prediction.kind not in ("classification", "binary") or not latent:
+            return None
+        medians.append(prediction.score("variance").double().median().item())
+    return medians[0] / medians[1] if medians[1] > 0 else math.nan

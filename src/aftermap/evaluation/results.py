@@ -23,7 +23,7 @@ from aftermap.lazy import lazy_attribute
 __all__ = ["SCHEMA", "Comparison", "Metric", "Results", "Table", "compare", "provenance", "to_plain", "write_json"]
 
 SCHEMA = 1
-_HIGHER = ("accuracy", "auroc", "aupr", "coverage")  # of metrics whose names begin so, more is better
+_HIGHER = ("accuracy", "auroc", "aupr", "coverage", "detected")  # of metrics whose names begin so, more is better
 
 
 class Table(dict[str, list[Any]]):
