@@ -81,7 +81,7 @@ def test_a_report_explains_the_flag():
         "those of the larger rank of entropy and mutual information; for the network alone those of its entropy.",
         "Threshold of the larger rank",
         "Share of the validation inputs with a smaller entropy, or with a smaller mutual information",
-        "Median latent variance, far over test inputs",
+        "wider latent variance than the test inputs (ratio of medians",
         "Flagged of the test data",
     ):
         assert phrase in text
@@ -92,19 +92,39 @@ def test_a_report_explains_the_flag():
     assert "An input is flagged if its entropy is above" in said
 
 
+def _with_far(name: str, area: float, ratio: float | None = None) -> Results:
+    scores = {"entropy": {"auroc": Metric(area, area, area)}}
+    if ratio is not None:
+        scores["variance"] = {"median_ratio": Metric(ratio, ratio, ratio)}
+    return Results(name, "classification", 9, {}, {"far": scores})
+
+
 @pytest.mark.parametrize(
-    "ratio, meaning",
+    "ratio, network, meaning",
     [
-        (2.0, "2; unusual inputs have wider latent variance than usual ones, so the posterior helps to find them."),
-        (1.2, "1.2; the latent variance is hardly wider there, so the posterior may help little to find these inputs."),
-        (0.7, "0.700; the latent variance is not wider there, so the posterior does not help to find these inputs."),
-        (math.nan, None),
+        (2.0, None, "wider latent variance than the test inputs (ratio of medians 2), so the posterior should help"),
+        (1.2, None, "hardly wider latent variance than the test inputs (ratio of medians 1.2), so it is open whether"),
+        (
+            0.7,
+            None,
+            "not wider latent variance than the test inputs (ratio of medians 0.700), so the posterior is not likely",
+        ),
+        (2.0, 0.6, "wider latent variance than the test inputs (ratio of medians 2), and the posterior helps"),
+        (2.0, 0.79, "wider latent variance than the test inputs (ratio of medians 2), yet the posterior does not help"),
+        (
+            0.7,
+            0.79,
+            "not wider latent variance than the test inputs (ratio of medians 0.700), and the posterior does not",
+        ),
+        (0.7, 0.6, "not wider latent variance than the test inputs (ratio of medians 0.700), yet the posterior helps"),
     ],
 )
-def test_what_a_ratio_of_variances_means(ratio, meaning):
-    results = Results(
-        "x", "classification", 9, {}, {"far": {"variance": {"median_ratio": Metric(ratio, ratio, ratio)}}}
-    )
-    expected = [] if meaning is None else [f"Median latent variance, far over test inputs: {meaning}"]
-    assert variance_notes(results) == expected
-    assert variance_notes(replace(results, ood={"far": {"variance": {}}})) == []
+def test_what_a_ratio_of_variances_means(ratio, network, meaning):
+    (note,) = variance_notes(_with_far("la", 0.8, ratio), None if network is None else _with_far("map", network))
+    assert note.startswith(f"far: these inputs have {meaning}")
+    assert note.endswith(" to find them.")
+
+
+def test_no_ratio_no_note():
+    assert variance_notes(_with_far("la", 0.8)) == []
+    assert variance_notes(_with_far("la", 0.8, math.nan)) == []

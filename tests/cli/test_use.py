@@ -36,8 +36,7 @@ def test_evaluate_compares_and_judges(files: Files, fitted: Path, tmp_path: Path
     assert "Time per 1,000 inputs" in said
     assert "An input is flagged if its entropy or its mutual information is larger than on 9" in said
     assert "5 % false alarms on data like the validation data" in said
-    assert "Median latent variance, far over test inputs: " in said
-    assert "unusual inputs have wider latent variance than usual ones, so the posterior helps to find them" in said
+    assert "far: these inputs have wider latent variance than the test inputs (ratio of medians" in said
     assert "not worse than the baseline map" in said
     assert Results.from_json(results).name == "Bayesian"
     again = answer(*run, "--baseline", str(results))
@@ -82,7 +81,7 @@ def test_report_is_one_file(files: Files, posterior: Path, tmp_path: Path) -> No
     assert text.lstrip().lower().startswith("<!doctype html>")
     assert "far" in text
     assert "Inputs are ordered by the larger of two ranks" in text
-    assert "Median latent variance, far over test inputs" in text
+    assert "far: these inputs have wider latent variance than the test inputs" in text
     assert "larger than on 9" in text
     assert "exists; report does not replace it" in words(
         invoke("report", str(posterior), "--test", str(files.test), "-o", str(place), code=2).stderr

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import aftermap as am
-from aftermap.errors import DataError, InputError, UnsupportedError
+from aftermap.errors import DataError, InputError
 from aftermap.evaluation import Reference, Threshold, choose_threshold, evaluate, variance_ratio
 from aftermap.evaluation.reference import FLAG_SCORES, default_score, either_threshold
 from aftermap.predictive import Prediction
@@ -184,8 +184,11 @@ def test_numbers_are_flagged_by_their_variance():
     assert torch.equal(reference.flag(usual), variance[:, 0] > choose_threshold(variance[:, 0]).value)
     with pytest.raises(InputError, match="score='either' is not known"):
         reference.score(usual, "either")
-    with pytest.raises(UnsupportedError, match="needs classes"):
-        Reference.from_predictions(classes(*torch.rand(2, 99))).score(usual, "either")
+    of_classes = Reference.from_predictions(classes(*torch.rand(2, 99, generator=seeded())))
+    with pytest.raises(InputError, match="made of predictions of classes, but the prediction is a regression"):
+        of_classes.score(usual)
+    with pytest.raises(InputError, match="made of predictions of numbers, but the prediction is a classification"):
+        reference.score(classes(*torch.rand(2, 9, generator=seeded())))
 
 
 def test_wrong_words_and_rates_are_refused():

@@ -116,7 +116,7 @@ def compare_with_map(
     threshold = fitted.threshold(score)
     words = verdict(results["Bayesian"], results["MAP"], threshold=threshold)
     lost = fitted.promise_lost(options)
-    notes = (*variance_notes(results["Bayesian"]), *(() if lost is None else (f"Note: {lost}.",)))
+    notes = (*variance_notes(results["Bayesian"], results["MAP"]), *(() if lost is None else (f"Note: {lost}.",)))
     return MapComparison(results["Bayesian"], results["MAP"], words, threshold, notes)
 
 

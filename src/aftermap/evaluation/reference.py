@@ -208,15 +208,21 @@ class Reference:
         Args:
             prediction: The prediction for new inputs, by the same predictor with the same options.
             kind: "either", or a score of `Prediction.score`; None means the default.
+
+        Raises:
+            InputError: The held-out inputs have no such score, or were those of another kind of task.
         """
         return self.score_of(prediction, self.threshold(kind).score)
 
     def score_of(self, prediction: Prediction, kind: str) -> Tensor:
         """The score of this name, whether it has a threshold or not."""
+        if (prediction.kind in _CLASSES) != (EITHER in self.thresholds):
+            made_of = "classes" if EITHER in self.thresholds else "numbers"
+            raise InputError(
+                f"this reference was made of predictions of {made_of}, but the prediction is a {prediction.kind}"
+            )
         if kind != EITHER:
             return prediction.score(kind)
-        if prediction.kind not in _CLASSES:
-            raise UnsupportedError(f'the score "either" needs classes, but this prediction is of a {prediction.kind}')
         ranks = torch.stack([self._rank(prediction.score(s), s) for s in _PARTS]).amax(0)
         return (ranks.double() / self.n_data).to(prediction.mean.device)
 

@@ -322,7 +322,7 @@ def detection(bayesian: Results, map: Results | None, threshold: Threshold | Non
             rows.append([data, score_in_words(each), *(c[0] for c in cells), *(c[1] for c in cells)])
     header = ["Other set", "Score", *(f"AUROC, {n}" for n in named), *(f"FPR95, {n}" for n in named)]
     caption = "Every score on every other set"
-    return Section(notes=variance_notes(bayesian), pictures=pictures, header=header, rows=rows, caption=caption)
+    return Section(notes=variance_notes(bayesian, map), pictures=pictures, header=header, rows=rows, caption=caption)
 
 
 def _known(named: Mapping[str, Results], score: str, sets: Sequence[str]) -> dict[str, dict[str, Any]]:
