@@ -25,7 +25,7 @@ import aftermap as am  # noqa: E402
 from aftermap.analysis.figures import decision_grid, decision_map, finish, regression_band, save_svg  # noqa: E402
 from aftermap.baselines import Deterministic  # noqa: E402
 from aftermap.data import builtin, photograph_patches, split, toy  # noqa: E402
-from aftermap.evaluation import choose_threshold, evaluate, rotate  # noqa: E402
+from aftermap.evaluation import Reference, evaluate, rotate  # noqa: E402
 from aftermap.likelihoods import Gaussian  # noqa: E402
 
 __all__ = ["IMAGES", "LIMIT", "main"]
@@ -111,8 +111,8 @@ def report() -> None:
         "photographs": [(photograph_patches(len(x), 8).inputs, None)],
     }
     plain = evaluate(Deterministic(model), [(x, y)], ood=unusual, name="MAP")
-    bayesian = evaluate(la, [(x, y)], ood=unusual, name="Laplace")
-    threshold = choose_threshold(la.predict(data["validation"][0]).score("entropy"))
+    reference = Reference.from_predictions(la.predict(data["validation"][0]))
+    bayesian = evaluate(la, [(x, y)], ood=unusual, reference=reference, name="Laplace")
     where = la.where([(x, y)], classes=names)
     with tempfile.TemporaryDirectory() as folder:
         page, shot = Path(folder) / "report.html", Path(folder) / "shot.png"
@@ -122,7 +122,7 @@ def report() -> None:
             where=where,
             images=x,
             classes=names,
-            threshold=threshold,
+            threshold=reference.threshold(),
             title="Digits: what the network does not know",
         )
         with browser(Path(folder) / "profile") as window:

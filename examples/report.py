@@ -16,7 +16,7 @@ import aftermap as am
 from aftermap.analysis.figures import training_history
 from aftermap.analysis.report import verdict, write_report
 from aftermap.baselines import Deterministic
-from aftermap.evaluation import choose_threshold, evaluate, rotate
+from aftermap.evaluation import evaluate, rotate
 
 
 def digits(generator: torch.Generator) -> dict[str, tuple[Tensor, Tensor]]:
@@ -76,14 +76,15 @@ def main(arguments: list[str] | None = None) -> Path:
 
     laplace = am.Laplace(model, "classification").fit([data["train"]])
     laplace.tune([data["validation"]])
-    threshold = choose_threshold(laplace.predict(data["validation"][0]).score("entropy"))
+    reference = am.Reference.from_predictions(laplace.predict(data["validation"][0]))
+    threshold = reference.threshold()
 
     x, y = data["test"]
     names = [str(name) for name in load_digits().target_names]
     noise = torch.rand(x.shape, generator=generator)
     unusual = {"turned digits": [(rotate(x, 90.0), y)], "noise": [(noise, y)]}
     plain = evaluate(Deterministic(model), [(x, y)], ood=unusual, name="MAP")
-    bayesian = evaluate(laplace, [(x, y)], ood=unusual, name="Laplace")
+    bayesian = evaluate(laplace, [(x, y)], ood=unusual, reference=reference, name="Laplace")
 
     path = write_report(
         options.output,

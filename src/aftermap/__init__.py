@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 from aftermap import analysis, applications, curvature, data, likelihoods, metrics, optim
 from aftermap.analysis import where
 from aftermap.baselines import HMC, SWAG, Ensemble, MCDropout, MeanField, TemperatureScaling
-from aftermap.evaluation import evaluate
+from aftermap.evaluation import Reference, evaluate
 from aftermap.hessian_free import HessianFree
 from aftermap.laplace import Laplace, Mixture, Subnetwork, fit, load, select, train_by_evidence
 from aftermap.posteriors import precision_from_weight_decay
@@ -28,6 +28,7 @@ __all__ = [
     "MeanField",
     "Mixture",
     "Prediction",
+    "Reference",
     "Subnetwork",
     "TemperatureScaling",
     "__version__",

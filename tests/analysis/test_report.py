@@ -295,7 +295,7 @@ def test_the_words_of_a_verdict():
     assert found.headline == "Better calibrated, at the same accuracy."
     assert found.text.replace("\u00a0", " ") == (
         "Calibration error 3.0 % → 1.0 %, accuracy unchanged at 95.0 %, negative log-likelihood unchanged at 0.200. "
-        "Flag inputs with entropy above 0.959: 5 % false alarms on validation data."
+        "An input is flagged if its entropy is above 0.959: 5 % false alarms on data like the validation data."
     )
     same = verdict(_results("la", **BASE), _results("map", **BASE))
     assert same.headline.startswith("As good as the network alone")

@@ -56,7 +56,8 @@ def test_fit_says_cost_first_and_saves_everything(files: Files, fitted: Path, tm
     assert words(found.stderr).startswith("full, 51 parameters: about 1 s and 1 MB (alternatives: kron")
     said = words(found.stdout)
     assert "self-check on validation data passed: accuracy" in said
-    assert "= 5% false alarms on data like the 80 of val" in said
+    assert "an input is flagged if its entropy or its mutual information is larger than on 9" in said
+    assert "% of the validation inputs: 5 % false alarms on data like the 80 of val" in said
     assert sorted(contents(fitted)) == [
         "config.json",
         "model.safetensors",
@@ -69,11 +70,11 @@ def test_fit_says_cost_first_and_saves_everything(files: Files, fitted: Path, tm
     assert Threshold.from_dict(extras["thresholds"]["entropy"]).n_data == 80
     loaded = load_fitted(fitted)
     quantiles = loaded.reference["entropy"]
-    assert quantiles.shape == (201,)
+    assert quantiles.shape == (80,)  # so few are kept as they are
     assert bool((quantiles.diff() >= 0).all())
     threshold = loaded.threshold("entropy")
     assert threshold is not None
-    assert float(quantiles[185]) <= threshold.value <= float(quantiles[200])
+    assert threshold.value == float(quantiles[76])  # the 77th of 80: (80 + 1) · 95 % = 76.95
     assert loaded.threshold("nothing") is None
 
 
@@ -83,7 +84,7 @@ def test_fit_answers_machines(files: Files, tmp_path: Path) -> None:
     )
     assert (content["structure"], content["n_params"], content["n_data"]) == ("kron", 27, 200)
     assert content["self_check"]["passed"] is True
-    assert set(content["thresholds"]) == {"entropy", "mutual_information", "variance", "max_probability"}
+    assert set(content["thresholds"]) == {"entropy", "mutual_information", "variance", "max_probability", "either"}
 
 
 def test_fit_without_validation_has_no_threshold(files: Files, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aftermap.cli.store import load_fitted
+from aftermap.cli.store import load_fitted, save_fitted
 from aftermap.evaluation import Results
 from tests.cli.common import Files, answer, invoke, words
 
@@ -34,7 +34,9 @@ def test_evaluate_compares_and_judges(files: Files, fitted: Path, tmp_path: Path
     ):
         assert word in said
     assert "Time per 1,000 inputs" in said
-    assert "5 % false alarms on validation data" in said
+    assert "An input is flagged if its entropy or its mutual information is larger than on 9" in said
+    assert "5 % false alarms on data like the validation data" in said
+    assert "far: these inputs have wider latent variance than the test inputs (ratio of medians" in said
     assert "not worse than the baseline map" in said
     assert Results.from_json(results).name == "Bayesian"
     again = answer(*run, "--baseline", str(results))
@@ -78,6 +80,9 @@ def test_report_is_one_file(files: Files, posterior: Path, tmp_path: Path) -> No
     text = place.read_text(encoding="utf-8")
     assert text.lstrip().lower().startswith("<!doctype html>")
     assert "far" in text
+    assert "Inputs are ordered by the larger of two ranks" in text
+    assert "far: these inputs have wider latent variance than the test inputs" in text
+    assert "larger than on 9" in text
     assert "exists; report does not replace it" in words(
         invoke("report", str(posterior), "--test", str(files.test), "-o", str(place), code=2).stderr
     )
@@ -112,6 +117,56 @@ def test_tune_replaces_the_prior(files: Files, posterior: Path, tmp_path: Path) 
 # Predict
 
 
+def test_predict_by_another_score(files: Files, fitted: Path) -> None:
+    content = answer("predict", str(fitted), str(files.ood), "--score", "entropy")
+    threshold = load_fitted(fitted).threshold("entropy")
+    assert threshold is not None
+    rows = content["rows"]
+    parts = zip(rows["epistemic"], rows["aleatoric"], strict=True)
+    assert rows["score"] == pytest.approx([e + a for e, a in parts], abs=1e-6)
+    assert rows["flag"] == [int(value > threshold.value) for value in rows["score"]]
+    assert content["score"] == "entropy"
+    said = words(invoke("predict", str(fitted), str(files.ood), "--kind", "sampling").stderr)
+    assert "the thresholds were chosen with --kind linearised; with --kind sampling the rate" in said
+
+
+@pytest.mark.parametrize("command", ["predict", "evaluate", "report"])
+def test_unknown_scores_are_refused_before_any_work(files: Files, fitted: Path, command: str) -> None:
+    data = [str(files.ood)] if command == "predict" else ["--test", str(files.test)]
+    said = words(invoke(command, str(fitted), *data, "--score", "entropie", code=2).stderr)
+    assert "--score 'entropie' is not known; allowed are auto, either, entropy, mutual_information" in said
+
+
+def test_a_folder_of_an_older_version_flags_by_entropy(files: Files, fitted: Path, tmp_path: Path) -> None:
+    new = load_fitted(fitted)
+    levels = torch.linspace(0, 1, 201, dtype=torch.float64)
+    old = {s: torch.quantile(v, levels) for s, v in new.reference.items() if s != "positions"}
+    thresholds = {s: t for s, t in new.extras["thresholds"].items() if s != "either"}
+    place = save_fitted(new.predictor, tmp_path / "old", {**new.extras, "thresholds": thresholds}, old, overwrite=False)
+    assert answer("predict", str(place), str(files.ood))["score"] == "entropy"
+    said = words(invoke("evaluate", str(place), "--test", str(files.test), "--ood", f"far={files.ood}").stdout)
+    assert "An input is flagged if its entropy is above" in said
+    refused = invoke("predict", str(place), str(files.ood), "--score", "either", code=2)
+    assert "this folder holds no scores of any, or those of an older version" in words(refused.stderr)
+    invoke("tune", str(place), "--val", str(files.val))
+    assert answer("predict", str(place), str(files.ood))["score"] == "either"
+
+
+def test_few_validation_data_flag_by_entropy(files: Files, posterior: Path) -> None:
+    said = words(
+        invoke("tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "30").stdout
+    )
+    assert "an input is flagged if its entropy is above" in said
+    assert "5 % false alarms on data like the 30 of val" in said
+    said = words(
+        invoke("tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "9").stdout
+    )
+    assert "nothing will be flagged: the 9 of val are too few to promise 5 % false alarms" in said
+    said = words(invoke("predict", str(posterior), str(files.ood)).stderr)
+    assert "0 of 50 flagged" in said
+    assert "There were too few validation data to flag anything" in said
+
+
 def test_predict_writes_a_row_per_input(files: Files, fitted: Path, tmp_path: Path) -> None:
     place = tmp_path / "scored.csv"
     found = invoke("predict", str(fitted), str(files.ood), "-o", str(place))
@@ -119,18 +174,31 @@ def test_predict_writes_a_row_per_input(files: Files, fitted: Path, tmp_path: Pa
     assert list(rows[0]) == ["prediction", "confidence", "epistemic", "aleatoric", "score", "flag"]
     assert len(rows) == 50
     loaded = load_fitted(fitted)
-    threshold = loaded.threshold("entropy")
-    assert threshold is not None
     for row in rows:
-        assert float(row["score"]) == pytest.approx(float(row["epistemic"]) + float(row["aleatoric"]), abs=2e-5)
-        assert row["flag"] == str(int(float(row["score"]) > threshold.value))
         assert row["prediction"] in ("0", "1", "2")
     assert f"{sum(r['flag'] == '1' for r in rows)} of 50 flagged" in words(found.stdout)
+    assert "An input is flagged if its entropy or its mutual information is larger than on" in words(found.stdout)
     with np.load(files.ood) as arrays:
         x = torch.from_numpy(arrays["x"])
     options = loaded.predict_options("auto", 100)
     expected = loaded.predictor.predict(x, **options, generator=torch.Generator().manual_seed(0))
     assert [float(r["confidence"]) for r in rows] == pytest.approx(expected.confidence.tolist(), abs=1e-5)
+    with np.load(files.val) as arrays:
+        held_out = loaded.predictor.predict(
+            torch.from_numpy(arrays["x"]), **options, generator=torch.Generator().manual_seed(0)
+        )
+    by_hand = [
+        max(
+            (held_out.score(kind) < expected.score(kind)[i]).double().mean().item()
+            for kind in ("entropy", "mutual_information")
+        )
+        for i in range(50)
+    ]
+    assert [float(r["score"]) for r in rows] == pytest.approx(by_hand, abs=1e-6)
+    limit = loaded.threshold("either")
+    assert limit is not None
+    assert [r["flag"] for r in rows] == [str(int(value > limit.value)) for value in by_hand]
+    assert 10 < sum(int(r["flag"]) for r in rows) <= 50
     assert "exists; predict does not replace it" in words(
         invoke("predict", str(fitted), str(files.ood), "-o", str(place), code=2).stderr
     )
@@ -219,7 +287,11 @@ def test_regression_has_intervals(tmp_path: Path) -> None:
     rows = list(csv.DictReader(invoke("predict", str(tmp_path / "p"), "toy:cubic").stdout.splitlines()))
     assert list(rows[0]) == ["prediction", "lower", "upper", "epistemic", "aleatoric", "score", "flag"]
     assert all(float(r["lower"]) < float(r["prediction"]) < float(r["upper"]) for r in rows)
+    assert load_fitted(tmp_path / "p").score_name("auto") == "variance"
+    refused = invoke("evaluate", str(tmp_path / "p"), "--score", "max_probability", code=2)
+    assert "--score max_probability is not defined for the task regression" in words(refused.stderr)
     said = words(invoke("evaluate", str(tmp_path / "p")).stdout)
+    assert "An input is flagged if its variance is above" in said
     assert "Root mean squared error" in said
     assert "95 % interval" in said
 

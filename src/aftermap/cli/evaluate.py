@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from rich.table import Table
 
-from aftermap.analysis.report import MARKS, Verdict, comparison, verdict
+from aftermap.analysis.report import MARKS, Verdict, comparison, variance_notes, verdict
 from aftermap.baselines import Deterministic
 from aftermap.cli import options as o
 from aftermap.cli.console import CHECK_FAILED, GOOD, WORSE, Reporter, confirmed, plain_table
@@ -34,12 +34,14 @@ class MapComparison:
         map: The results of the network alone.
         verdict: The comparison in words.
         threshold: The threshold for flagging, if one is known.
+        notes: What else is worth a sentence: how widely the outputs vary on unusual data, and whether the thresholds still hold.
     """
 
     bayesian: Results
     map: Results
     verdict: Verdict
     threshold: Threshold | None
+    notes: tuple[str, ...] = ()
 
     @property
     def code(self) -> int:
@@ -63,6 +65,8 @@ class MapComparison:
         reporter.line()
         reporter.table(self.table(f"{name}, {self.bayesian.n_data:,} examples"))
         reporter.line()
+        for note in self.notes:
+            reporter.line(note)
         good = self.verdict.level != "worse"
         reporter.line(str(self.verdict), style="bold green" if good else "bold red")
 
@@ -78,6 +82,7 @@ class MapComparison:
             "map": self.map.to_dict(table=False),
             "bayesian": self.bayesian.to_dict(table=False),
             "threshold": None if self.threshold is None else self.threshold.to_dict(),
+            "notes": list(self.notes),
         }
 
 
@@ -87,11 +92,13 @@ def compare_with_map(
     ood: Mapping[str, Source],
     *,
     options: Mapping[str, Any],
-    score: str = "entropy",
+    score: str = "auto",
     seed: int = 0,
     n_resamples: int = 200,
 ) -> MapComparison:
-    """Evaluates the network alone and the posterior on the same data."""
+    """Evaluates the network alone and the posterior on the same data, which flags inputs by the given score."""
+    score = fitted.score_name(score)
+    reference = fitted.scores(score)
     results: dict[str, Results] = {}
     network = Deterministic(fitted.model, fitted.predictor.likelihood)
     pairs: list[tuple[str, Any, Mapping[str, Any]]] = [("MAP", network, {}), ("Bayesian", fitted.predictor, options)]
@@ -101,13 +108,16 @@ def compare_with_map(
             test.batches.named(f"{name}: test"),
             ood={n: s.batches.named(f"{name}: {n}") for n, s in ood.items()},
             name=name,
+            reference=reference if predictor is fitted.predictor else None,
             options=predict_options,
             n_resamples=n_resamples,
             seed=seed,
         )
     threshold = fitted.threshold(score)
     words = verdict(results["Bayesian"], results["MAP"], threshold=threshold)
-    return MapComparison(results["Bayesian"], results["MAP"], words, threshold)
+    lost = fitted.promise_lost(options)
+    notes = (*variance_notes(results["Bayesian"], results["MAP"]), *(() if lost is None else (f"Note: {lost}.",)))
+    return MapComparison(results["Bayesian"], results["MAP"], words, threshold, notes)
 
 
 def against_baseline(bayesian: Results, baseline: str, network: Results) -> tuple[int, str]:
@@ -178,13 +188,14 @@ def evaluate(
     reporter = run.reporter
     confirmed(output, force=run.force, what="evaluate")
     fitted = saved.load(run.checked_device())
+    score = fitted.score_name(predictive.score)
     source, ood = open_test(fitted, sets, data)
     compared = compare_with_map(
         fitted,
         source,
         ood,
         options=fitted.predict_options(predictive.kind, predictive.samples),
-        score=predictive.score,
+        score=score,
         seed=run.seed,
         n_resamples=resamples,
     )

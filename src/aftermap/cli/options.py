@@ -24,6 +24,7 @@ from aftermap.cli.models import check_device
 from aftermap.cli.sources import DataFormat, parse_size
 from aftermap.cli.store import Fitted, load_fitted
 from aftermap.errors import InputError
+from aftermap.evaluation.reference import FLAG_SCORES
 from aftermap.lazy import optional
 
 __all__ = [
@@ -332,9 +333,12 @@ class PredictiveOptions:
     samples: Annotated[int, option("The number of draws that the predictive averages over.", min=2)] = 100
     score: Annotated[
         str,
-        option("The score by which inputs are flagged."),
-        OneOf(("entropy", "mutual_information", "variance", "max_probability")),
-    ] = "entropy"
+        option(
+            "The score by which inputs are flagged; auto is either of entropy and mutual information for classes, entropy where "
+            "there were too few validation data for that, and variance for numbers."
+        ),
+        OneOf(("auto", *FLAG_SCORES)),
+    ] = "auto"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,6 @@ from aftermap.cli.sources import open_source
 from aftermap.cli.store import Fitted
 from aftermap.data import csv_rows
 from aftermap.errors import InputError
-from aftermap.evaluation import Threshold
 from aftermap.evaluation.predictor import predict_all
 from aftermap.predictive import Prediction
 
@@ -47,24 +47,26 @@ def predict(
     """Predict new inputs: prediction, confidence, epistemic, aleatoric, score and flag, one row each.
 
     For a regression the confidence is an interval: lower and upper hold 95 % of new targets. A flag says that the score is
-    above the threshold that fit chose on validation data. Uncertainties are in nats for classes, variances for numbers.
+    above the threshold that fit chose on validation data; by default, for classes, that the entropy or the mutual information is
+    larger than on nearly all validation inputs, and the score is the larger of the two shares. Uncertainties are in nats for classes, variances for numbers.
     """
     reporter = run.reporter
     if output is not None and output.suffix not in (".csv", ".json"):
         raise InputError(f"-o {output}: results are written as .csv or .json")
     confirmed(output, force=run.force, what="predict")
     fitted = saved.load(run.checked_device())
+    score = fitted.score_name(predictive.score)
     source = open_source(inputs, "test", fitted.complete(data.format()), need_targets=False, what="DATA")
     try_model(fitted.model, source)
     copied = _copied_columns(inputs, keep, data.limit)
     options = {**fitted.predict_options(predictive.kind, predictive.samples), "generator": run.generator()}
+    lost = fitted.promise_lost(options)
+    if lost is not None:
+        reporter.note(lost)
     predictor: Any = fitted.predictor
     prediction = predict_all(
         predictor, source.batches.named("predicting"), options=options, need_targets=False
     ).prediction
-    score = predictive.score
-    if score == "entropy" and prediction.kind in ("counts", "custom"):
-        score = "variance"  # the only one that is defined for them
     columns = {**copied, **_columns(prediction, fitted, score)}
     if output is not None:
         with replaced_file(output) as part:
@@ -75,16 +77,20 @@ def predict(
     if threshold is None:
         summary = "no threshold is known, so nothing is flagged: fit or tune with --val"
     else:
-        summary = f"{flagged:,} of {n:,} flagged ({flagged / n:.1%}); {threshold.false_alarm_rate:.0%} are expected of usual data"
+        summary = (
+            f"{flagged:,} of {n:,} flagged ({flagged / n:.1%}); {threshold.false_alarm_rate:.0%} are expected of usual data. "
+            + ("There were too few validation data to flag anything" if math.isinf(threshold.value) else "")
+            + ("" if math.isinf(threshold.value) else f"An input is flagged if {threshold.describe()}")
+        )
     if output is not None:
         reporter.line(summary)
         reporter.line(f"written to {output}")
-        reporter.result({"n_data": n, "flagged": flagged, "output": str(output)})
+        reporter.result({"n_data": n, "score": score, "flagged": flagged, "output": str(output)})
         return GOOD
     if not run.as_json:
         sys.stdout.write(_csv(columns))
     reporter.note(summary)
-    reporter.result({"n_data": n, "flagged": flagged, "output": None, "rows": columns})
+    reporter.result({"n_data": n, "score": score, "flagged": flagged, "output": None, "rows": columns})
     return GOOD
 
 
@@ -124,9 +130,9 @@ def _columns(prediction: Prediction, fitted: Fitted, score: str) -> dict[str, li
             columns[f"upper{end}"] = upper[:, i].tolist()
     columns["epistemic"] = prediction.epistemic.reshape(n, -1).mean(1).tolist()
     columns["aleatoric"] = prediction.aleatoric.reshape(n, -1).mean(1).tolist()
-    values = prediction.score(score)
+    threshold, reference = fitted.threshold(score), fitted.scores()
+    values = prediction.score(score) if reference is None else reference.score_of(prediction, score)
     columns["score"] = values.tolist()
-    threshold: Threshold | None = fitted.threshold(score)
     columns["flag"] = [None] * n if threshold is None else [int(f) for f in threshold.flag(values).tolist()]
     return columns
 

@@ -45,9 +45,10 @@ def report(
     reporter = run.reporter
     confirmed(output, force=run.force, what="report")
     fitted = saved.load(run.checked_device())
+    score = fitted.score_name(predictive.score)
     source, ood = open_test(fitted, sets, data)
     options = fitted.predict_options(predictive.kind, predictive.samples)
-    compared = compare_with_map(fitted, source, ood, options=options, score=predictive.score, seed=run.seed)
+    compared = compare_with_map(fitted, source, ood, options=options, score=score, seed=run.seed)
     shares = where_for_report(fitted, source, run.seed) if with_where else None
     place = output or saved.posterior / "report.html"
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -18,17 +18,17 @@ from aftermap.cli.sources import Batches, DataFormat, Source
 from aftermap.cli.trust import check_factory, memory_file, remember
 from aftermap.distributed import rank, world_size
 from aftermap.errors import DataError, InputError
-from aftermap.evaluation import Threshold, choose_threshold
-from aftermap.evaluation.ood import available_scores
+from aftermap.evaluation import Reference, Threshold, default_score
 from aftermap.evaluation.predictor import predict_all
+from aftermap.evaluation.reference import FLAG_SCORES
+from aftermap.evaluation.selective import EITHER
 from aftermap.laplace import Laplace, SelfCheck, check_predictive, load
 from aftermap.models import check_device as device_of_model
 from aftermap.optim import TrainedPosterior
 from aftermap.posteriors.io import load_posterior, read_model_state, read_saved_config
+from aftermap.predictive.prediction import SCORES
 
 __all__ = ["Fitted", "calibrate", "describe_fit", "finish", "load_fitted", "save_fitted", "self_check"]
-
-_QUANTILES = 201
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fitted:
         predictor: A `Laplace`, or a `TrainedPosterior`.
         model: The network.
         extras: All that the command line saves with a posterior: model, data, task, thresholds and checks.
-        reference: The quantiles of scores on validation data.
+        reference: The scores on validation data, as `Reference.to_tensors` gives them; older folders hold 201 quantiles.
     """
 
     predictor: Laplace | TrainedPosterior
@@ -51,6 +51,42 @@ class Fitted:
         """The threshold of a score, if one was chosen."""
         threshold = self.extras.get("thresholds", {}).get(score)
         return None if threshold is None else Threshold.from_dict(threshold)
+
+    def scores(self, score: str = "auto") -> Reference | None:
+        """What new inputs are compared with, if the folder holds it; by default they are flagged by the given score."""
+        if "positions" not in self.reference or not self.extras.get("thresholds"):
+            return None
+        reference = Reference.from_saved(self.reference, self.extras["thresholds"])
+        return reference if score == "auto" else reference.by(score)
+
+    def score_name(self, score: str) -> str:
+        """The score by which inputs are flagged, where "auto" is what suits the folder.
+
+        Raises:
+            InputError: The task has no such score, or it needs a threshold that the folder does not hold.
+        """
+        kind, known = self.predictor.likelihood.kind, self.extras.get("thresholds") or {}
+        classes = kind in ("classification", "binary")
+        if score == "auto":
+            if not known:
+                return "entropy" if classes else "variance"
+            return default_score({s: Threshold.from_dict(t) for s, t in known.items()})
+        defined = {"counts": ("variance",), "custom": ("variance",), "regression": SCORES[:3]}.get(kind, FLAG_SCORES)
+        if score not in defined:
+            raise InputError(f"--score {score} is not defined for the task {kind}; allowed are {', '.join(defined)}")
+        if score == EITHER and EITHER not in known:
+            raise InputError(
+                "--score either compares inputs with validation data, and this folder holds no scores of any, or those of an "
+                "older version. Add them with `aftermap tune FOLDER --val DATA`, or take --score entropy"
+            )
+        return score
+
+    def promise_lost(self, options: Mapping[str, Any]) -> str | None:
+        """A warning if predictions are made in another way than those by which the thresholds were chosen."""
+        chosen = (self.extras.get("predict") or {}).get("kind")
+        if not self.extras.get("thresholds") or chosen in (None, options["kind"]):
+            return None
+        return f"the thresholds were chosen with --kind {chosen}; with --kind {options['kind']} the rate of false alarms may be another"
 
     def predict_options(self, kind: str, samples: int) -> dict[str, Any]:
         """The options of `predict`, where the kind "auto" is what suits the posterior."""
@@ -78,16 +114,11 @@ class Fitted:
 def calibrate(
     predictor: Any, batches: Batches, options: Mapping[str, Any], rate: float, seed: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Thresholds and quantiles of every score on held-out data.
-
-    Returns:
-        The threshold of each score as plain values, and 201 quantiles of each score from the lowest to the highest.
-    """
+    """The thresholds of every score as plain values, and the scores on held-out data as tensors (see `Reference`)."""
     with_generator = {**options, "generator": torch.Generator().manual_seed(seed)}
-    scores = available_scores(predict_all(predictor, batches, options=with_generator, need_targets=False).prediction)
-    levels = torch.linspace(0, 1, _QUANTILES, dtype=torch.float64)
-    thresholds = {s: choose_threshold(v, false_alarm_rate=rate, score=s).to_dict() for s, v in scores.items()}
-    return thresholds, {s: torch.quantile(v.double(), levels) for s, v in scores.items()}
+    prediction = predict_all(predictor, batches, options=with_generator, need_targets=False).prediction
+    reference = Reference.from_predictions(prediction, false_alarm_rate=rate)
+    return reference.to_dict(), reference.to_tensors()
 
 
 def self_check(predictor: Any, source: Source, options: Mapping[str, Any]) -> SelfCheck:
@@ -142,19 +173,23 @@ def finish(
     if validation is not None:
         batches = validation.batches.named("thresholds")
         extras["thresholds"], reference = calibrate(predictor, batches, options, false_alarms, seed)
-    checked = replace(fitted, extras=extras)
-    threshold = checked.threshold("entropy") or checked.threshold("variance")
-    if threshold is None or validation is None:
-        reporter.line("no threshold for flagging: add --val, held-out data to choose it on")
-    else:
-        reporter.line(
-            f"flag above {threshold.value:.3g} {threshold.score} = {threshold.false_alarm_rate:.0%} false alarms on data "
-            f"like the {threshold.n_data:,} of {validation.name}"
-        )
+    checked = replace(fitted, extras=extras, reference=reference)
+    threshold = checked.threshold(checked.score_name("auto"))
+    reporter.line(_when_flagged(threshold, None if validation is None else validation.name))
     if rank() == 0:
         save_fitted(predictor, folder, extras, reference, overwrite=overwrite)
     reporter.line(f"saved in {folder}; next: aftermap report {folder} --test DATA")
     return code, {"posterior": str(folder), **{k: extras.get(k) for k in ("self_check", "thresholds")}}
+
+
+def _when_flagged(threshold: Threshold | None, data: str | None) -> str:
+    """Which inputs will be flagged, and how many false alarms that gives."""
+    if threshold is None or data is None:
+        return "no threshold for flagging: add --val, held-out data to choose it on"
+    rate, n = f"{100 * threshold.false_alarm_rate:g} %", f"{threshold.n_data:,}"
+    if threshold.value == float("inf"):
+        return f"nothing will be flagged: the {n} of {data} are too few to promise {rate} false alarms"
+    return f"an input is flagged if {threshold.describe()}: {rate} false alarms on data like the {n} of {data}"
 
 
 def save_fitted(

@@ -11,8 +11,9 @@ from aftermap.evaluation.adversarial import (
 )
 from aftermap.evaluation.corruptions import CORRUPTIONS, Corrupted, corrupt, rotate
 from aftermap.evaluation.evaluate import evaluate
-from aftermap.evaluation.ood import Detection, detection, detections
+from aftermap.evaluation.ood import Detection, detection, detections, variance_ratio
 from aftermap.evaluation.predictor import Predictor
+from aftermap.evaluation.reference import Reference, default_score
 from aftermap.evaluation.results import Comparison, Metric, Results, compare
 from aftermap.evaluation.selective import (
     SelectiveReport,
@@ -33,6 +34,7 @@ __all__ = [
     "Detection",
     "Metric",
     "Predictor",
+    "Reference",
     "Results",
     "SelectiveReport",
     "TargetedAttack",
@@ -41,6 +43,7 @@ __all__ = [
     "clopper_pearson",
     "compare",
     "corrupt",
+    "default_score",
     "detection",
     "detections",
     "evaluate",
@@ -48,4 +51,5 @@ __all__ = [
     "log_probability_gradient",
     "rotate",
     "selective_report",
+    "variance_ratio",
 ]

@@ -14,7 +14,7 @@ from aftermap.baselines.detectors import Detector
 from aftermap.batches import Unpack, tensors_of, unpack_batch
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
 from aftermap.evaluation.adversarial import Attack
-from aftermap.evaluation.ood import Detection, DetectorScores, available_scores, check_detectors, detections
+from aftermap.evaluation.ood import Detection, DetectorScores, check_detectors, detections, variance_ratio
 from aftermap.evaluation.predictor import (
     PredictedData,
     Predictor,
@@ -23,7 +23,9 @@ from aftermap.evaluation.predictor import (
     model_of,
     predict_all,
 )
+from aftermap.evaluation.reference import Reference, available_scores, check_scores
 from aftermap.evaluation.results import Metric, Results, provenance
+from aftermap.evaluation.selective import clopper_pearson
 from aftermap.likelihoods.base import aligned
 from aftermap.params import weights_hash
 from aftermap.predictive import Prediction
@@ -203,6 +205,7 @@ def evaluate(
     attacks: Sequence[Attack] = (),
     detectors: Sequence[Detector] | Mapping[str, Detector] = (),
     scores: Sequence[str] | None = None,
+    reference: Reference | None = None,
     name: str | None = None,
     options: Mapping[str, Any] | None = None,
     unpack: Unpack | None = None,
@@ -229,8 +232,10 @@ def evaluate(
         attacks: The attacks to run: `FGSM(...)`, `TargetedAttack(...)`, `PGD(...)`.
         detectors: Fitted detectors of unusual inputs (`baselines.KNN(model).fit(train)` and others), whose scores are judged
             beside the predictor's own, on every OOD set and at finding its errors. A mapping names them.
-        scores: The scores to detect unusual data with: entropy, mutual_information, variance, max_probability. None
-            means all that the predictor has.
+        scores: The scores to detect unusual data with: entropy, mutual_information, variance, max_probability, and with a
+            reference either. None means all that the predictor has.
+        reference: The scores of this predictor on held-out usual inputs. They add the score "either", the metric ``flagged``
+            (the share of the test data that is flagged) and for every OOD set and score ``detected``, the share that is flagged.
         name: The predictor's name in tables. None means the name of its class.
         options: Options that are passed to every ``predict``, such as ``{"kind": "sampling", "samples": 30}``.
         unpack: A function that turns a batch of another form into (inputs, targets).
@@ -262,6 +267,12 @@ def evaluate(
     for attack in attacks:
         if not isinstance(attack, Attack):
             raise InputError(f"attacks must be FGSM, TargetedAttack or PGD objects, got {type(attack).__name__}")
+    if reference is not None and not isinstance(reference, Reference):
+        raise InputError(
+            f"reference must be a Reference, as Reference.from_predictions(…) makes it, got {type(reference).__name__}"
+        )
+    if scores is not None:
+        check_scores(scores, reference=reference is not None)
     if "test" in (ood or {}):
         raise InputError('an OOD set cannot be called "test": that is what the rows of the data themselves are called')
     named = check_detectors(detectors)
@@ -285,10 +296,16 @@ def evaluate(
         {n: c.prediction for n, c in outside.items()},
         scores=scores,
         others=others,
+        reference=reference,
         n_resamples=n_resamples,
         level=level,
         generator=torch.Generator().manual_seed(seed),
     )
+    found = {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in detected.items()}
+    if reference is not None:
+        numbers["flagged"] = _share(reference.flag(inside.prediction), level)
+    for key, other in outside.items():
+        _add_shares(found[key], inside.prediction, other.prediction, reference, level)
     for key, collected in (("test", inside), *outside.items()):
         if collected.prediction.kind in ("classification", "binary"):
             curves[f"entropy/{key}"] = inverse_ecdf(collected.prediction.score("entropy"))
@@ -300,11 +317,21 @@ def evaluate(
         inside.prediction.kind,
         len(inside.prediction),
         numbers,
-        {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in detected.items()},
+        found,
         attacked,
-        _table(inside, outside, scores, others) if table else {},
+        _table(inside, outside, scores, others, reference) if table else {},
         curves,
-        _facts(predictor, inside, outside, seconds, seed=seed, n_resamples=n_resamples, level=level, options=options),
+        _facts(
+            predictor,
+            inside,
+            outside,
+            seconds,
+            seed=seed,
+            n_resamples=n_resamples,
+            level=level,
+            flagged_by=None if reference is None else reference.default,
+            options=options,
+        ),
     )
 
 
@@ -407,6 +434,28 @@ def _metrics(detection: Detection) -> dict[str, Metric]:
     return {"auroc": Metric(*detection.auroc), **{n: Metric(v, v, v) for n, v in plain.items()}}
 
 
+def _share(flags: Tensor, level: float) -> Metric:
+    """The share of flagged inputs, with its exact interval."""
+    events, trials = int(flags.sum()), len(flags)
+    return Metric(events / trials, *clopper_pearson(events, trials, level=level))
+
+
+def _add_shares(
+    found: dict[str, dict[str, Metric]],
+    inside: Prediction,
+    outside: Prediction,
+    reference: Reference | None,
+    level: float,
+) -> None:
+    """Adds what share of another set is flagged by each score, and how much wider its outputs vary than those of usual data."""
+    for score in found:
+        if reference is not None and score in reference.thresholds:
+            found[score]["detected"] = _share(reference.flag(outside, score), level)
+    ratio = variance_ratio(inside, outside) if "variance" in found else None
+    if ratio is not None:
+        found["variance"]["median_ratio"] = _point(ratio)
+
+
 def _attack(
     predictor: Predictor,
     data: Iterable[Any],
@@ -432,14 +481,19 @@ def _table(
     outside: Mapping[str, PredictedData],
     scores: Sequence[str] | None,
     others: Mapping[str, Mapping[str, Tensor]],
+    reference: Reference | None,
 ) -> dict[str, list[Any]]:
-    parts = [_rows(n, c, scores, others[n]) for n, c in (("test", inside), *outside.items())]
+    parts = [_rows(n, c, scores, others[n], reference) for n, c in (("test", inside), *outside.items())]
     columns = list(dict.fromkeys(c for part in parts for c in part))
     return {c: [v for part in parts for v in part.get(c, [None] * len(part["index"]))] for c in columns}
 
 
 def _rows(
-    name: str, collected: PredictedData, scores: Sequence[str] | None, others: Mapping[str, Tensor]
+    name: str,
+    collected: PredictedData,
+    scores: Sequence[str] | None,
+    others: Mapping[str, Tensor],
+    reference: Reference | None,
 ) -> dict[str, list[Any]]:
     prediction: Prediction = collected.prediction
     n = len(prediction)
@@ -453,8 +507,10 @@ def _rows(
             rows["confidence"] = prediction.confidence.reshape(n).tolist()
     rows["epistemic"] = prediction.epistemic.reshape(n, -1).mean(1).tolist()
     rows["aleatoric"] = prediction.aleatoric.reshape(n, -1).mean(1).tolist()
-    rows.update({s: v.tolist() for s, v in available_scores(prediction, scores).items()})
+    rows.update({s: v.tolist() for s, v in available_scores(prediction, scores, reference).items()})
     rows.update({s: v.tolist() for s, v in others.items()})
+    if reference is not None:
+        rows["flag"] = reference.flag(prediction).tolist()
     targets = collected.targets
     if name == "test" and targets is not None and prediction.kind != "custom":
         rows["nll"] = (-prediction.log_prob(targets)).tolist()

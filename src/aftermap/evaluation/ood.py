@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,25 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aftermap import checks
 from aftermap.baselines.detectors import Detector
-from aftermap.errors import InputError, ShapeError, UnsupportedError
+from aftermap.errors import InputError, ShapeError
+from aftermap.evaluation.reference import FLAG_SCORES, Reference, available_scores
 from aftermap.metrics import aupr, auroc, bootstrap_interval, fpr_at_tpr, labelled_scores
 from aftermap.predictive import Prediction
-from aftermap.predictive.prediction import SCORES
 
-__all__ = [
-    "Detection",
-    "DetectorScores",
-    "available_scores",
-    "check_detectors",
-    "check_scores",
-    "detection",
-    "detections",
-]
+__all__ = ["Detection", "DetectorScores", "check_detectors", "detection", "detections", "variance_ratio"]
 
 # Columns of the table of inputs, which a detector's scores stand beside.
-_TAKEN = (*SCORES, "set", "index", "prediction", "confidence", "epistemic", "aleatoric", "nll", "target", "correct")
+_TAKEN = (
+    *(*FLAG_SCORES, "flag", "set", "index", "prediction"),
+    *("confidence", "epistemic", "aleatoric", "nll", "target", "correct"),
+)
 
 
 @dataclass(frozen=True)
@@ -52,16 +47,11 @@ class Detection:
     mean_outside: float
 
 
-def check_scores(scores: str | Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of scores; every one of them must be known."""
-    return checks.choices("scores", scores, SCORES)
-
-
 def check_detectors(detectors: Sequence[Detector] | Mapping[str, Detector]) -> dict[str, Detector]:
     """Returns detectors by name: a mapping's own names, or each detector's.
 
     Raises:
-        InputError: What is no detector, or a name that is taken.
+        InputError: One of them is no detector, or a name is taken.
     """
     pairs = (
         list(detectors.items()) if isinstance(detectors, Mapping) else [(getattr(d, "name", ""), d) for d in detectors]
@@ -86,10 +76,10 @@ class DetectorScores:
     """The scores of several detectors for a data set, batch by batch.
 
     Args:
-        detectors: by name.
+        detectors: The detectors by name.
 
     Attributes:
-        seconds: what they took so far.
+        seconds: The time that they took so far.
     """
 
     def __init__(self, detectors: Mapping[str, Detector]):
@@ -110,20 +100,8 @@ class DetectorScores:
         self.seconds += time.perf_counter() - started
 
     def scores(self) -> dict[str, Tensor]:
-        """Detector -> scores [N]."""
+        """Returns the scores [N] of each detector."""
         return {name: torch.cat(parts) for name, parts in self._parts.items()}
-
-
-def available_scores(prediction: Prediction, wanted: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Returns every score that a prediction has [N], or those wanted; a wanted score that is not defined raises an error."""
-    scores = {}
-    for name in SCORES if wanted is None else check_scores(wanted):
-        try:
-            scores[name] = prediction.score(name)
-        except UnsupportedError:
-            if wanted is not None:
-                raise
-    return scores
 
 
 def detection(
@@ -176,6 +154,7 @@ def detections(
     *,
     scores: Iterable[str] | None = None,
     others: Mapping[str, Mapping[str, Tensor]] | None = None,
+    reference: Reference | None = None,
     n_resamples: int = 200,
     level: float = 0.95,
     generator: torch.Generator | None = None,
@@ -187,6 +166,7 @@ def detections(
         outside: The predictions for each other set.
         scores: The names of the scores. None takes all that the predictions have.
         others: More scores [N] by set and name, such as those of detectors; those of usual data are under "test".
+        reference: The scores of held-out usual inputs, which add the score "either".
         n_resamples: The number of bootstrap resamples; 0 gives no interval.
         level: The confidence level of the interval.
         generator: The source of the bootstrap's random draws.
@@ -195,7 +175,7 @@ def detections(
         ShapeError: The predictions have another shape.
     """
     beside = others or {}
-    usual = available_scores(inside, scores)
+    usual = available_scores(inside, scores, reference)
     names = list(usual)
     usual.update(beside.get("test", {}))
     result: dict[str, dict[str, Detection]] = {}
@@ -205,8 +185,38 @@ def detections(
                 f"the predictions for {name!r} have shape {list(prediction.mean.shape)}, those for the usual data "
                 f"{list(inside.mean.shape)}; both sets must go through the same network"
             )
-        other = {**available_scores(prediction, names), **beside.get(name, {})} if names else dict(beside.get(name, {}))
+        own = available_scores(prediction, names, reference) if names else {}
+        other = {**own, **beside.get(name, {})}
         result[name] = {
             s: detection(usual[s], other[s], n_resamples=n_resamples, level=level, generator=generator) for s in usual
         }
     return result
+
+
+def variance_ratio(inside: Prediction, outside: Prediction) -> float | None:
+    """The median variance of the network's outputs on another set, divided by that on usual data.
+
+    A posterior can tell inputs apart by what it adds to the network only where this is not 1. Labels are not needed.
+
+    Args:
+        inside: The prediction for usual inputs.
+        outside: The prediction for others, of the same network.
+
+    Returns:
+        The ratio; NaN where the variance of usual data is 0, and None where the predictions have no variance of outputs: of a
+        plain network, of a regression, or where only probabilities were sampled.
+
+    >>> p, v = torch.full((3, 2), 0.5), torch.ones(3)
+    >>> usual = Prediction("classification", p, v, v, 2 * v, latent_mean=p, latent_var=p)
+    >>> variance_ratio(usual, Prediction("classification", p, v, v, 2 * v, latent_mean=p, latent_var=3 * p))
+    3.0
+    """
+    medians = []
+    for prediction in (outside, inside):
+        latent = prediction.latent_mean is not None and (
+            prediction.latent_var is not None or prediction.latent_cov is not None
+        )
+        if prediction.kind not in ("classification", "binary") or not latent:
+            return None
+        medians.append(prediction.score("variance").double().median().item())
+    return medians[0] / medians[1] if medians[1] > 0 else math.nan

@@ -23,7 +23,13 @@ from aftermap.lazy import lazy_attribute
 __all__ = ["SCHEMA", "Comparison", "Metric", "Results", "Table", "compare", "provenance", "to_plain", "write_json"]
 
 SCHEMA = 1
-_HIGHER = ("accuracy", "auroc", "aupr", "coverage")  # For metrics whose names begin so, a higher value is better.
+_HIGHER = (
+    "accuracy",
+    "auroc",
+    "aupr",
+    "coverage",
+    "detected",
+)  # For metrics whose names begin so, a higher value is better.
 
 
 class Table(dict[str, list[Any]]):

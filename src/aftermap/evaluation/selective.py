@@ -13,8 +13,17 @@ from torch import Tensor
 from aftermap import checks
 from aftermap.errors import DataError, ShapeError
 
-__all__ = ["SelectiveReport", "Threshold", "choose_threshold", "clopper_pearson", "selective_report"]
+__all__ = [
+    "EITHER",
+    "SelectiveReport",
+    "Threshold",
+    "choose_threshold",
+    "clopper_pearson",
+    "conformal_rank",
+    "selective_report",
+]
 
+EITHER = "either"  # the larger of the ranks of entropy and mutual information; see reference.py
 _STEPS = 200
 
 
@@ -24,7 +33,7 @@ class Threshold:
 
     Attributes:
         value: The threshold; infinite where the data are too few for the promise.
-        score: The kind of score, as in ``Prediction.score``.
+        score: The kind of score, as in ``Prediction.score``, or "either", as in `Reference.score`.
         false_alarm_rate: The rate α that is promised on data like the calibration data.
         confidence: With None the rate holds on average over calibration sets (conformal); with a number δ it holds for
             this calibration set with probability δ.
@@ -40,6 +49,24 @@ class Threshold:
     def flag(self, scores: Tensor) -> Tensor:
         """Tells which inputs [N] to flag."""
         return scores > self.value
+
+    def describe(self, data: str = "the validation inputs") -> str:
+        """When an input is flagged, in words, without the promise.
+
+        Args:
+            data: what the calibration data are called.
+
+        >>> Threshold(0.9725, "either", 0.05, None, 200).describe()
+        'its entropy or its mutual information is larger than on 97.5 % of the validation inputs'
+        >>> Threshold(0.5, "entropy", 0.05, None, 200).describe()
+        'its entropy is above 0.5'
+        """
+        if self.value == math.inf:
+            return "never"
+        if self.score == EITHER:
+            share = (math.floor(self.value * self.n_data) + 1) / self.n_data
+            return f"its entropy or its mutual information is larger than on {_percent(share)} of {data}"
+        return f"its {self.score.replace('_', ' ')} is above {self.value:.3g}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON; an infinite threshold is null."""
@@ -92,7 +119,7 @@ def choose_threshold(
         raise DataError("scores must hold at least one number and no NaN")
     ordered, n = scores.detach().double().sort().values, scores.numel()
     if confidence is None:
-        rank = math.ceil((n + 1) * (1 - false_alarm_rate) - 1e-9)
+        rank = conformal_rank(n, false_alarm_rate)
     else:
         checks.fraction("confidence", confidence, advice="Write 5 % as 0.05")
         cumulative = _binomial_cdf(n, 1 - false_alarm_rate)  # P(Bin ≤ j) for j = 0..n
@@ -100,6 +127,20 @@ def choose_threshold(
         rank = int(enough[0]) + 1 if len(enough) else n + 1
     value = float(ordered[rank - 1]) if rank <= n else math.inf
     return Threshold(value, score, float(false_alarm_rate), confidence, n)
+
+
+def conformal_rank(n: int, false_alarm_rate: float) -> int:
+    """⌈(n + 1)(1 − α)⌉: which of n ordered scores is the threshold; n + 1 where there are too few.
+
+    >>> conformal_rank(99, 0.05), conformal_rank(18, 0.05)
+    (95, 19)
+    """
+    return math.ceil((n + 1) * (1 - false_alarm_rate) - 1e-9)
+
+
+def _percent(share: float) -> str:
+    """A share as people write it, rounded down so that it is not said to be more than it is: 97.5 %."""
+    return f"{math.floor(1000 * share + 1e-9) / 10:g} %"
 
 
 def _binomial_cdf(n: int, p: float) -> Tensor:

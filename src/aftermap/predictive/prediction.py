@@ -232,6 +232,11 @@ class Prediction:
         >>> Prediction("regression", *(torch.ones(3, 2) for _ in range(4))).score("variance")
         tensor([1., 1., 1.])
         """
+        if kind == "either":
+            raise InputError(
+                'score: "either" ranks inputs among held-out ones; use Reference.from_predictions(held_out).score(prediction) '
+                "of aftermap.evaluation."
+            )
         if kind not in SCORES:
             raise InputError(f"score: kind is {kind!r}, but must be one of {', '.join(map(repr, SCORES))}.")
         classes = self.kind in ("classification", "binary")

@@ -118,6 +118,31 @@ _KNOWN = {
         "lower",
         "Share of test inputs flagged (false alarms) when the threshold finds 95 % of the other set.",
     ),
+    "detected": Definition(
+        "Flagged",
+        "percent",
+        "higher",
+        "Share of the other set's inputs that the threshold flags.",
+    ),
+    "flagged": Definition(
+        "Flagged of the test data",
+        "percent",
+        "",
+        "Share of test inputs that the threshold flags; data like the validation data should have the promised rate of false alarms.",
+    ),
+    "median_ratio": Definition(
+        "Ratio of median variances",
+        "number",
+        "",
+        "Median variance of the network's outputs on the other set, divided by that on the test data.",
+    ),
+    "either": Definition(
+        "Larger rank",
+        "share",
+        "",
+        "Share of the validation inputs with a smaller entropy, or with a smaller mutual information, whichever is larger. It is near 1 "
+        "for an input that one of the two finds unusual.",
+    ),
     "aupr_out": Definition(
         "AUPR, other set", "share", "higher", "Area under the precision-recall curve with the other set as positive."
     ),

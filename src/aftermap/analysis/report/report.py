@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from aftermap.analysis.report import sections
-from aftermap.analysis.report.comparison import MARKS, Row, comparison, verdict
+from aftermap.analysis.report.comparison import MARKS, Row, comparison, main_score, score_in_words, verdict
 from aftermap.analysis.report.definitions import written
 from aftermap.analysis.report.sections import check_where, where_section
 from aftermap.errors import DataError, InputError
 from aftermap.evaluation.results import Results
-from aftermap.evaluation.selective import Threshold
+from aftermap.evaluation.selective import EITHER, Threshold
 from aftermap.lazy import optional
 
 __all__ = ["render_report", "write_report"]
@@ -116,11 +116,11 @@ def render_report(
     cards = sections.most_uncertain(bayesian, images, classes, most_uncertain)
     shown = {row.name for row in rows}
     others = [n for n in _every_name(bayesian, map) if n not in shown and "/" not in n]
-    limit = None if threshold is None or threshold.value == float("inf") else threshold.value
     style, script = _asset("report.css"), _asset("report.js")
     more = [
         sections.picture(ax, f"more{i}", caption, caption) for i, (caption, ax) in enumerate((figures or {}).items())
     ]
+    ranks = [EITHER] if EITHER in bayesian.table else []
     environment = _environment()
     safe = environment.filters["safe"]
     return environment.get_template("report.html.j2").render(
@@ -135,17 +135,18 @@ def render_report(
         rows=rows,
         other_rows=comparison(bayesian, map, names=others) if others else [],
         marks=MARKS,
-        score=sections.main_score(bayesian),
+        score=score_in_words(main_score(bayesian)),
+        network_by_entropy=map is not None and main_score(bayesian) == EITHER,
         calibration=sections.calibration(bayesian, map),
         selective=sections.selective(bayesian, map),
-        detection=sections.detection(bayesian, map, limit),
+        detection=sections.detection(bayesian, map, threshold),
         attacks=sections.attacks(bayesian, map),
         where=None if where is None else where_section(where),
         cards=cards,
         more=more,
         settings=_settings(bayesian, settings, threshold),
         provenance=_provenance(bayesian, map),
-        definitions=sections.used_definitions([*_every_name(bayesian, map), *_ALWAYS_DEFINED]),
+        definitions=sections.used_definitions([*_every_name(bayesian, map), *_ALWAYS_DEFINED, *ranks]),
         style=safe(style),
         script=safe(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -203,7 +204,8 @@ def _settings(
             facts.setdefault(label, shown[key])
     if threshold is not None:
         facts.setdefault(
-            "threshold", f"{threshold.score} above {threshold.value:.4g}, from {threshold.n_data:,} inputs"
+            "threshold",
+            f"{score_in_words(threshold.score)} above {threshold.value:.4g}, from {threshold.n_data:,} inputs",
         )
     return [(str(k).replace("_", " "), _said(v)) for k, v in facts.items()]
 

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from aftermap.analysis import figures
+from aftermap.analysis.report.comparison import main_score, score_in_words, variance_notes
 from aftermap.analysis.report.definitions import definition, written
 from aftermap.analysis.report.selective import OperatingPoints, column, operating_points
 from aftermap.analysis.report.svg import inline_svg, plot_box
 from aftermap.analysis.result import Where
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.evaluation.results import Results
+from aftermap.evaluation.selective import EITHER, Threshold
 from aftermap.lazy import optional
 
 __all__ = [
@@ -31,7 +33,6 @@ __all__ = [
     "check_where",
     "data_uri",
     "detection",
-    "main_score",
     "most_uncertain",
     "picture",
     "selective",
@@ -247,7 +248,8 @@ def selective(bayesian: Results, map: Results | None) -> Section | None:
     classes = bayesian.kind in _CLASSES
     loss = "error rate of the answers" if classes else "mean squared error of the answers"
     caption = (
-        f"{loss.capitalize()} when only the inputs with the lowest entropy are answered and the others are set aside. "
+        f"{loss.capitalize()} when only the inputs with the lowest {score_in_words(points.score)} are answered and the others are "
+        "set aside. "
         "The dot is the operating point chosen above."
     )
     at = points.risk[79]
@@ -261,7 +263,16 @@ def selective(bayesian: Results, map: Results | None) -> Section | None:
     drawing = replace(
         drawing, svg=drawing.svg.removesuffix("</svg>") + _dot(drawing, points.coverage[79], at) + "</svg>"
     )
-    return Section(pictures=[drawing], points=points, loss="error rate" if classes else "mean squared error")
+    notes = []
+    if points.score == EITHER:
+        notes.append(
+            "Inputs are ordered by the larger of two ranks: the share of the validation inputs with a smaller entropy, and the share "
+            "with a smaller mutual information. Entropy is large between classes, mutual information where the weights disagree; an "
+            "input is set aside if one of them is larger than on nearly all validation inputs."
+            + (f" {', '.join(points.others)}: by entropy." if points.others else "")
+        )
+    loss = "error rate" if classes else "mean squared error"
+    return Section(notes=notes, pictures=[drawing], points=points, loss=loss)
 
 
 def _dot(drawing: Picture, coverage: float, risk: float) -> str:
@@ -276,20 +287,17 @@ def _dot(drawing: Picture, coverage: float, risk: float) -> str:
     )
 
 
-def main_score(results: Results) -> str:
-    """Returns the score that unusual data are told apart by: entropy, or the variance where there is none."""
-    return "entropy" if all("entropy" in scores for scores in results.ood.values()) else "variance"
-
-
-def detection(bayesian: Results, map: Results | None, limit: float | None = None) -> Section | None:
+def detection(bayesian: Results, map: Results | None, threshold: Threshold | None = None) -> Section | None:
     """Shows other data beside the test data: histograms of the score, shares above a threshold, ROC, and every score's numbers."""
     if not bayesian.ood:
         return None
     named = dict(reversed(_by_name(bayesian, map).items()))  # The network alone comes first.
     ours, score = list(named)[-1], main_score(bayesian)
-    known = {name: {d: column(r, score, d) for d in ("test", *bayesian.ood)} for name, r in named.items()}
-    known = {name: sets for name, sets in known.items() if all(v is not None for v in sets.values())}
-    pictures = _histograms(known, score, limit, ours)
+    sets = ("test", *bayesian.ood)
+    known = _known(named, score, sets)
+    pictures = _histograms(known, score, threshold, ours)
+    if score == EITHER:  # The network alone has no such ranks: both by entropy, on one scale.
+        pictures = [*_histograms(_known(named, "entropy", sets), "entropy", None, ours), *pictures]
     entropies = {
         d: bayesian.curves[f"entropy/{d}"] for d in ("test", *bayesian.ood) if f"entropy/{d}" in bayesian.curves
     }
@@ -305,16 +313,23 @@ def detection(bayesian: Results, map: Results | None, limit: float | None = None
                 figures.roc(known[ours]["test"], outside, ax=figures.axes(height=_HEIGHT)),
                 "roc",
                 f"{ours}: share of each other set that is found, over the share of test inputs that raise a false alarm.",
-                f"ROC curves by {score}; AUROC: {areas}.",
+                f"ROC curves by {score_in_words(score)}; AUROC: {areas}.",
             )
         )
     rows = []
     for data, scores in bayesian.ood.items():
         for each in scores:
             cells = [_detection_cells(r, data, each) for r in named.values()]
-            rows.append([data, each.replace("_", " "), *(c[0] for c in cells), *(c[1] for c in cells)])
+            rows.append([data, score_in_words(each), *(c[0] for c in cells), *(c[1] for c in cells)])
     header = ["Other set", "Score", *(f"AUROC, {n}" for n in named), *(f"FPR95, {n}" for n in named)]
-    return Section(pictures=pictures, header=header, rows=rows, caption="Every score on every other set")
+    caption = "Every score on every other set"
+    return Section(notes=variance_notes(bayesian, map), pictures=pictures, header=header, rows=rows, caption=caption)
+
+
+def _known(named: Mapping[str, Results], score: str, sets: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Predictor -> set -> scores, of the predictors whose scores are known for every set."""
+    known = {name: {d: column(r, score, d) for d in sets} for name, r in named.items()}
+    return {name: values for name, values in known.items() if all(v is not None for v in values.values())}
 
 
 def _detection_cells(results: Results, data: str, score: str) -> tuple[str, str]:
@@ -325,10 +340,15 @@ def _detection_cells(results: Results, data: str, score: str) -> tuple[str, str]
     return written(numbers["auroc"].value, "share"), written(numbers["fpr95"].value, "percent")
 
 
-def _histograms(known: Mapping[str, Mapping[str, Any]], score: str, limit: float | None, ours: str) -> list[Picture]:
+def _histograms(
+    known: Mapping[str, Mapping[str, Any]], score: str, threshold: Threshold | None, ours: str
+) -> list[Picture]:
     """Draws one picture per predictor, all on one scale."""
     if not known:
         return []
+    drawable = threshold is not None and threshold.score == score and math.isfinite(threshold.value)
+    limit = threshold.value if threshold is not None and drawable else None
+    words = score_in_words(score)
     every = np.concatenate([values for sets in known.values() for values in sets.values()])
     margin = 0.02 * (every.max() - every.min())
     drawn = {}
@@ -337,7 +357,7 @@ def _histograms(known: Mapping[str, Mapping[str, Any]], score: str, limit: float
         drawn[name] = figures.score_histograms(
             sets["test"],
             others,
-            score=f"{score} (nats)" if score == "entropy" else score,
+            score=f"{words} (nats)" if score == "entropy" else words,
             threshold=limit if name == ours else None,
             ax=figures.axes(height=_HEIGHT),
         )
@@ -345,8 +365,8 @@ def _histograms(known: Mapping[str, Mapping[str, Any]], score: str, limit: float
     pictures = []
     for number, (name, ax) in enumerate(drawn.items()):
         ax.set(xlim=(every.min() - margin, every.max() + margin), ylim=(0, top))
-        caption = f"{name}: {score} of the test data and of the other sets, each as shares of its own set."
-        pictures.append(picture(ax, f"histogram{number}", caption, f"Histograms of the {score} for {name}."))
+        caption = f"{name}: {words} of the test data and of the other sets, each as shares of its own set."
+        pictures.append(picture(ax, f"histogram{score}{number}", caption, f"Histograms of the {words} for {name}."))
     return pictures
 
 

@@ -87,9 +87,17 @@ def _losses(results: Results) -> Array | None:
     return None if mean is None or target is None else np.asarray((target - mean) ** 2)
 
 
+def _score(results: Results) -> str:
+    """The score by which inputs are set aside: of classes the one by which they are flagged, where every input's is known."""
+    flagged_by = results.provenance.get("flagged_by")
+    classes = results.kind in ("classification", "binary")
+    known = classes and flagged_by is not None and column(results, str(flagged_by)) is not None
+    return str(flagged_by) if known else "entropy"
+
+
 def _curve(results: Results) -> tuple[Array, Array, Array | None] | None:
     """Returns coverage, risk and thresholds: of every test input where the table has them, otherwise of the thinned curve."""
-    scores, losses = column(results, "entropy"), _losses(results)
+    scores, losses = column(results, _score(results)), _losses(results)
     if scores is not None and losses is not None:
         curve = risk_coverage(scores, losses)
         return curve.coverage.numpy(), curve.risk.numpy(), curve.thresholds.numpy()
@@ -103,8 +111,9 @@ def operating_points(results: Results, others: Mapping[str, Results] | None = No
     """Returns the slider's table for one evaluation, beside the risk of others at the same coverage.
 
     Args:
-        results: The evaluation whose entropy decides which inputs are answered.
-        others: More evaluations on the same data by name, each deciding by its own entropy.
+        results: The evaluation whose score decides which inputs are answered: that by which inputs are flagged, otherwise
+            entropy.
+        others: More evaluations on the same data by name, each deciding by its own score.
 
     Returns:
         One entry per percent; None if the evaluation has no risk-coverage curve.
@@ -130,11 +139,11 @@ def operating_points(results: Results, others: Mapping[str, Results] | None = No
         their = _curve(other)
         if their is not None:
             beside[name] = np.interp(shares, their[0], their[1]).tolist()
-    outside = {}
+    outside, score = {}, _score(results)
     for data in results.ood:
-        scores = column(results, "entropy", data)
+        scores = column(results, score, data)
         if scores is not None and thresholds is not None:
             outside[data] = [float((scores > limit).mean()) for limit in limits]
     return OperatingPoints(
-        shares.tolist(), answered, ours.tolist(), limits.tolist(), caught.tolist(), beside, outside, n, "entropy"
+        shares.tolist(), answered, ours.tolist(), limits.tolist(), caught.tolist(), beside, outside, n, score
     )
