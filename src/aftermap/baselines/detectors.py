@@ -62,12 +62,12 @@ class Detector(ABC):
             unpack: A function that turns a batch of another form into (inputs, targets).
 
         Returns:
-            self.
+            The detector itself.
         """
 
     @abstractmethod
     def score(self, x: Any) -> Tensor:
-        """Scores inputs.
+        """Returns the scores of some inputs.
 
         Args:
             x: Inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
@@ -88,7 +88,7 @@ class _LogitDetector(Detector):
             unpack: A function that turns a batch of another form into (inputs, targets).
 
         Returns:
-            self.
+            The detector itself.
 
         Raises:
             UnsupportedError: The targets are no class labels, or the outputs no logits.
@@ -101,7 +101,7 @@ class _LogitDetector(Detector):
         return self
 
     def score(self, x: Any) -> Tensor:
-        """Scores inputs.
+        """Returns the scores of some inputs.
 
         Args:
             x: Inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
@@ -215,7 +215,7 @@ class FeatureDetector(Detector, Generic[Statistics]):
             unpack: A function that turns a batch of another form into (inputs, targets).
 
         Returns:
-            self. After an error the detector is what it was before.
+            The detector itself. After an error the detector is what it was before.
 
         Raises:
             DataError: The data are empty or not finite, or there are too few of them.
@@ -228,7 +228,7 @@ class FeatureDetector(Detector, Generic[Statistics]):
         return self
 
     def score(self, x: Any) -> Tensor:
-        """Scores inputs.
+        """Returns the scores of some inputs.
 
         Args:
             x: Inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.

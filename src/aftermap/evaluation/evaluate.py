@@ -276,22 +276,22 @@ def evaluate(
     if "test" in (ood or {}):
         raise InputError('an OOD set cannot be called "test": that is what the rows of the data themselves are called')
     named = check_detectors(detectors)
-    found = {key: DetectorScores(named) for key in ("test", *(ood or {}))}
+    scored = {key: DetectorScores(named) for key in ("test", *(ood or {}))}
     started = time.perf_counter()
     chosen = dict(options or {})
     if accepts(predictor, "generator"):
         chosen.setdefault("generator", torch.Generator().manual_seed(seed))
-    inside = predict_all(predictor, data, options=chosen, unpack=unpack, on_inputs=found["test"].add)
-    seconds = time.perf_counter() - started - found["test"].seconds
+    inside = predict_all(predictor, data, options=chosen, unpack=unpack, on_inputs=scored["test"].add)
+    seconds = time.perf_counter() - started - scored["test"].seconds
     _check_task(named, inside.prediction)
-    outside = {n: _outside(predictor, n, d, inside, chosen, unpack, found[n]) for n, d in (ood or {}).items()}
+    outside = {n: _outside(predictor, n, d, inside, chosen, unpack, scored[n]) for n, d in (ood or {}).items()}
     boot = Bootstrap(n_resamples, level, seed)
     numbers, curves = _measure(inside, boot)
-    others = {key: scored.scores() for key, scored in found.items()}
+    others = {key: detected.scores() for key, detected in scored.items()}
     numbers.update(_errors_found(inside, others["test"], boot))
     for key, collected in (("", inside), *outside.items()):
         numbers.update(_parts_compared(key, collected.prediction, boot))
-    detected = detections(
+    by_set = detections(
         inside.prediction,
         {n: c.prediction for n, c in outside.items()},
         scores=scores,
@@ -301,7 +301,7 @@ def evaluate(
         level=level,
         generator=torch.Generator().manual_seed(seed),
     )
-    found = {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in detected.items()}
+    found = {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in by_set.items()}
     if reference is not None:
         numbers["flagged"] = _share(reference.flag(inside.prediction), level)
     for key, other in outside.items():

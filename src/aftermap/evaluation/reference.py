@@ -97,7 +97,7 @@ def either_threshold(scores: Sequence[Tensor], false_alarm_rate: float) -> Thres
 
     Args:
         scores: The two scores of held-out usual inputs, each [n].
-        false_alarm_rate: α, in (0, 1).
+        false_alarm_rate: The rate α that is promised, in (0, 1).
 
     Returns:
         The threshold (r + ½) / n of the larger rank divided by n; infinity where n is too small, which is n < 2 / α − 1.

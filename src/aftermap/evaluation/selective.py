@@ -54,7 +54,7 @@ class Threshold:
         """When an input is flagged, in words, without the promise.
 
         Args:
-            data: what the calibration data are called.
+            data: The name of the calibration data.
 
         >>> Threshold(0.9725, "either", 0.05, None, 200).describe()
         'its entropy or its mutual information is larger than on 97.5 % of the validation inputs'

@@ -85,9 +85,10 @@ def fit(
         train_loader: The training data.
         val_loader: Held-out data, if there are any.
         likelihood: The likelihood, as for `Laplace`.
-        structure: None chooses by the cost estimate: full for small networks, kron otherwise, the last layer where memory or
-            time forbid more.
-        params: Which weights are uncertain; "all" by default.
+        structure: None chooses by the cost estimate: full for small networks, kron otherwise.
+        params: Which weights are uncertain. "all" leaves the choice: all layers, or the last block with its head in a network that is
+            made of blocks, where predictions are several times cheaper and unusual inputs are found at least as well; the last
+            layer where memory or time forbid more.
         memory_limit: The most bytes that the posterior may take.
         time_limit: The most seconds that the fit may take; None allows any time.
         unpack: What turns a batch of an unusual form into (inputs, targets).
@@ -112,7 +113,7 @@ def fit(
         announce(describe_costs(chosen, costs), enabled=verbose)
     else:
         on_cost(describe_costs(chosen, costs))
-    which: Selection = params if chosen.params == "all" else "last_layer"
+    which: Selection = params if chosen.params == "all" else chosen.params
     laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
     laplace.fit(train_loader, unpack=unpack, progress=verbose).tune(val_loader)
     check = _check(laplace, val_loader, unpack)
@@ -150,9 +151,9 @@ def _choose(costs: list[Cost], structure: str | None, memory_limit: float, time_
     by_key = {(c.structure, c.params): c for c in costs}
     full = by_key[("full", "all")]
     order = [full] if full.n_params <= _SMALL else []
-    order += [by_key[k] for k in (("kron", "all"), ("diagonal", "all"), ("kron", "last_layer")) if k in by_key]
     # A diagonal over all layers is worse than Kronecker factors of the last one.
-    order = [c for c in order if c.structure != "diagonal"] + [c for c in order if c.structure == "diagonal"]
+    preferred = (("kron", "last_block"), ("kron", "all"), ("kron", "last_layer"), ("diagonal", "all"))
+    order += [by_key[k] for k in preferred if k in by_key]
     for cost in order:
         if fits(cost):
             return cost

@@ -30,8 +30,8 @@ class OutputGaussians:
     """The Gaussians N(f_i, V_i) over the outputs at M labelled positions, under one or several posteriors; float64 on the CPU.
 
     Attributes:
-        mean: f [M, C].
-        covariances: V [M, C, C], one for each posterior.
+        mean: The network's outputs f [M, C].
+        covariances: The covariances V [M, C, C], one for each posterior.
         targets: The targets [M], or [M, C] where every output has its own.
         weight: How many data each position stands for [M].
         n_examples: The number of examples that the positions are of.

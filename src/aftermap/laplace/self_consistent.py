@@ -80,8 +80,8 @@ class SelfConsistentResult:
         precision: The prior precision of each layer.
         data_scale: The data scale.
         output_temperature: The temperature T that the outputs are divided by.
-        curvature: c, the mean curvature under the posterior relative to that at the network's outputs.
-        dimension: κ, what the covariance was divided by to match the effective dimension of the full posterior; 1 for a full one.
+        curvature: The factor c: the mean curvature under the posterior relative to that at the network's outputs.
+        dimension: The factor κ that the covariance was divided by to match the effective dimension of the full posterior; 1 for a full one.
         matched: How κ was found; None for a posterior that has every term already.
         evidence: The maximum of the evidence that the prior precisions come from.
         check: The comparison with the network at the cavities.
@@ -115,10 +115,10 @@ def self_consistent_scale(
     Args:
         gaussians: N(f, V) at some training data.
         likelihood: The likelihood whose curvature is averaged.
-        dimension: κ.
+        dimension: The factor κ that the covariance is divided by already.
 
     Returns:
-        c, and whether the iteration settled.
+        The factor c, and whether the iteration settled.
     """
     mean, cov = gaussians.mean, gaussians.covariances[0]
     deviations = _deviations(mean, cov)
@@ -168,8 +168,8 @@ class Cavities:
     V₋ = (V⁻¹ − Λ̄)⁻¹ and the mean m₋ = f + V₋ḡ: away from its label.
 
     Attributes:
-        mean: m₋ [M, C].
-        covariance: V₋ [M, C, C].
+        mean: The means m₋ [M, C].
+        covariance: The covariances V₋ [M, C, C].
         invalid: Which data determine so much that V⁻¹ − Λ̄ is not safely positive [M].
         targets: The labels [M], or [M, C].
         weight: How many data each stands for [M].
@@ -213,7 +213,7 @@ class Cavities:
 
         Args:
             likelihood: The likelihood of both.
-            curvature: c. Where it is far above 1 the posterior was narrowed for data that the network knows by heart, and a difference
+            curvature: The factor c. Where it is far above 1 the posterior was narrowed for data that the network knows by heart, and a difference
                 near zero says nothing.
         """
         losses = self.losses(likelihood, self.covariance) - self.losses(likelihood, None)

@@ -310,14 +310,14 @@ def augrc(scores: TensorLike, errors: TensorLike) -> float:
     their orders.
 
     Args:
-        scores: uncertainty of each example [N], higher = more unusual.
-        errors: what each answer costs [N]: booleans (true = wrong) or any finite loss.
+        scores: The uncertainty of each example [N]; higher means more unusual.
+        errors: What each answer costs [N]: booleans (true means wrong) or any finite loss.
 
     Returns:
         The area, half the mean loss for scores that are all equal.
 
     Raises:
-        DataError, ShapeError: as :func:`risk_coverage`.
+        DataError, ShapeError: The scores or errors are refused for the reasons of :func:`risk_coverage`.
 
     References:
         Traub, Bungert, Lüth, Baumgartner, Maier-Hein, Maier-Hein, Jaeger 2024, Overcoming common flaws in the evaluation of selective
@@ -336,15 +336,15 @@ def rank_correlation(first: TensorLike, second: TensorLike) -> float:
     nothing can be said from one that the other does not say.
 
     Args:
-        first: one number for each example [N]; infinite values are allowed.
-        second: another one [N].
+        first: One number for each example [N]; infinite values are allowed.
+        second: Another number for each example [N].
 
     Returns:
         A number between -1 and 1.
 
     Raises:
         DataError: NaN, no examples, or scores that are all equal, which have no order.
-        ShapeError: shapes that do not match, or are not vectors.
+        ShapeError: The shapes do not match, or are not those of vectors.
 
     References:
         Spearman 1904, The proof and measurement of association between two things.
