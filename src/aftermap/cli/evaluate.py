@@ -93,7 +93,7 @@ def compare_with_map(
 ) -> MapComparison:
     """Evaluates the network alone and the posterior on the same data."""
     results: dict[str, Results] = {}
-    network = Deterministic(fitted.model, fitted.predictor.likelihood)
+    network = Deterministic(fitted.model, fitted.predictor.predictor.network_likelihood)
     pairs: list[tuple[str, Any, Mapping[str, Any]]] = [("MAP", network, {}), ("Bayesian", fitted.predictor, options)]
     for name, predictor, predict_options in pairs:
         results[name] = evaluate_predictor(
