@@ -84,7 +84,7 @@ def perturbations(
     count, linear = 0.0, torch.zeros(len(layers), dtype=torch.float64)
     for batch in batches():
         _need_targets(batch)
-        checked, likelihood = predictor.plan(batch), predictor.likelihood
+        checked, likelihood = predictor.plan(batch), predictor.network_likelihood  # whose curvature the posterior is of
         predicted = contributions(checked, parts, layers, batch, likelihood, diagonal=False, targets=batch.targets)
         weight = torch.ones(batch.size) if batch.weight is None else batch.weight.cpu()
         count += float(weight.sum())
@@ -143,5 +143,6 @@ def _pass(
 
 
 def _loss(predictor: PosteriorPredictor, batch: Batch) -> float:
-    losses = predictor.likelihood.nll(call_model(predictor.model, batch.inputs), batch.targets).to(torch.float64)
+    outputs = call_model(predictor.model, batch.inputs)
+    losses = predictor.network_likelihood.nll(outputs, batch.targets).to(torch.float64)
     return float(losses.sum() if batch.weight is None else losses @ batch.weight.to(losses))

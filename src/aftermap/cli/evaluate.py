@@ -100,7 +100,7 @@ def compare_with_map(
     score = fitted.score_name(score)
     reference = fitted.scores(score)
     results: dict[str, Results] = {}
-    network = Deterministic(fitted.model, fitted.predictor.likelihood)
+    network = Deterministic(fitted.model, fitted.predictor.predictor.network_likelihood)
     pairs: list[tuple[str, Any, Mapping[str, Any]]] = [("MAP", network, {}), ("Bayesian", fitted.predictor, options)]
     for name, predictor, predict_options in pairs:
         results[name] = evaluate_predictor(

@@ -132,8 +132,8 @@ class Fitted:
         data: The data of the fit where they can be passed over again, else None.
         unpack: What turns a batch of these data into inputs and targets, if it was given.
         tuning: What the last tuning gave; None before one.
-        narrowing: By what the covariance was divided after the evidence had been maximised, to match the effective dimension
-            or because the predictive had collapsed.
+        narrowing: By what the covariance was divided after the evidence had been maximised; the data scale that
+            was found relative to that of the constructor.
         report: How `aftermap.fit` chose and checked this fit; None otherwise.
     """
 

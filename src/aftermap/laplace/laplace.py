@@ -369,9 +369,8 @@ class Laplace:
     def log_evidence(self) -> Tensor:
         """Log marginal likelihood of the training data under the present prior and noise (0-d, float64).
 
-        Where the covariance was divided by a factor after the evidence had been maximised (``tune(method="dimension")``, or
-        the fallback of `aftermap.fit`), this is the evidence of the posterior before that: dividing the covariance counts every
-        datum several times, and the evidence of such data is no evidence of those that were seen.
+        Where tuning divided the covariance by a factor, by counting every datum several times, this is the evidence of the
+        posterior before that: the evidence of such data is no evidence of those that were seen.
         """
         fitted = self.fitted.without_narrowing()
         return log_evidence(fitted.posterior, fitted.factors, self.base_likelihood, fitted.hyperparameters)

@@ -101,12 +101,12 @@ class Mixture:
         """The components' likelihood, where it is the same in all of them.
 
         Raises:
-            UnsupportedError: The components have different noise, and so no common likelihood.
+            UnsupportedError: The components have different noise or temperatures, and so no common likelihood.
         """
         first = self.components[0].likelihood
         if any(part.likelihood.config() != first.config() for part in self.components):
             raise UnsupportedError(
-                "the components of this mixture have different likelihoods (their noise was tuned); ask them one by one"
+                "the components of this mixture have different likelihoods (their noise or temperature was tuned); ask them one by one"
             )
         return first
 

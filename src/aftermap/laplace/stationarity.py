@@ -25,6 +25,7 @@ from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, check_device, evaluating, functional_outputs, prepare_forward_mode
 from aftermap.params import Params, flatten, unflatten
 from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors.base import with_noise
 
 if TYPE_CHECKING:
     from aftermap.laplace.laplace import Laplace
@@ -98,11 +99,12 @@ def check_stationarity(
     laplace.check_weights()
     fitted = laplace.fitted.without_narrowing()  # The evidence is that of the data as they are.
     posterior, weight = fitted.posterior, fitted.hyperparameters.likelihood_weight
+    likelihood = with_noise(laplace.base_likelihood, fitted.hyperparameters.noise)  # that the network was trained with
     slope: Params = {n: torch.zeros_like(v, dtype=torch.float64) for n, v in posterior.mean.items()}
     with evaluating(laplace.model), torch.enable_grad():
         for batch in _batches(laplace, data, unpack):
             params = {n: v.detach().clone().requires_grad_() for n, v in posterior.mean.items()}
-            loss = weight * _loss(laplace.likelihood, functional_outputs(laplace.model, params, batch.inputs), batch)
+            loss = weight * _loss(likelihood, functional_outputs(laplace.model, params, batch.inputs), batch)
             for name, part in zip(
                 params, torch.autograd.grad(loss, list(params.values()), allow_unused=True), strict=True
             ):
@@ -217,6 +219,7 @@ def refined_evidence(
     """
     fitted = laplace.fitted.without_narrowing()
     posterior, weight = fitted.posterior, fitted.hyperparameters.likelihood_weight
+    likelihood = with_noise(laplace.base_likelihood, fitted.hyperparameters.noise)
     if not isinstance(posterior, GaussianPosterior):
         raise UnsupportedError(f"refinement needs a posterior with blocks, got a {type(posterior).__name__}")
     laplace.check_weights()
@@ -241,7 +244,7 @@ def refined_evidence(
             with torch.enable_grad():
                 f = functional_outputs(model, params, batch.inputs)
                 shifted = (f.detach() + moved).requires_grad_()
-                loss = weight * _loss(laplace.likelihood, shifted, batch)
+                loss = weight * _loss(likelihood, shifted, batch)
                 (pull,) = torch.autograd.grad(loss, shifted)
                 parts = torch.autograd.grad(f, list(params.values()), pull, allow_unused=True, materialize_grads=True)
             value += float(loss.detach())

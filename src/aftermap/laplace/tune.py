@@ -16,6 +16,7 @@ from torch.utils.data import Subset
 
 from aftermap.batches import Batch, iterate, tensors_of
 from aftermap.curvature import Factors
+from aftermap.curvature.structures.low_rank import LowRankBlock
 from aftermap.distributed import rank, world_size
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.dimension import match_dimension
@@ -378,7 +379,7 @@ def tune_self_consistently(
     assert isinstance(tuned.result, EvidenceResult)
     hyperparameters, posterior = tuned.hyperparameters, tuned.posterior
     matched = None
-    if len(posterior.blocks) > 1 or not posterior.blocks[0].source.joins_layers:
+    if not _has_every_term(posterior):
         matched = match_dimension(
             model,
             iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
@@ -424,6 +425,12 @@ def tune_self_consistently(
     return Tuned(applied, hyperparameters, result, narrowing=dimension * curvature)
 
 
+def _has_every_term(posterior: GaussianPosterior) -> bool:
+    """Whether the posterior is that of the whole matrix: all terms between layers, and no direction left to the prior."""
+    sources = [block.source for block in posterior.blocks]
+    return len(sources) == 1 and sources[0].joins_layers and not isinstance(sources[0], LowRankBlock)
+
+
 def _warn_of_cavities(message: str) -> None:
     warnings.warn(
         f"the posterior that was found without held-out labels is to be mistrusted: {message}. Tune on validation data: tune(val_loader)",
@@ -456,9 +463,8 @@ def tune_by_grid(
         by_evidence = tune_by_evidence(fitted, likelihood, per_layer=False, by_gradients=by_gradients, warn=False)
         hyperparameters = replace(hyperparameters, noise=by_evidence.hyperparameters.noise)
         posterior = hyperparameters.applied_to(posterior, fitted.factors.curvature)
-        predictor = PosteriorPredictor(
-            predictor.model, posterior, with_noise(likelihood, hyperparameters.noise), predictor
-        )
+    # Not the likelihood of the last tuning: its noise and its temperature are not those that the grid starts from.
+    predictor = PosteriorPredictor(predictor.model, posterior, hyperparameters.likelihood(likelihood), predictor)
     device, dtype = check_device(predictor.model)
     result = search_grid(
         predictor,
