@@ -47,7 +47,7 @@ def fit_all(batches: list[Any], dtype: torch.dtype) -> dict[str, dict[str, Any]]
     for structure in STRUCTURES:
         factors = fit_curvature(
             network(dtype), batches, "classification", structure=structure, curvature="exact", progress=False,
-            generator=torch.Generator().manual_seed(0),
+            subset_size=4, generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
         found[structure] = {"dense": factors.to_dense(), "n_data": factors.n_data, "loss": factors.loss}
     return found

@@ -67,6 +67,8 @@ def test_scales(name: str, value: object) -> None:
         ({"structure": "full", "damping": "pi"}, "structure='full' has none: use damping='exact'"),
         ({"structure": "ekfac", "damping": "factored"}, "structure='ekfac' has none: use damping='exact'"),
         ({"structure": "matrix_free", "damping": "factored"}, "structure='matrix_free' has none"),
+        ({"structure": "low_rank", "rank": 0}, "rank=0 must be a whole number"),
+        ({"structure": "subset", "subset_size": 0.5}, "subset_size=0.5 must be a whole number"),
         ({"prior_precision": -1.0}, "the prior precision of all layers must be positive and finite, got -1"),
         ({"prior_precision": {"0": 1.0, "2": 0.0}}, "the prior precision of 2 must be positive and finite, got 0"),
         ({"prior_precision": "strong"}, "the prior precision of all layers must be a number or numbers, got 'strong'"),
@@ -85,7 +87,6 @@ def test_options_are_refused_before_there_are_data(options: dict[str, object], m
         ({"approach": "mean"}, "approach='mean' is not known"),
         ({"params": "decoder"}, "params='decoder' selects no parameter"),
         ({"params": ["3"]}, "no parameter or module is called 3"),
-        ({"structure": "low_rank", "rank": 0}, "rank=0 must be a whole number"),
         ({"prior_mean": {"7.weight": torch.zeros(1)}}, "prior mean names .*7.weight"),
     ],
 )

@@ -59,6 +59,7 @@ class LastBlock:
 def find_last_block(model: nn.Module, batch: Batch) -> list[str]:
     """Names of the parameters of the last block and of all that runs after it, the head included; see `last_block`.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> find_last_block(net, Batch(torch.zeros(1, 2), None, None, 1))
     ['2.weight', '2.bias', '4.weight', '4.bias']
@@ -88,6 +89,7 @@ def last_block(model: nn.Module, batch: Batch) -> LastBlock:
             depend on other examples.
         UnsupportedError: It cannot be told which layer makes the outputs.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
     >>> print(last_block(net, Batch(torch.zeros(1, 2), None, None, 1)))
     2 and 4
