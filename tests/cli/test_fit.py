@@ -37,7 +37,7 @@ def test_doctor_looks_at_a_network(files: Files) -> None:
         assert word in said
     content = answer("doctor", "--model", files.model)
     assert content["treatment"]["0.weight"] == {"block": "kron", "rule": "LinearRule", "note": ""}
-    assert {c["structure"] for c in content["costs"]} == {"kron", "ekfac", "diagonal", "full"}
+    assert {c["structure"] for c in content["costs"]} == {"kron", "ekfac", "diagonal", "full", "subset"}
 
 
 def test_doctor_guesses_shapes() -> None:

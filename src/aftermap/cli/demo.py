@@ -27,10 +27,6 @@ from aftermap.progress import progress
 __all__ = ["demo"]
 
 _FILES = ("report.html", "results.json", "posterior")
-# Of prior to data precision. On held-out digits a stronger prior fits as well, but it makes all directions of the weights equally
-# certain, also those that no digit has determined: then nothing that is unlike a digit looks unusual.
-_RATIOS = tuple(10.0**k for k in range(-7, 1))
-_SCALES = tuple(10 ** (k / 2) for k in range(10))
 
 
 @o.command(without=("device", "force", "config"))
@@ -60,15 +56,13 @@ def _show(output: Path, epochs: int, seed: int, reporter: Reporter) -> int:
     model, model_config = _network(parts["train"], epochs, seed)
     trained = time.perf_counter()
     reporter.line(f"trained a small network on {len(parts['train']):,} digits in {trained - started:.0f} s")
-    options = PosteriorOptions(structure="kron", tune=False)
-    laplace = fit_posterior(model, sources["train"], None, "classification", options, reporter, seed)
-    laplace.tune(sources["validation"].batches, precisions=_RATIOS, scales=_SCALES)
+    laplace = fit_posterior(
+        model, sources["train"], sources["validation"], "classification", PosteriorOptions(), reporter, seed
+    )
     reporter.line(
         f"made it Bayesian in {time.perf_counter() - trained:.0f} s: {laplace.structure}, {prior_in_words(laplace)}"
     )
-    reporter.line(
-        "(tuned on held-out digits among priors no stronger than the data; tune's own grid is wider, and a stronger prior may win there)"
-    )
+    reporter.line(str(laplace.tuning))
     extras = describe_fit(model_config, sources["train"], DataFormat(), "classification", seed)
     predictive = Fitted(laplace, model, extras, {}).predict_options("auto", 200)
     extras["thresholds"], reference = calibrate(laplace, sources["validation"].batches, predictive, 0.05, seed)

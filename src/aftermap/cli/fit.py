@@ -85,7 +85,13 @@ class PosteriorOptions:
     tune: Annotated[bool, o.option("Whether the prior (and the noise) is tuned after the fit.", "--tune/--no-tune")] = (
         True
     )
-    method: Annotated[str, o.option("How the prior is tuned."), o.OneOf(("auto", "evidence", "validation"))] = "auto"
+    method: Annotated[
+        str,
+        o.option(
+            "How the prior is tuned. auto takes validation with --val, and what the training data can tell without."
+        ),
+        o.OneOf(("auto", "validation", "self_consistent", "evidence", "grid")),
+    ] = "auto"
     memory: Annotated[
         float,
         o.option("The most GB that the posterior may take. Larger structures are not considered."),
@@ -106,7 +112,9 @@ class TuneOptions:
         None
     )
     method: Annotated[
-        str, o.option("How the prior is tuned."), o.OneOf(("auto", "evidence", "lbfgs", "validation"))
+        str,
+        o.option("How the prior is tuned. auto takes validation with --val, else the evidence."),
+        o.OneOf(("auto", "validation", "evidence", "lbfgs", "grid")),
     ] = "auto"
     false_alarms: _FalseAlarms = 0.05
 
@@ -226,8 +234,8 @@ def fit_posterior(
     likelihood = likelihood_of(task, options.noise, lambda: _residual(model, train))
     batches = train.batches.named("", shared=True)
     held_out = None if validation is None else validation.batches.named("")
-    if options.method == "validation" and held_out is None:
-        raise InputError("--method validation needs held-out data: add --val")
+    if options.method in ("validation", "grid") and held_out is None:
+        raise InputError(f"--method {options.method} needs held-out data: add --val")
     if options.structure == "auto" and options.tune and options.method == "auto":
         return fit_automatically(
             model,
@@ -253,12 +261,13 @@ def fit_posterior(
     )
     laplace.fit(batches, generator=torch.Generator().manual_seed(seed))
     if options.tune:
-        laplace.tune(held_out, method=None if options.method == "auto" else options.method)
+        labelled = options.method in ("auto", "validation", "grid")
+        laplace.tune(held_out if labelled else None, method=None if options.method == "auto" else options.method)
     return laplace
 
 
 def prior_in_words(laplace: Laplace) -> str:
-    """Prior precision, noise and data scale in one line."""
+    """Prior precision, data scale, noise and temperature in one line."""
     values = [float(v.mean()) for v in laplace.prior_precision.values()]
     low, high = min(values), max(values)
     text = f"prior precision {low:.3g}" if high <= low * 1.001 else f"prior precision {low:.3g} to {high:.3g} by layer"
@@ -266,6 +275,8 @@ def prior_in_words(laplace: Laplace) -> str:
         text += f", data scale {laplace.data_scale:.3g}"
     if laplace.has_noise:
         text += f", noise {float(laplace.hyperparameters.noise):.3g}"
+    if laplace.output_temperature != 1.0:
+        text += f", temperature {laplace.output_temperature:.3g}"
     return text
 
 
@@ -298,13 +309,14 @@ def fit(
             f"fitted: {laplace.structure}, {laplace.posterior.n_params:,} parameters, {laplace.n_data:,g} data; "
             + prior_in_words(laplace)
         )
+        if laplace.tuning is not None:
+            reporter.line(str(laplace.tuning))
         fitted = Fitted(laplace, network, describe_fit(model_config, training, data_format, task, run.seed), {})
         with fail_together("saving the posterior"):
             code, content = finish(
                 fitted,
                 output,
                 validation=validation,
-                training=training,
                 options=fitted.predict_options(predictive.kind, predictive.samples),
                 false_alarms=posterior.false_alarms,
                 seed=run.seed,
@@ -329,6 +341,8 @@ def _describe(laplace: Laplace) -> dict[str, Any]:
     return {
         "prior_precision": {n: float(v.mean()) for n, v in laplace.prior_precision.items()},
         "data_scale": laplace.data_scale,
+        "output_temperature": laplace.output_temperature,
+        "tuning": None if laplace.tuning is None else str(laplace.tuning),
     }
 
 
@@ -345,7 +359,7 @@ def tune(
     predictive: o.PredictiveOptions,
     run: o.RunOptions,
 ) -> int:
-    """Find the prior precision (and noise) of a fitted posterior: by the evidence, or on held-out data.
+    """Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or by the evidence.
 
     No pass over the training data and no new decomposition: seconds.
     """
@@ -371,6 +385,8 @@ def tune(
             kind=options["kind"],
         )
     reporter.line(f"{before} → {prior_in_words(laplace)}")
+    if laplace.tuning is not None:
+        reporter.line(str(laplace.tuning))
     code, content = finish(
         fitted,
         output or saved.posterior,

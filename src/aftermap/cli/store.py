@@ -22,7 +22,7 @@ from aftermap.evaluation import Reference, Threshold, default_score
 from aftermap.evaluation.predictor import predict_all
 from aftermap.evaluation.reference import FLAG_SCORES
 from aftermap.evaluation.selective import EITHER
-from aftermap.laplace import Laplace, SelfCheck, check_predictive, load
+from aftermap.laplace import CavityCheck, Laplace, SelfCheck, check_predictive, load
 from aftermap.models import check_device as device_of_model
 from aftermap.optim import TrainedPosterior
 from aftermap.posteriors.io import load_posterior, read_model_state, read_saved_config
@@ -121,10 +121,12 @@ def calibrate(
     return reference.to_dict(), reference.to_tensors()
 
 
-def self_check(predictor: Any, source: Source, options: Mapping[str, Any]) -> SelfCheck:
-    """MAP against Bayesian on at most 1,000 examples."""
+def self_check(predictor: Any, validation: Source | None, options: Mapping[str, Any]) -> SelfCheck | CavityCheck | None:
+    """The network against the Bayesian predictive: on at most 1,000 held-out examples, or as far as tuning could judge without them."""
+    if validation is None:
+        return getattr(getattr(predictor, "tuning", None), "check", None)
     device, dtype = device_of_model(predictor.model)
-    batches = iterate(source.batches.named("self-check"), device=device, dtype=dtype)
+    batches = iterate(validation.batches.named("self-check"), device=device, dtype=dtype)
     return check_predictive(predictor, batches, **options)
 
 
@@ -133,7 +135,6 @@ def finish(
     folder: Path,
     *,
     validation: Source | None,
-    training: Source | None = None,
     options: Mapping[str, Any],
     false_alarms: float = 0.05,
     seed: int,
@@ -146,7 +147,6 @@ def finish(
         fitted: The posterior with its network.
         folder: Where it is saved.
         validation: Held-out data, on which the posterior is checked and its thresholds are chosen.
-        training: The data on which it is checked where there are no held-out ones; None means that it is not.
         options: The options of `predict`.
         false_alarms: The share of usual inputs that may be flagged.
         seed: The seed of the predictions.
@@ -156,20 +156,22 @@ def finish(
     Returns:
         The exit code, and what every one of these commands tells machines.
     """
-    predictor, source = fitted.predictor, validation or training
+    predictor = fitted.predictor
     # Check and thresholds that an old folder holds belong to another prior.
     old = {k: v for k, v in fitted.extras.items() if k not in ("self_check", "thresholds")}
     extras: dict[str, Any] = {**old, "predict": dict(options), "processes": world_size()}
     reference: dict[str, Tensor] = {}
     code = GOOD
-    if source is not None:
-        check, data = (
-            self_check(predictor, source, options),
-            "training data" if validation is None else "validation data",
-        )
-        extras["self_check"] = {"passed": not check.collapsed, "on": data, "message": check.message}
-        state, style, code = ("FAILED", "bold red", CHECK_FAILED) if check.collapsed else ("passed", None, GOOD)
+    check, data = (
+        self_check(predictor, validation, options),
+        "training data" if validation is None else "validation data",
+    )
+    if check is not None:
+        extras["self_check"] = {"passed": check.passed, "on": data, "message": check.message}
+        state, style, code = ("passed", None, GOOD) if check.passed else ("FAILED", "bold red", CHECK_FAILED)
         reporter.line(f"self-check on {data} {state}: {check.message}", style=style)
+    else:
+        reporter.line("no self-check: there are no held-out data to compare with the network on; add --val")
     if validation is not None:
         batches = validation.batches.named("thresholds")
         extras["thresholds"], reference = calibrate(predictor, batches, options, false_alarms, seed)
