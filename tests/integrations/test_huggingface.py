@@ -21,6 +21,7 @@ peft = pytest.importorskip("peft")
 
 WORDS, CLASSES, PAD = 37, 3, 1
 SIZES = {"vocab_size": WORDS, "num_labels": CLASSES, "pad_token_id": PAD, "max_position_embeddings": 20}
+untrained = pytest.mark.filterwarnings("ignore:the posterior that was found without held-out labels")
 TARGETS = {"bert": ["query", "value"], "roberta": ["query", "value"], "llama": ["q_proj", "v_proj"]}
 
 
@@ -122,6 +123,7 @@ def test_kronecker_factors_are_exact_for_one_datum_of_one_token(kind: str) -> No
     torch.testing.assert_close(precision - 2.0 * torch.eye(len(precision)), expected, rtol=1e-6, atol=1e-8)
 
 
+@untrained
 @pytest.mark.parametrize("kind", ["bert", "roberta", "llama"])
 def test_whole_transformers_go_through_attention_and_normalisation(kind: str) -> None:
     model = make(kind)
@@ -145,6 +147,7 @@ def _diagonal(model: nn.Module, batch: dict[str, Tensor], names: list[str]) -> T
     return torch.einsum("ncp,nck->nkp", J, root).square().sum((0, 1))
 
 
+@untrained
 def test_save_and_load_a_model(tmp_path: Path) -> None:
     model = make("bert")
     la = Laplace(model, "classification").fit([tokens(6, 5)]).tune()
@@ -165,6 +168,7 @@ def test_save_and_load_a_model(tmp_path: Path) -> None:
         hf.load(tmp_path, again)
 
 
+@untrained
 def test_save_and_load_adapters(tmp_path: Path) -> None:
     model = make("llama", lora=True)
     names = hf.adapters(model)
@@ -214,6 +218,7 @@ def test_likelihood_follows_the_configuration(changes: dict[str, Any], expected:
     assert hf.likelihood(make("bert", **changes)) == expected
 
 
+@untrained
 def test_a_regression_head_and_many_labels() -> None:
     for changes, targets in (
         ({"num_labels": 1}, torch.tensor([0.3, -1.2, 0.7], dtype=torch.float64)),

@@ -198,7 +198,7 @@ class BayesianEstimator(_BaseEstimator, ABC):  # type: ignore[misc]
                 copy.deepcopy(model), likelihood, structure=structure, params=params, prior_precision=start
             ).fit(data.batches(PIECE), progress=False)
             if evidence:
-                laplace.tune()
+                laplace.tune(method="evidence")
                 precision |= laplace.posterior.prior.precision
                 likelihood = laplace.likelihood
             candidates.append((float(laplace.log_evidence()), laplace))
