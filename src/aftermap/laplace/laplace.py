@@ -27,14 +27,7 @@ from aftermap.laplace.subnetwork import (
     is_subnetwork,
     subnetwork_structure,
 )
-from aftermap.laplace.tune import (
-    choose_method,
-    tune_by_dimension,
-    tune_by_evidence,
-    tune_by_grid,
-    tune_by_validation,
-    tune_self_consistently,
-)
+from aftermap.laplace.tune import choose_method, tune_by
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
 from aftermap.models import check_not_causal, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
@@ -395,18 +388,20 @@ class Laplace:
         Every tuning starts from the data scale and the temperature of the constructor, whatever was found before. With
         validation data, classes are tuned by `search_family`: the labels set the temperature, and the posterior is as wide as a small
         budget of likelihood allows. Without, the precisions come from the evidence, and the width is that at which the
-        posterior agrees with the curvature that it averages over; training data cannot tell more.
+        posterior agrees with the curvature that it averages over; training data cannot tell more. A regression is tuned by its
+        residuals when each datum is left out, in closed form, and by those of validation data where there are some.
 
         Args:
             val_loader: Held-out data for method="validation" or "grid"; for method="self_consistent" and "dimension" the training data, if
                 not those of the fit. A network that was trained on augmented data can also be tuned on its own training data
                 under stronger augmentation, handed over here.
-            method: "validation" (the rule for labels of classes), "self_consistent" (the rule without labels, for classes and counts; fit on
-                all data that the network was trained on, or on a part with ``data_scale``), "evidence" (its maximum on the training
+            method: "validation" (the rule for labels of classes, and for residuals), "self_consistent" (the rule without labels, for classes and
+                counts; fit on all data that the network was trained on, or on a part with ``data_scale``), "leave_one_out" (the rule
+                without labels for regressions), "evidence" (its maximum on the training
                 data by MacKay's fixed point), "lbfgs" (the same by gradients; for factored damping), "dimension" (the evidence, then the width
                 by the effective dimension of the full Gauss-Newton matrix), or "grid" (the least validation loss over data scale and
-                precision). None takes validation with ``val_loader`` (grid for other likelihoods than those of classes, for sampling,
-                and where grid points are given), else self_consistent where it applies, else evidence.
+                precision). None takes validation with ``val_loader`` (grid for other likelihoods, for sampling, and where grid points are
+                given), else self_consistent or leave_one_out where they apply, else evidence.
             kind: The predictive whose log-likelihood the grid maximises: "linearised" or "sampling".
             link: How the linearised predictive turns the Gaussian over logits into probabilities; see `predict`.
             samples: The number of draws that the predictive of the grid averages over. More draws give a smoother objective.
@@ -424,48 +419,25 @@ class Laplace:
         """
         fitted = self.fitted
         on_grid = precisions is not None or scales is not None
-        chosen = choose_method(fitted, self.base_likelihood, val_loader, method, kind=kind, on_grid=on_grid)
+        chosen = choose_method(fitted, self.base_likelihood, val_loader, method, kind=kind, on_grid=on_grid, noise=noise)
         start = replace(fitted.hyperparameters, output_temperature=self._initial.output_temperature)
         fitted = replace(fitted, hyperparameters=start)
-        by_gradients = chosen == "lbfgs" or self.damping != "exact"
-        if chosen not in ("evidence", "lbfgs"):
-            fitted.weights.check(self.model)
-        if chosen == "validation":
-            assert val_loader is not None  # choose_method
-            tuned = tune_by_validation(
-                fitted, self.base_likelihood, self.predictor, val_loader, link=link, generator=generator
-            )
-        elif chosen == "grid":
-            assert val_loader is not None  # choose_method
-            tuned = tune_by_grid(
-                fitted,
-                self.base_likelihood,
-                self.predictor,
-                val_loader,
-                kind=kind,
-                link=link,
-                samples=samples,
-                noise=noise,
-                by_gradients=by_gradients,
-                precisions=precisions,
-                scales=scales,
-            )
-        elif chosen == "self_consistent":
-            tuned = tune_self_consistently(
-                fitted,
-                self.base_likelihood,
-                self.predictor,
-                val_loader,
-                per_layer=per_layer,
-                by_gradients=by_gradients,
-                generator=generator,
-            )
-        else:
-            tuned = tune_by_evidence(
-                fitted, self.base_likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients
-            )
-            if chosen == "dimension":
-                tuned = tune_by_dimension(fitted, tuned, self.base_likelihood, self.predictor, val_loader, generator)
+        tuned = tune_by(
+            chosen,
+            fitted,
+            self.base_likelihood,
+            None if chosen in ("evidence", "lbfgs") else self.predictor,
+            val_loader,
+            kind=kind,
+            link=link,
+            samples=samples,
+            per_layer=per_layer,
+            noise=noise,
+            by_gradients=chosen == "lbfgs" or self.damping != "exact",
+            precisions=precisions,
+            scales=scales,
+            generator=generator,
+        )
         return self.adopt(tuned)
 
     def adopt(self, tuned: Tuned) -> Laplace:

@@ -25,6 +25,7 @@ from aftermap.laplace.examples import random_examples
 from aftermap.laplace.fitted import Fitted, Tuned
 from aftermap.laplace.grid import search_grid
 from aftermap.laplace.latents import output_gaussians
+from aftermap.laplace.regression import tune_regression
 from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.self_consistent import (
     Cavities,
@@ -43,6 +44,7 @@ from aftermap.prior import Prior
 __all__ = [
     "METHODS",
     "choose_method",
+    "tune_by",
     "tune_by_dimension",
     "tune_by_evidence",
     "tune_by_grid",
@@ -50,7 +52,7 @@ __all__ = [
     "tune_self_consistently",
 ]
 
-METHODS = ("validation", "self_consistent", "evidence", "lbfgs", "dimension", "grid")
+METHODS = ("validation", "self_consistent", "leave_one_out", "evidence", "lbfgs", "dimension", "grid")
 _CHECKED = 200  # training data on which the matched predictive is compared with the network
 _VALIDATION_INPUTS = 1000
 _TRAINING_INPUTS = 500
@@ -66,6 +68,7 @@ def choose_method(
     *,
     kind: str = "linearised",
     on_grid: bool = False,
+    noise: bool = True,
 ) -> str:
     """The method to tune with: the one asked for, or the default.
 
@@ -76,24 +79,30 @@ def choose_method(
         method: The method that was asked for; None asks for the default.
         kind: The predictive that will be used.
         on_grid: Whether the points of a grid were given.
+        noise: Whether the noise of a regression is to be tuned.
 
     Raises:
         InputError: The method is not known, needs data that are not there, or is not for this likelihood or posterior.
     """
     in_blocks = isinstance(fitted.posterior, GaussianPosterior)
+    regression = has_noise(likelihood) and noise and fitted.data is not None
     if method is None or (method == "validation" and val_loader is not None):
         if val_loader is not None:
-            rule = temperature_of(likelihood) is not None and kind == "linearised" and not on_grid
+            rule = (temperature_of(likelihood) is not None or regression) and kind == "linearised" and not on_grid
             return "validation" if rule else "grid"
         if averages_curvature(likelihood) and in_blocks and fitted.data is not None:
             return "self_consistent"
-        return "evidence"
+        return "leave_one_out" if regression else "evidence"
     method = "evidence" if method == "mackay" else method
     if method not in METHODS:
         listed = ", ".join(map(repr, METHODS[:-1]))
         raise InputError(f"method={method!r} is not known; allowed are {listed} and {METHODS[-1]!r}")
     if method in ("validation", "grid") and val_loader is None:
         raise InputError(f"method={method!r} needs validation data: tune(val_loader, method={method!r})")
+    if method == "leave_one_out" and not (has_noise(likelihood) and noise):
+        raise InputError(
+            "method='leave_one_out' finds prior and noise of a regression with a Gaussian likelihood; use tune() without a method"
+        )
     if method == "self_consistent" and not averages_curvature(likelihood):
         raise InputError(
             f"method='self_consistent' averages a curvature that depends on the outputs, and that of {type(likelihood).__name__} does "
@@ -104,6 +113,55 @@ def choose_method(
             f"method='self_consistent' needs a posterior in blocks, got a {type(fitted.posterior).__name__}: use method='evidence'"
         )
     return method
+
+
+def tune_by(
+    method: str,
+    fitted: Fitted,
+    likelihood: Likelihood,
+    predictor: PosteriorPredictor | None,
+    data: Iterable[Any] | None,
+    *,
+    kind: str,
+    link: str,
+    samples: int,
+    per_layer: bool,
+    noise: bool,
+    by_gradients: bool,
+    precisions: Sequence[float] | None,
+    scales: Sequence[float] | None,
+    generator: torch.Generator | None,
+) -> Tuned:
+    """Tunes a fit by the method that `choose_method` gave; the other arguments are those of `Laplace.tune`."""
+    if predictor is None or method in ("evidence", "lbfgs"):
+        return tune_by_evidence(fitted, likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients)
+    if method == "leave_one_out":
+        return tune_regression(fitted, likelihood, predictor, data)
+    if method == "self_consistent":
+        return tune_self_consistently(
+            fitted, likelihood, predictor, data, per_layer=per_layer, by_gradients=by_gradients, generator=generator
+        )
+    if method == "dimension":
+        tuned = tune_by_evidence(fitted, likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients)
+        return tune_by_dimension(fitted, tuned, likelihood, predictor, data, generator)
+    assert data is not None  # choose_method
+    if method == "grid":
+        return tune_by_grid(
+            fitted,
+            likelihood,
+            predictor,
+            data,
+            kind=kind,
+            link=link,
+            samples=samples,
+            noise=noise,
+            by_gradients=by_gradients,
+            precisions=precisions,
+            scales=scales,
+        )
+    if has_noise(likelihood):
+        return tune_regression(fitted, likelihood, predictor, val_data=data)
+    return tune_by_validation(fitted, likelihood, predictor, data, link=link, generator=generator)
 
 
 def tune_by_evidence(
