@@ -15,6 +15,7 @@ from aftermap.curvature import Factors
 from aftermap.errors import InputError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult
+from aftermap.laplace.regression_rule import RegressionResult
 from aftermap.laplace.subnetwork import with_fixed_means
 from aftermap.models import WeightsFingerprint
 from aftermap.params import Params
@@ -64,7 +65,7 @@ class Tuned:
 
     posterior: Any
     hyperparameters: Hyperparameters
-    result: EvidenceResult | ValidationResult | DimensionResult
+    result: EvidenceResult | ValidationResult | DimensionResult | RegressionResult
     narrowing: float = 1.0
 
 
@@ -154,7 +155,7 @@ class Fitted:
     weights: WeightsFingerprint
     data: Iterable[Any] | None = None
     unpack: Unpack | None = None
-    tuning: EvidenceResult | ValidationResult | DimensionResult | None = None
+    tuning: EvidenceResult | ValidationResult | DimensionResult | RegressionResult | None = None
     narrowing: float = 1.0
     report: Any = None
 

@@ -21,6 +21,7 @@ from aftermap.errors import InputError, NotFittedError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult, log_evidence
 from aftermap.laplace.fitted import Fitted, Initial, Tuned, ValidationResult, check_numbers, data_if_repeatable
+from aftermap.laplace.regression_rule import RegressionResult
 from aftermap.laplace.subnetwork import (
     Subnetwork,
     fit_subnetwork,
@@ -174,7 +175,7 @@ class Laplace:
         return by_layer
 
     @property
-    def tuning(self) -> EvidenceResult | ValidationResult | DimensionResult | None:
+    def tuning(self) -> EvidenceResult | ValidationResult | DimensionResult | RegressionResult | None:
         """What the last `tune` gave; None before it and after a new `fit`."""
         return None if self._fitted is None else self._fitted.tuning
 
