@@ -10,6 +10,7 @@ from aftermap.laplace.grid import GridResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.marglik import EvidenceRecord, EvidenceTraining, train_by_evidence
 from aftermap.laplace.mixture import Mixture, load_mixture
+from aftermap.laplace.regression_rule import RegressionResult
 from aftermap.laplace.saving import load, load_laplace, read_extras
 from aftermap.laplace.selection import Candidate, Ranking, select
 from aftermap.laplace.self_check import SelfCheck, check_predictive
@@ -32,6 +33,7 @@ __all__ = [
     "Mixture",
     "Ranking",
     "RefinedEvidence",
+    "RegressionResult",
     "SelfCheck",
     "SelfConsistentResult",
     "Stationarity",

@@ -16,6 +16,7 @@ from aftermap.errors import InputError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.grid import GridResult
+from aftermap.laplace.regression_rule import RegressionResult
 from aftermap.laplace.self_consistent import SelfConsistentResult
 from aftermap.laplace.subnetwork import with_fixed_means
 from aftermap.laplace.validation import ValidationResult
@@ -35,7 +36,9 @@ __all__ = [
 ]
 
 
-TuningResult = EvidenceResult | DimensionResult | SelfConsistentResult | ValidationResult | GridResult
+TuningResult = (
+    EvidenceResult | DimensionResult | SelfConsistentResult | ValidationResult | RegressionResult | GridResult
+)
 
 
 @dataclass(frozen=True)

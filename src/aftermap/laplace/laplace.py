@@ -419,7 +419,9 @@ class Laplace:
         """
         fitted = self.fitted
         on_grid = precisions is not None or scales is not None
-        chosen = choose_method(fitted, self.base_likelihood, val_loader, method, kind=kind, on_grid=on_grid, noise=noise)
+        chosen = choose_method(
+            fitted, self.base_likelihood, val_loader, method, kind=kind, on_grid=on_grid, noise=noise
+        )
         start = replace(fitted.hyperparameters, output_temperature=self._initial.output_temperature)
         fitted = replace(fitted, hyperparameters=start)
         tuned = tune_by(

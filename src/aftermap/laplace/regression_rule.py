@@ -1,0 +1,455 @@
+r"""Prior, noise and width of a regression from leave-one-out residuals of its linear model: pure functions of numbers.
+
+At the trained weights θ the network is replaced by its linear model, y ≈ f + J(φ − θ). Its rows J, whitened by the likelihood,
+give K = JJᵀ = U diag(S) Uᵀ, and everything below is a sum over S. With the ratio r = prior precision × noise variance,
+
+.. math::
+    e = r (K + r)^{-1} t,\quad t = y - f + J(\theta - \mu_0), \qquad A = r (K + r)^{-1}, \qquad \gamma = \sum S/(S + r):
+
+e are the residuals of the linear model at its optimum, eᵢ/Aᵢᵢ those of the fit without datum i, and 1/Aᵢᵢ is the predictive
+variance there in units of the noise. docs/mathematics/tuning.md has the derivations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from aftermap.errors import DataError, NumericalError
+from aftermap.linalg import psd_eigh
+
+__all__ = [
+    "LinearModel",
+    "RegressionResult",
+    "apply_rule",
+    "evidence_ratio",
+    "fit_scale",
+    "learning_slope",
+    "leave_one_out_ratio",
+    "match_width",
+]
+
+_CAP = 1000.0  # how far leave-one-out may raise r above the evidence's
+_FLOOR = 1e-13  # the least r as a share of the largest eigenvalue; below it is rounding
+_GRID = tuple(10 ** (k / 4) for k in range(-48, 17))  # ratios r to try, in units of the mean eigenvalue
+_ALARM = 0.2  # nats by which leave-one-out may be worse than a constant variance
+_WIDTHS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)
+_PSEUDO = 10.0  # how many labelled examples the values found without labels count for
+_BUDGET = 0.01  # nats of validation likelihood that a wider posterior may cost
+
+
+@dataclass(frozen=True)
+class RegressionResult:
+    """Prior, noise and width that were found for a regression, and how.
+
+    Attributes:
+        precision: The prior precision, r / noise², before the covariance is divided by ``narrowing``.
+        ratio: r, the prior precision in units of the noise's.
+        noise: The noise σ, in units of the likelihood that the curvature is of.
+        gamma: The effective number of parameters at r for all data.
+        ratio_evidence: The r that maximises the evidence.
+        ratio_loo: The r with the best leave-one-out likelihood.
+        loo_nll: The leave-one-out negative log-likelihood per number at r and the noise.
+        constant_nll: The same with one variance for all data.
+        n_data: How many training examples r was found on.
+        n_params: How many parameters these examples have gradients in.
+        at_edge: Whether the evidence has no maximum within the numbers that rounding allows, so that leave-one-out alone chose r.
+        narrowing: By what the covariance was divided so that its width is that of the full linear model on unseen data, and by
+            labels; 1 for a posterior that is this model's.
+        factor: What validation labels multiplied the predictive variance by; None without labels.
+        width: The share of the posterior's variance that validation labels left; None without labels.
+        n_labels: How many validation examples were used.
+    """
+
+    precision: float
+    ratio: float
+    noise: float
+    gamma: float
+    ratio_evidence: float
+    ratio_loo: float
+    loo_nll: float
+    constant_nll: float
+    n_data: int
+    n_params: int
+    at_edge: bool = False
+    narrowing: float = 1.0
+    factor: float | None = None
+    width: float | None = None
+    n_labels: int = 0
+
+    @property
+    def converged(self) -> bool:
+        """Whether the evidence is stationary at ``ratio_evidence``."""
+        return not self.at_edge
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the variances that differ between inputs make leave-one-out predictions much worse than one variance for all."""
+        return self.loo_nll > self.constant_nll + _ALARM
+
+    def sentence(self) -> str:
+        """What was done, in plain English."""
+        found = (
+            f"Noise {self.noise:.3g} and prior precision {self.precision:.3g} come from leave-one-out residuals and the evidence of "
+            f"{self.n_data:,} training examples, which determine about {self.gamma:.0f} numbers"
+        )
+        parts = [found]
+        if self.n_labels:
+            parts.append(
+                f"{self.n_labels:,} validation examples multiplied the predictive variance by {self.factor:.3g} and left "
+                f"{self.width:.3g} of the posterior's share"
+            )
+        if self.at_edge:
+            parts.append(
+                "the network reproduces its data, or never left its prior mean, so the evidence has no maximum"
+            )
+        if self.alarm:
+            worse = self.loo_nll - self.constant_nll
+            parts.append(
+                f"beware: leaving out one datum at a time, these variances are {worse:.2f} nats worse than one variance for all data. "
+                "Check the intervals on held-out data: tune(val_loader)"
+            )
+        return "; ".join(parts) + "."
+
+
+@dataclass(frozen=True)
+class LinearModel:
+    """The linear model of a network at its weights, decomposed; M numbers for each of n examples, R = n·M rows.
+
+    Attributes:
+        values: The eigenvalues S [R] of K, not negative.
+        vectors: The eigenvectors U [R, R].
+        targets: t [R], whitened, multiplied by the roots of the weights.
+        residuals: y − f [R], the same.
+        weights: How many data each example stands for [n].
+        distance: ‖θ − μ₀‖².
+        n_params: The length of a row.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    targets: Tensor
+    residuals: Tensor
+    weights: Tensor
+    distance: float
+    n_params: int
+
+    @staticmethod
+    def make(
+        kernel: Tensor, shift: Tensor, residuals: Tensor, weights: Tensor, distance: float, n_params: int
+    ) -> LinearModel:
+        """Decomposes K.
+
+        Args:
+            kernel: K = JJᵀ [R, R] of whitened rows, the M rows of an example together.
+            shift: J(θ − μ₀) [R].
+            residuals: y − f [R], whitened.
+            weights: How many data each example stands for [n]; positive.
+            distance: ‖θ − μ₀‖².
+            n_params: The length of a row.
+
+        Raises:
+            DataError: Fewer than two examples, or outputs that do not depend on the parameters.
+            NumericalError: Numbers that are not finite.
+        """
+        if len(weights) < 2:
+            raise DataError(
+                f"{len(weights)} training example cannot show how far a regression is off on others; use more data, or set "
+                "prior_precision= and the noise of the likelihood yourself"
+            )
+        if not all(bool(torch.isfinite(v).all()) for v in (kernel, shift, residuals)) or not math.isfinite(distance):
+            raise NumericalError(
+                "gradients or residuals of the training data are not finite; look at the outputs of the network on these data"
+            )
+        root = weights.sqrt().repeat_interleave(len(residuals) // len(weights))
+        values, vectors = psd_eigh(kernel * root * root[:, None])
+        if not float(values.max()) > 0:
+            raise DataError(
+                "the outputs on the training data do not depend on the chosen parameters: every gradient is zero. Choose others with "
+                "params=, and check that the network is not constant"
+            )
+        return LinearModel(
+            values.clamp_min(0.0), vectors, root * (residuals + shift), root * residuals, weights, distance, n_params
+        )
+
+    @property
+    def outputs(self) -> int:
+        """The number M of rows of an example."""
+        return len(self.targets) // len(self.weights)
+
+    @property
+    def count(self) -> float:
+        """How many numbers the data stand for: M Σ weights."""
+        return self.outputs * float(self.weights.sum())
+
+    @property
+    def squares(self) -> float:
+        """The sum of squared residuals of the network."""
+        return float(self.residuals.square().sum())
+
+    def gamma(self, ratio: float, copies: float = 1.0) -> float:
+        """The effective number of parameters Σ cS/(cS + r) where every datum counts ``copies`` times."""
+        return float((copies * self.values / (copies * self.values + ratio)).sum())
+
+    def leave_one_out(self, ratio: float) -> LeaveOneOut:
+        """Every example predicted from all others, at this r."""
+        shares = ratio / (self.values + ratio)
+        residuals = self.vectors @ (shares * (self.vectors.T @ self.targets))
+        if self.outputs == 1:
+            inverse = 1 / (self.vectors.square() @ shares)
+            left, diagonal = (inverse * residuals)[:, None], inverse[:, None]
+        else:
+            rows = (self.vectors * shares.sqrt()).reshape(len(self.weights), self.outputs, -1)
+            inverse = torch.linalg.inv(rows @ rows.mT)
+            left = (inverse @ residuals.reshape(len(self.weights), -1, 1))[..., 0]
+            diagonal = inverse.diagonal(dim1=-2, dim2=-1)
+        # Weights are copies, and all copies of an example are left out together.
+        leverage = (diagonal - 1).clamp_min(0.0) / self.weights[:, None]
+        return LeaveOneOut(left / self.weights.sqrt()[:, None], leverage, self.weights)
+
+    def part(self, examples: int) -> LinearModel:
+        """The linear model of the first examples alone."""
+        rows = examples * self.outputs
+        some = self.vectors[:rows] * self.values.sqrt()
+        values, vectors = psd_eigh(some @ some.T)
+        return replace(
+            self,
+            values=values.clamp_min(0.0),
+            vectors=vectors,
+            targets=self.targets[:rows],
+            residuals=self.residuals[:rows],
+            weights=self.weights[:examples],
+        )
+
+
+@dataclass(frozen=True)
+class LeaveOneOut:
+    """Predictions of every example from all others.
+
+    Attributes:
+        residuals: Target minus prediction [n, M].
+        leverage: The variance of the prediction without noise, in units of the noise's [n, M].
+        weights: How many data each example stands for [n].
+    """
+
+    residuals: Tensor
+    leverage: Tensor
+    weights: Tensor
+
+    def mean(self, values: Tensor) -> float:
+        """The weighted mean over examples of values [n, M]."""
+        return float((self.weights[:, None] * values).sum() / (self.weights.sum() * values.shape[1]))
+
+    @property
+    def noise_variance(self) -> float:
+        """The noise variance that makes the left-out data most probable."""
+        return self.mean(self.residuals.square() / (1 + self.leverage))
+
+    @property
+    def criterion(self) -> float:
+        """Twice the negative log-likelihood per number at that noise, without its constants."""
+        noise = self.noise_variance
+        return (math.log(noise) if noise > 0 else -math.inf) + self.mean((1 + self.leverage).log())
+
+    def nll(self, noise_variance: float) -> float:
+        """The negative log-likelihood per number at a noise variance."""
+        variance = noise_variance * (1 + self.leverage)
+        return self.mean(0.5 * (2 * math.pi * variance).log() + self.residuals.square() / (2 * variance))
+
+    def constant_nll(self, least: float) -> float:
+        """The same with the best of all constant variances that are not below ``least``."""
+        squares = self.mean(self.residuals.square())
+        variance = max(squares, least)
+        return 0.5 * math.log(2 * math.pi * variance) + squares / (2 * variance)
+
+
+def evidence_ratio(model: LinearModel, mean_square: float | None = None) -> tuple[float, bool]:
+    """The r that maximises the evidence of the linear model at the trained weights, and whether it is at an edge.
+
+    With noise and prior precision profiled out, the derivative in log r is ½(γ(r) − N r‖θ−μ₀‖²/(SSE + r‖θ−μ₀‖²)): a falling
+    function minus a rising one, so it has one zero, which is found by bisection between bounds that hold it.
+
+    Args:
+        model: The linear model.
+        mean_square: The mean squared residual; None takes that of the model's own data.
+
+    Returns:
+        r, which is infinite at the upper edge (the weights are at their prior mean), and whether there is no zero within the numbers that
+        rounding allows.
+    """
+    count, distance, largest = model.count, model.distance, float(model.values.max())
+    squares = model.squares if mean_square is None else mean_square * count
+    if distance <= 0:
+        return math.inf, True
+    least = _FLOOR * largest
+    low = max(least, min(largest, squares / (2 * count * distance)))
+    high = max(squares / distance, 2 * float(model.values.sum()) / count, 2 * low)
+
+    def slope(ratio: float) -> float:
+        return model.gamma(ratio) - count * ratio * distance / (squares + ratio * distance)
+
+    if slope(low) <= 0:
+        return low, True
+    return _bisect(slope, low, high), False
+
+
+def _bisect(slope: Callable[[float], float], low: float, high: float) -> float:
+    """Where a falling function of a positive number, positive at ``low`` and negative at ``high``, is zero."""
+    while high > low * (1 + 1e-12):
+        middle = math.sqrt(low * high)
+        if middle in (low, high):
+            break
+        low, high = (middle, high) if slope(middle) > 0 else (low, middle)
+    return math.sqrt(low * high)
+
+
+def leave_one_out_ratio(model: LinearModel) -> float:
+    """The r whose leave-one-out predictions are most probable, with the noise profiled out.
+
+    The best of a grid with four values per decade, in units of the mean eigenvalue, is refined between its neighbours.
+    """
+    unit = float(model.values.sum()) / len(model.values)
+
+    def criterion(log_ratio: float) -> float:
+        return model.leave_one_out(math.exp(log_ratio)).criterion
+
+    logs = [math.log(g * unit) for g in _GRID]
+    values = [criterion(x) for x in logs]
+    best = values.index(min(values))
+    return math.exp(_golden(criterion, logs[max(0, best - 1)], logs[min(best + 1, len(logs) - 1)], logs[best]))
+
+
+def _golden(function: Callable[[float], float], low: float, high: float, best: float) -> float:
+    """The least of a function between two points by golden sections, or ``best`` where nothing there is lower."""
+    shrink = (math.sqrt(5) - 1) / 2
+    left, right = high - shrink * (high - low), low + shrink * (high - low)
+    at_left, at_right = function(left), function(right)
+    for _ in range(12):
+        if at_left <= at_right:
+            high, right, at_right = right, left, at_left
+            left = high - shrink * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + shrink * (high - low)
+            at_right = function(right)
+    found = left if at_left <= at_right else right
+    return found if function(found) <= function(best) else best
+
+
+def learning_slope(model: LinearModel, ratio: float) -> float:
+    """How fast the leverage of unseen data falls with the number n of data, as a power of 1/n from 0 to 1.
+
+    It is read off between half of the examples and all of them, on geometric means.
+    """
+    half = model.part(len(model.weights) // 2).leave_one_out(ratio).leverage
+    whole = model.leave_one_out(ratio).leverage
+    return min(1.0, max(0.0, (_log_mean(half) - _log_mean(whole)) / math.log(2)))
+
+
+def _log_mean(values: Tensor) -> float:
+    positive = values[values > 0]
+    return float(positive.log().mean()) if len(positive) else -math.inf
+
+
+def match_width(leverage: Tensor, model: LinearModel, ratio: float, copies: float = 1.0) -> float:
+    """By what to divide a covariance for its leverages to be those of the full linear model on unseen data.
+
+    Geometric means over the examples are compared. Where the data are a sample, each standing for ``copies``, the leverage of unseen
+    data is carried on along its learning curve to all data.
+
+    Args:
+        leverage: jᵀΣj/σ² of the same rows under the covariance Σ at r [n, M].
+        model: The linear model of the sample.
+        ratio: r.
+        copies: How many data each example of the sample stands for.
+    """
+    wanted = model.leave_one_out(ratio).leverage
+    both = (leverage > 0) & (wanted > 0)
+    if not bool(both.any()):
+        return 1.0
+    slope = learning_slope(model, ratio) if copies > 1 and len(model.weights) >= 4 else 0.0
+    excess = float((leverage[both].log() - wanted[both].log()).mean())
+    return math.exp(excess + slope * math.log(copies))
+
+
+def apply_rule(
+    model: LinearModel, *, copies: float = 1.0, mean_square: float | None = None, least_noise: float = 0.0
+) -> RegressionResult:
+    """Prior and noise of a regression without labels.
+
+    r is the evidence's, or leave-one-out's where that asks for a stronger prior, up to a thousand times the evidence's. The noise is the
+    larger of that of the network's own residuals, SSE/(N − γ), and of the left-out data.
+
+    Args:
+        model: The linear model of the training data, or of a sample of them.
+        copies: How many numbers of the data each number of the sample stands for.
+        mean_square: The mean squared residual over all data; None takes the sample's.
+        least_noise: The smallest σ that rounding can tell from none.
+
+    Raises:
+        DataError: There is no noise: targets and outputs are equal and zero.
+    """
+    by_evidence, at_edge = evidence_ratio(model, mean_square)
+    by_loo = leave_one_out_ratio(model)
+    ratio = (
+        by_loo if math.isinf(by_evidence) else max(by_evidence, by_loo if at_edge else min(by_loo, _CAP * by_evidence))
+    )
+    left = model.leave_one_out(ratio)
+    gamma = model.gamma(ratio, copies)
+    squares = model.squares / model.count if mean_square is None else mean_square
+    total = model.count * copies
+    own = squares * total / max(total - gamma, 1e-9 * total)
+    variance = max(own, left.noise_variance, least_noise**2)
+    if not (math.isfinite(variance) and variance > 0):
+        raise DataError(
+            "targets and outputs of the training data are all equal and zero, so there is no noise to be found; use "
+            "Laplace(..., likelihood=Gaussian(noise)).tune(noise=False), or other data"
+        )
+    return RegressionResult(
+        precision=ratio / variance,
+        ratio=ratio,
+        noise=math.sqrt(variance),
+        gamma=gamma,
+        ratio_evidence=by_evidence,
+        ratio_loo=by_loo,
+        loo_nll=left.nll(variance),
+        constant_nll=left.constant_nll(max(own, least_noise**2)),
+        n_data=len(model.weights),
+        n_params=model.n_params,
+        at_edge=at_edge,
+    )
+
+
+def fit_scale(residuals: Tensor, leverage: Tensor, noise: float, weights: Tensor | None = None) -> tuple[float, float]:
+    """What labels say of a predictive variance s²(1 + h): a factor for all of it, and the share of h to keep.
+
+    The labels are smoothed towards what is believed without them: beside n examples with squared residuals ρ² there are ten whose
+    expected squares are s²(1 + h). For each share k of h the factor is the minimum of this smoothed negative log-likelihood, and the
+    largest k is taken that costs no more than a hundredth of a nat.
+
+    Args:
+        residuals: Of the validation data [n, M], whitened.
+        leverage: h [n, M].
+        noise: s.
+        weights: How many data each example stands for [n]; None means one.
+
+    Returns:
+        (factor, k).
+    """
+    weights = residuals.new_ones(len(residuals)) if weights is None else weights
+    share = (weights / weights.sum())[:, None] / residuals.shape[1]
+    examples = float(weights.sum().square() / weights.square().sum())
+    believed = noise**2 * (1 + leverage)
+    squares = (examples * residuals.square() + _PSEUDO * believed) / (examples + _PSEUDO)
+    found = []
+    for width in _WIDTHS:
+        base = noise**2 * (1 + width * leverage)
+        factor = float((share * squares / base).sum())
+        found.append((0.5 * math.log(factor) + 0.5 * float((share * base.log()).sum()), factor, width))
+    best = min(nll for nll, _, _ in found)
+    return next((factor, width) for nll, factor, width in found if nll <= best + _BUDGET)
