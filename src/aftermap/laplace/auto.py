@@ -20,11 +20,13 @@ from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.models import check_device
 from aftermap.params import Selection
+from aftermap.posteriors.base import has_noise
 from aftermap.progress import announce
 
 __all__ = ["FitReport", "fit"]
 
 _SMALL = 1500  # up to this many parameters the full matrix is cheap and keeps cross-layer covariance
+_SMALL_REGRESSION = 3000  # the same of a regression, for parameters or for data times outputs
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,12 @@ def fit(
             "fit chooses among structures of whole layers; for a subnetwork use Laplace(..., params=Subnetwork(...))"
         )
     parsed = parse_likelihood(likelihood)
-    costs = estimate_costs(model, train_loader, parsed, params=params, unpack=unpack)
-    chosen = _choose(costs, structure, memory_limit, time_limit)
+    regression = has_noise(parsed)
+    drawn = options.get("subset_size", _SMALL_REGRESSION if regression else 300)
+    costs = estimate_costs(model, train_loader, parsed, params=params, subset_size=drawn, unpack=unpack)
+    chosen = _choose(costs, structure, memory_limit, time_limit, regression)
+    if chosen.structure == "subset" and regression and structure is None:
+        options = {"subset_size": drawn, "rank": None, **options}
     if on_cost is None:
         announce(describe_costs(chosen, costs), enabled=verbose)
     else:
@@ -136,7 +142,13 @@ def _check(laplace: Laplace, val_loader: Iterable[Any] | None, unpack: Unpack | 
     return check_predictive(laplace, iterate(val_loader, device=device, dtype=dtype, unpack=unpack))
 
 
-def _choose(costs: list[Cost], structure: str | None, memory_limit: float, time_limit: float | None) -> Cost:
+def _choose(
+    costs: list[Cost],
+    structure: str | None,
+    memory_limit: float,
+    time_limit: float | None,
+    regression: bool = False,
+) -> Cost:
     def fits(cost: Cost) -> bool:
         return cost.bytes <= memory_limit and (time_limit is None or cost.seconds <= time_limit)
 
@@ -150,7 +162,10 @@ def _choose(costs: list[Cost], structure: str | None, memory_limit: float, time_
         )
     by_key = {(c.structure, c.params): c for c in costs}
     full = by_key[("full", "all")]
-    order = [full] if full.n_params <= _SMALL else []
+    order = [full] if full.n_params <= (_SMALL_REGRESSION if regression else _SMALL) else []
+    if regression and full.n_rows <= _SMALL_REGRESSION:
+        # The full matrix again, by the Gram matrix of the data: cheap where these are few.
+        order.append(by_key[("subset", "all")])
     # A diagonal over all layers is worse than Kronecker factors of the last one.
     preferred = (("kron", "last_block"), ("kron", "all"), ("kron", "last_layer"), ("diagonal", "all"))
     order += [by_key[k] for k in preferred if k in by_key]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from aftermap.errors import DataError, NumericalError
+from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.linalg import psd_eigh
 
 __all__ = [
@@ -90,6 +91,16 @@ class RegressionResult:
     def alarm(self) -> bool:
         """Whether the variances that differ between inputs make leave-one-out predictions much worse than one variance for all."""
         return self.loo_nll > self.constant_nll + _ALARM
+
+    @property
+    def check(self) -> CavityCheck:
+        """The comparison of these variances with one variance for all data, when each datum is left out."""
+        difference = self.loo_nll - self.constant_nll
+        message = f"{difference:+.3f} nats against one variance for all data, when each of {self.n_data:,} training data is left out"
+        return CavityCheck(difference, math.nan, 0.0, self.n_data, not self.alarm, message)
+
+    def __str__(self) -> str:
+        return self.sentence()
 
     def sentence(self) -> str:
         """What was done, in plain English."""
