@@ -32,7 +32,7 @@ from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
 from aftermap.models import check_not_causal, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise, with_noise
+from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise
 from aftermap.predictive import PosteriorPredictor, Prediction, WeightsFingerprint, draw_weights
 from aftermap.prior import PriorSpec
 
@@ -149,11 +149,6 @@ class Laplace:
     def likelihood(self) -> Likelihood:
         """The likelihood of the predictive: with its present noise, or with the present temperature of its outputs."""
         return likelihood_with(self.base_likelihood, self._present.noise, self._present.output_temperature)
-
-    @property
-    def _network_likelihood(self) -> Likelihood:
-        """The likelihood of the network's own answers: logits at the temperature that they were trained with."""
-        return with_noise(self.base_likelihood, self._present.noise)
 
     @property
     def has_noise(self) -> bool:
@@ -490,10 +485,10 @@ class Laplace:
         previous = self._predictor[1] if self._predictor is not None and same else None
         if previous is None or previous.posterior is not fitted.posterior:
             fitted.weights.check(self.model)
-            likelihood = fitted.hyperparameters.likelihood(self.base_likelihood)
-            previous = PosteriorPredictor(
-                self.model, fitted.posterior, likelihood, previous, fitted.weights, self._network_likelihood
-            )
+            base, found = self.base_likelihood, fitted.hyperparameters
+            likelihood = likelihood_with(base, found.noise, found.output_temperature)
+            network = likelihood_with(base, found.noise)  # at the temperature that it was trained with
+            previous = PosteriorPredictor(self.model, fitted.posterior, likelihood, previous, fitted.weights, network)
             self._predictor = (fitted.weights, previous)
         return previous
 
@@ -574,7 +569,5 @@ class Laplace:
         return save_laplace(self, folder, overwrite=overwrite, **more)
 
     def __repr__(self) -> str:
-        state = (
-            "not fitted" if self._fitted is None else f"{self.n_data:g} data, {self.posterior.n_params:,} parameters"
-        )
-        return f"Laplace({type(self.model).__name__}, {self.likelihood!r}, structure={self.structure!r}, {state})"
+        size = "not fitted" if self._fitted is None else f"{self.n_data:g} data, {self.posterior.n_params:,} parameters"
+        return f"Laplace({type(self.model).__name__}, {self.likelihood!r}, structure={self.structure!r}, {size})"

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aftermap.laplace.latents import OutputGaussians
 from aftermap.likelihoods import Bernoulli, Categorical, Likelihood
-from aftermap.predictive.links import Latent, draw, gaussian_prediction
+from aftermap.predictive.links import Latent, check_link, draw, gaussian_prediction
 from aftermap.predictive.quadrature import normal_points
 
 __all__ = ["RATIOS", "WIDTHS", "ValidationResult", "search_family"]
@@ -103,6 +103,7 @@ class _Logits:
         mean: [M, K].
         labels: The probabilities that the labels give [M, K].
         weight: [M], with sum 1.
+        count: How many data the positions stand for.
         covariances: [M, K, K] for each ratio, at c = 1.
         deviations: Draws from these covariances around zero [S, M, K].
         variances: v_r, the mean variance of a contrast at c = 1, for each ratio.
@@ -112,6 +113,7 @@ class _Logits:
     mean: Tensor
     labels: Tensor
     weight: Tensor
+    count: float
     covariances: tuple[Tensor, ...]
     deviations: tuple[Tensor, ...]
     variances: tuple[float, ...]
@@ -147,16 +149,16 @@ def _as_logits(gaussians: OutputGaussians, likelihood: Likelihood) -> _Logits:
         deviations.append(drawn.float())
         trace = cov.diagonal(dim1=-2, dim2=-1).sum(-1) - cov.sum((-2, -1)) / k
         contrasts.append(float((weight * trace).sum() / weight.sum()) / (k - 1))
-    binary = not isinstance(likelihood, Categorical)
-    return _Logits(mean, labels, weight / weight.sum(), tuple(covariances), tuple(deviations), tuple(contrasts), binary)
+    binary, count = not isinstance(likelihood, Categorical), float(weight.sum())
+    parts = (tuple(covariances), tuple(deviations), tuple(contrasts))
+    return _Logits(mean, labels, weight / count, count, *parts, binary)
 
 
 def _averaged_temperature(logits: _Logits) -> Tensor:
     """Temperature scaling averaged over the posterior of its temperature: probabilities [M, K]."""
     temperatures = torch.tensor(_TEMPERATURES, dtype=torch.float64)
-    count = len(logits.mean)
     fits = torch.stack(
-        [-count * (logits.weight * logits.loss(F.log_softmax(logits.mean / t, -1))).sum() for t in temperatures]
+        [-logits.count * (logits.weight * logits.loss(F.log_softmax(logits.mean / t, -1))).sum() for t in temperatures]
     )
     prior = -0.5 * ((temperatures.log() - _LOG_TEMPERATURE) / _LOG_DEVIATION).square()
     probabilities = torch.softmax(fits + prior, 0)
@@ -209,8 +211,9 @@ def search_family(
         ratios: The ratios of prior precision to data scale.
         link: The link that predictions will use; see `gaussian_prediction`.
     """
+    check_link(likelihood, link)
     logits = _as_logits(gaussians, likelihood)
-    count = len(logits.mean)
+    count = logits.count
     averaged = _averaged_temperature(logits)
     smoothed = (count * logits.labels + _PSEUDO_LABELS * averaged) / (count + _PSEUDO_LABELS)
     t0 = _best_temperature(logits, smoothed)
@@ -246,8 +249,8 @@ def search_family(
     differences = losses["posterior"] - losses["temperature"]
     spread = logits.weight.square() * (differences - logits.average(differences)).square()
     base = likelihood.temperature if isinstance(likelihood, Categorical | Bernoulli) else 1.0
-    # Under a posterior without any variance on these inputs every scale is as good; it keeps its own.
-    scale = max(logits.variances[i], 1e-300) / (width * t**2)
+    # Under a posterior without any variance on these inputs every scale is as good.
+    scale = logits.variances[i] / (width * t**2) if logits.variances[i] > 0 else 1.0
     return ValidationResult(
         ratio=ratios[i],
         width=0.0 if deterministic else width,
@@ -255,7 +258,7 @@ def search_family(
         precision=ratios[i] * scale,
         output_temperature=t * base,
         deterministic=deterministic,
-        n_data=count,
+        n_data=len(logits.mean),
         n_classes=int((logits.labels.sum(0) > 0).sum()),
         network_nll=nlls["network"],
         temperature_nll=nlls["temperature"],

@@ -16,7 +16,7 @@ from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
 from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
 from aftermap.errors import InputError, ShapeError
-from aftermap.likelihoods import Gaussian, Likelihood, at_temperature, temperature_of
+from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from aftermap.params import Params
 from aftermap.prior import Prior, PriorSpec
 
@@ -377,18 +377,23 @@ def with_noise(likelihood: Likelihood, noise: Tensor) -> Likelihood:
     >>> with_noise(*split_noise(Gaussian(0.5)))
     Gaussian(noise=0.5)
     """
-    if not isinstance(likelihood, Gaussian):
-        return likelihood
-    scaled = torch.as_tensor(likelihood.noise, dtype=torch.float64) * noise.detach()
-    return Gaussian(float(scaled) if scaled.dim() == 0 else scaled)
+    return likelihood_with(likelihood, noise)
 
 
-def likelihood_with(base: Likelihood, noise: Tensor, output_temperature: float) -> Likelihood:
+def likelihood_with(base: Likelihood, noise: Tensor, output_temperature: float | None = None) -> Likelihood:
     """The likelihood of a predictive: a Gaussian with its noise multiplied by σ, logits at the temperature T; others as they are.
+
+    Args:
+        base: The likelihood that the curvature is of (`split_noise`).
+        noise: σ.
+        output_temperature: T; None leaves logits at the temperature that they have.
 
     >>> likelihood_with(Categorical(), torch.tensor(1.0), 2.0).temperature
     2.0
     """
-    if temperature_of(base) in (None, output_temperature):
-        return with_noise(base, noise)
-    return at_temperature(base, output_temperature)
+    if isinstance(base, Gaussian):
+        scaled = torch.as_tensor(base.noise, dtype=torch.float64) * noise.detach()
+        return Gaussian(float(scaled) if scaled.dim() == 0 else scaled)
+    if output_temperature is None or not isinstance(base, Categorical | Bernoulli):
+        return base
+    return base if base.temperature == output_temperature else replace(base, temperature=output_temperature)

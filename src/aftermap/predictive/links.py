@@ -26,6 +26,7 @@ __all__ = [
     "Latent",
     "at_least_float32",
     "check_latent",
+    "check_link",
     "draw",
     "gaussian_prediction",
     "laplace_bridge",
@@ -296,7 +297,7 @@ def gaussian_prediction(
     >>> pred.mean
     tensor([[0.5000, 0.5000]])
     """
-    _check_link(likelihood, link)
+    check_link(likelihood, link)
     samples = checks.count("samples", samples)
     latent = _logits(likelihood, check_latent(latent_mean, latent_cov, latent_var))
     if isinstance(likelihood, Categorical):
@@ -368,7 +369,16 @@ def _at_one(likelihood: Likelihood) -> Likelihood:
     return replace(likelihood, temperature=1.0) if isinstance(likelihood, Categorical | Bernoulli) else likelihood
 
 
-def _check_link(likelihood: Likelihood, link: str) -> None:
+def check_link(likelihood: Likelihood, link: str) -> None:
+    """Raises an error for a link that is not known, or not one of this likelihood.
+
+    Args:
+        likelihood: The likelihood of the predictive.
+        link: The name of the link.
+
+    Raises:
+        InputError: The link is not known, or is one of other likelihoods.
+    """
     if link not in LINKS:
         raise InputError(f"link is {link!r}, but must be one of {', '.join(map(repr, LINKS))}.")
     allowed = next((links for cls, links in _LINKS_OF.items() if isinstance(likelihood, cls)), ("auto", "mc"))

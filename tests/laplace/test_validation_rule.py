@@ -1,0 +1,639 @@
+"""Tuning on validation labels: the rule against one written anew, what it promises, and data of every kind and number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize_scalar
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import aftermap as am
+from aftermap.baselines import TemperatureScaling
+from aftermap.errors import DataError, InputError, StatisticalWarning
+from aftermap.laplace import GridResult, Laplace, ValidationResult
+from aftermap.laplace.latents import OutputGaussians
+from aftermap.laplace.validation import RATIOS, search_family
+from aftermap.likelihoods import Bernoulli, Categorical
+from aftermap.predictive.quadrature import normal_points
+from aftermap.testing import ModelSnapshot, check_unchanged
+from tests.laplace.problems import classes, generator, mlp, new_classes, normal, trained
+
+CLASSES = [2, 3, 10, 100]
+
+
+# The rule, written anew in float64 from its formulas; NumPy only
+
+
+def log_softmax(z: np.ndarray) -> np.ndarray:
+    z = z - z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def rule(f: np.ndarray, covariances: list[np.ndarray], y: np.ndarray, weight: np.ndarray) -> dict[str, Any]:
+    """The point that the rule takes for logits f [n, K], covariances [n, K, K] and labels y [n] that stand for weight [n] data."""
+    n, k = float(weight.sum()), f.shape[1]
+    f = f - f.mean(1, keepdims=True)
+    onehot = np.eye(k)[y]
+    share = weight / n
+
+    def mean(values: np.ndarray) -> float:
+        return float(share @ values)
+
+    temperatures = 1.1 ** np.arange(-10, 17)
+    score = np.array([n * mean((onehot * log_softmax(f / t)).sum(1)) for t in temperatures])
+    score -= 0.5 * ((np.log(temperatures) - 0.2) / 0.5) ** 2
+    belief = np.exp(score - score.max())
+    belief /= belief.sum()
+    Q = sum(b * np.exp(log_softmax(f / t)) for b, t in zip(belief, temperatures, strict=True))
+    q = (n * onehot + 300 * Q) / (n + 300)
+
+    def loss(log_p: np.ndarray, labels: np.ndarray) -> float:
+        return mean(-(labels * log_p).sum(1))
+
+    found = minimize_scalar(
+        lambda s: loss(log_softmax(f / math.exp(s)), q), bounds=(math.log(0.05), math.log(50)), options={"xatol": 1e-9}
+    )
+    t0, least = math.exp(found.x), found.fun
+    entropy = mean(-(Q * np.log(np.maximum(Q, 1e-300))).sum(1))
+    budget = min(0.002, 0.02 * entropy)
+    points = normal_points(32, k, fixed=True).numpy()
+    centred = np.eye(k) - 1 / k
+    tried = []
+    order = [(w, i) for w in (2.0, 1.0, 0.5, 0.25, 0.1) for i in range(4)]
+    order.sort(key=lambda p: -(math.log(p[0]) - math.log(RATIOS[p[1]]) / 8))
+    for w, i in order:
+        V = covariances[i]
+        v = mean(np.einsum("ab,nbc,ca->n", centred, V, centred)) / (k - 1)
+        noise = np.einsum("nab,sb->sna", np.linalg.cholesky(V), points) * math.sqrt(w / v)
+
+        def log_p(t: float, noise: np.ndarray = noise) -> np.ndarray:
+            return np.log(np.exp(log_softmax(f / t + noise)).mean(0))
+
+        logs = np.linspace(math.log(t0 / (1.2 * math.sqrt(1 + math.pi * w / 8))), math.log(1.05 * t0), 5)
+        costs = [loss(log_p(math.exp(s)), q) - least for s in logs]
+        best = int(np.argmin(costs))
+        cost, t = costs[best], math.exp(logs[best])
+        three = slice(min(max(best, 1), 3) - 1, min(max(best, 1), 3) + 2)
+        a, b, _ = np.polyfit(logs[three], costs[three], 2)
+        if a > 0:
+            vertex = math.exp(float(np.clip(-b / (2 * a), logs[three][0], logs[three][-1])))
+            at_vertex = loss(log_p(vertex), q) - least
+            if at_vertex < cost:
+                cost, t = at_vertex, vertex
+        tried.append((w, RATIOS[i], t, cost))
+        if cost <= budget:
+            c = v / (w * t**2)
+            losses = [-(onehot * lp).sum(1) for lp in (log_softmax(f), log_softmax(f / t0), log_p(t))]
+            return {
+                "ratio": RATIOS[i],
+                "width": w,
+                "data_scale": c,
+                "precision": RATIOS[i] * c,
+                "output_temperature": t,
+                "temperature": t0,
+                "budget": budget,
+                "nlls": [mean(x) for x in losses],
+                "error": math.sqrt(float(share**2 @ (losses[2] - losses[1] - mean(losses[2] - losses[1])) ** 2)),
+                "tried": tried,
+            }
+    raise AssertionError("no point is within the budget")
+
+
+def problem(
+    k: int, n: int = 200, sure: float = 2.0, seed: int = 0, weight: Tensor | None = None, wide: float = 1.0
+) -> OutputGaussians:
+    """Labels of K classes, logits that are ``sure`` times too large, and covariances that shrink with the ratio."""
+    truth = 2 * normal(n, k, seed=seed)
+    y = torch.multinomial(torch.softmax(truth, 1), 1, generator=generator(seed + 1))[:, 0]
+    roots = normal(n, k, k, seed=seed + 2) * (
+        0.3 + torch.rand(n, 1, 1, generator=generator(seed + 3), dtype=torch.float64)
+    )
+    curvature = torch.logspace(-3, 1, k, dtype=torch.float64)
+    covariances = tuple(wide * (roots / (curvature + r)) @ roots.mT for r in RATIOS)
+    weight = torch.ones(n, dtype=torch.float64) if weight is None else weight
+    return OutputGaussians(sure * truth, covariances, y, weight, n)
+
+
+def anew(gaussians: OutputGaussians) -> dict[str, Any]:
+    covariances = [c.numpy() for c in gaussians.covariances]
+    return rule(gaussians.mean.numpy(), covariances, gaussians.targets.numpy(), gaussians.weight.numpy())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("k", CLASSES)
+def test_the_rule_against_one_written_anew(k: int, weighted: bool) -> None:
+    count = 25 if k == 100 else 200
+    weight = 0.5 + 3 * torch.rand(count, generator=generator(9), dtype=torch.float64) if weighted else None
+    gaussians = problem(k, count, weight=weight)
+    found, expected = search_family(gaussians, Categorical()), anew(gaussians)
+    assert not found.deterministic
+    assert (found.ratio, found.width) == (expected["ratio"], expected["width"])
+    # The minimum over temperatures is found to 1e-4, and draws are in single precision.
+    for name in ("data_scale", "precision", "output_temperature", "temperature", "budget"):
+        assert getattr(found, name) == pytest.approx(expected[name], rel=3e-4), name
+    nlls = (found.network_nll, found.temperature_nll, found.nll)
+    assert nlls == pytest.approx(expected["nlls"], abs=1e-5)
+    assert found.difference == found.nll - found.temperature_nll
+    assert found.standard_error == pytest.approx(expected["error"], rel=1e-3)
+    assert found.n_data == count
+    assert found.n_classes == len(gaussians.targets.unique())
+    assert len(found.tried) == len(expected["tried"])
+    for one, other in zip(found.tried, expected["tried"], strict=True):
+        assert one[:2] == other[:2]
+        assert one[3] == pytest.approx(other[3], abs=2e-6)
+
+
+@pytest.mark.parametrize("sure", [0.5, 1.0, 4.0])
+def test_points_are_tried_in_order_until_one_is_within_the_budget(sure: float) -> None:
+    found = search_family(problem(10, sure=sure), Categorical())
+    values = [math.log(w) - math.log(r) / 8 for w, r, _, _ in found.tried]
+    assert values == sorted(values, reverse=True)
+    assert len(set(found.tried)) == len(found.tried) <= 20
+    *before, last = found.tried
+    assert all(cost > found.budget for _, _, _, cost in before)
+    assert last[3] <= found.budget
+    assert (last[0], last[1], last[2]) == (found.width, found.ratio, found.output_temperature)
+    for w, _, t, _ in found.tried:
+        assert found.temperature / (1.2 * math.sqrt(1 + math.pi * w / 8)) <= t * (1 + 1e-12)
+        assert t <= 1.05 * found.temperature * (1 + 1e-12)
+
+
+def test_a_single_logit_is_two_classes() -> None:
+    f, v = 3 * normal(150, seed=1), torch.rand(150, generator=generator(2), dtype=torch.float64)
+    y = (torch.rand(150, generator=generator(3), dtype=torch.float64) < torch.sigmoid(f / 2)).double()
+    weight = torch.ones(150, dtype=torch.float64)
+    sign = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64) / 4
+    variances = [v / (0.1 + r) for r in RATIOS]
+    one = OutputGaussians(f[:, None], tuple(u[:, None, None] for u in variances), y[:, None], weight, 150)
+    halves = torch.stack([-f / 2, f / 2], 1)
+    two = OutputGaussians(halves, tuple(u[:, None, None] * sign for u in variances), y.long(), weight, 150)
+    assert search_family(one, Bernoulli()) == search_family(two, Categorical())
+    # The same model with the first logit at zero has another root of its covariance, and so other draws.
+    zero = torch.zeros(150, dtype=torch.float64)
+    other = OutputGaussians(
+        torch.stack([zero, f], 1),
+        tuple(torch.stack([torch.stack([zero, zero], 1), torch.stack([zero, u], 1)], 1) for u in variances),
+        y.long(),
+        weight,
+        150,
+    )
+    a, b = search_family(one, Bernoulli()), search_family(other, Categorical())
+    assert a.temperature == pytest.approx(b.temperature, rel=1e-9)
+    assert a.budget == pytest.approx(b.budget, rel=1e-9)
+    assert (a.network_nll, a.temperature_nll) == pytest.approx((b.network_nll, b.temperature_nll), rel=1e-9)
+
+
+def test_several_labels_at_once_are_so_many_logits() -> None:
+    """An output with its own label is a datum of its own; what outputs share does not matter."""
+    f = 3 * normal(50, 4, seed=1)
+    y = (torch.rand(50, 4, generator=generator(3), dtype=torch.float64) < torch.sigmoid(f / 2)).double()
+    roots = normal(50, 4, 4, seed=2)
+    covariances = [roots @ roots.mT / (1 + r) for r in RATIOS]
+    weight = 0.5 + torch.rand(50, generator=generator(5), dtype=torch.float64)
+    found = search_family(OutputGaussians(f, tuple(covariances), y, weight, 50), Bernoulli())
+    alone = [c.diagonal(dim1=1, dim2=2).reshape(-1, 1, 1) for c in covariances]
+    flat = OutputGaussians(f.reshape(-1, 1), tuple(alone), y.reshape(-1, 1), weight.repeat_interleave(4), 200)
+    assert found == search_family(flat, Bernoulli())
+    assert found.n_data == 200
+
+
+def test_a_temperature_of_the_likelihood_divides_first() -> None:
+    gaussians = problem(3)
+    plain, at_two = search_family(gaussians, Categorical()), search_family(gaussians, Categorical(temperature=2.0))
+    halved = OutputGaussians(
+        gaussians.mean / 2, tuple(c / 4 for c in gaussians.covariances), gaussians.targets, gaussians.weight, 200
+    )
+    by_hand = search_family(halved, Categorical())
+    assert at_two.output_temperature == pytest.approx(2 * by_hand.output_temperature, rel=1e-9)
+    assert at_two.data_scale == pytest.approx(by_hand.data_scale, rel=1e-9)
+    assert at_two.network_nll == pytest.approx(by_hand.network_nll, rel=1e-12)
+    # Whatever the network was trained at, the predictive is nearly the same.
+    assert at_two.output_temperature == pytest.approx(plain.output_temperature, rel=0.1)
+    assert at_two.nll == pytest.approx(plain.nll, abs=0.005)
+
+
+def test_the_size_of_the_covariance_is_made_up_for_by_the_data_scale() -> None:
+    narrow, wide = search_family(problem(3), Categorical()), search_family(problem(3, wide=100.0), Categorical())
+    assert wide.data_scale == pytest.approx(100 * narrow.data_scale, rel=1e-4)
+    assert wide.output_temperature == pytest.approx(narrow.output_temperature, rel=1e-4)
+    assert wide.width == narrow.width
+
+
+def test_many_labels_give_the_temperature_of_temperature_scaling() -> None:
+    gaussians = problem(3, 10_000)
+    scaling = TemperatureScaling(nn.Identity()).fit([(gaussians.mean, gaussians.targets)])
+    found = search_family(replace(gaussians, covariances=gaussians.covariances[:1]), Categorical(), ratios=[1e-3])
+    assert found.temperature == pytest.approx(scaling.temperature, rel=5e-3)
+
+
+def test_few_labels_leave_the_temperature_near_its_prior() -> None:
+    ours, theirs = [], []
+    for seed in range(20):
+        gaussians = problem(3, 20, sure=1.5, seed=100 * seed)
+        ours.append(math.log(search_family(gaussians, Categorical()).temperature))
+        theirs.append(
+            math.log(TemperatureScaling(nn.Identity()).fit([(gaussians.mean, gaussians.targets)]).temperature)
+        )
+    assert np.std(ours) < 0.6 * np.std(theirs)
+    # Labels that a network has all right: the likelihood alone would ask for a temperature of zero.
+    gaussians = problem(3, 20, sure=1.5)
+    right = OutputGaussians(gaussians.mean, gaussians.covariances, gaussians.mean.argmax(1), gaussians.weight, 20)
+    assert abs(math.log(search_family(right, Categorical()).temperature) - 0.2) < 2 * 0.5
+
+
+def test_a_datum_of_weight_two_is_there_twice_and_one_of_weight_zero_is_not() -> None:
+    weight = torch.ones(120, dtype=torch.float64)
+    weight[:40], weight[40:60] = 2.0, 0.0
+    weighted = problem(3, 120, weight=weight)
+    rows = torch.cat([torch.arange(40), torch.arange(40), torch.arange(60, 120)])
+    copied = OutputGaussians(
+        weighted.mean[rows],
+        tuple(c[rows] for c in weighted.covariances),
+        weighted.targets[rows],
+        torch.ones(140, dtype=torch.float64),
+        140,
+    )
+    one, two = search_family(weighted, Categorical()), search_family(copied, Categorical())
+    assert (one.ratio, one.width) == (two.ratio, two.width)
+    for name in ("data_scale", "output_temperature", "temperature", "budget", "network_nll", "temperature_nll", "nll"):
+        assert getattr(one, name) == pytest.approx(getattr(two, name), rel=1e-6), name
+    # Copies that are told apart look like more data than they are.
+    assert one.standard_error > two.standard_error
+
+
+@pytest.mark.parametrize("link", ["mc", "probit", "pairwise", "bridge"])
+def test_every_link_is_tuned_for_itself(link: str) -> None:
+    found = search_family(problem(3), Categorical(), link=link)
+    assert found.tried[-1][3] <= found.budget or found.deterministic
+    if link == "mc":
+        assert found == search_family(problem(3), Categorical())
+
+
+# Through the facade
+
+
+@cache
+def network(count: int = 120, decay: float = 0.05) -> nn.Module:
+    return trained(mlp(), classes(count), nn.CrossEntropyLoss(reduction="sum"), decay=decay, steps=60)
+
+
+def fitted(structure: str = "kron", **options: Any) -> Laplace:
+    laplace = Laplace(network(), options.pop("likelihood", "classification"), structure=structure, **options)
+    return laplace.fit(classes(120), generator=generator(), progress=False)
+
+
+def losses(laplace: Laplace, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return -laplace.predict(x, **options).log_prob(y)
+
+
+@pytest.mark.parametrize(
+    ("structure", "options"),
+    [
+        ("kron", {}),
+        ("full", {"temperature": 3.0, "data_scale": 0.4}),
+        ("diagonal", {"likelihood": Categorical(temperature=2.0)}),
+        ("low_rank", {"prior_precision": 7.0}),
+        ("kron", {"params": "last_layer", "damping": "factored"}),
+    ],
+)
+def test_the_numbers_of_the_report_are_those_of_the_predictive(structure: str, options: dict[str, Any]) -> None:
+    laplace, ((x, y),) = fitted(structure, **options), new_classes(150)
+    before = ModelSnapshot.of(laplace.model)
+    state = torch.get_rng_state()
+    assert laplace.tune([(x, y)]) is laplace
+    check_unchanged(laplace.model, before)
+    assert torch.equal(state, torch.get_rng_state())
+    found = laplace.tuning
+    assert isinstance(found, ValidationResult)
+    assert laplace.data_scale == found.data_scale
+    assert laplace.output_temperature == found.output_temperature
+    assert {float(v) for v in laplace.prior_precision.values()} == {found.precision}
+    # As many draws as the rule has, many times over.
+    drawn = torch.tensor(
+        [float(losses(laplace, x, y, link="mc", samples=32, generator=generator(s)).mean()) for s in range(12)]
+    )
+    assert abs(found.nll - float(drawn.mean())) < 4 * float(drawn.std())
+    plain = -laplace.predictor.map_prediction(x).log_prob(y).mean()
+    assert found.network_nll == pytest.approx(float(plain), rel=1e-9)
+    scaling = TemperatureScaling(laplace.model, temperature=found.temperature)
+    assert found.temperature_nll == pytest.approx(float(-scaling.predict(x).log_prob(y).mean()), rel=1e-6)
+    # The width is what it is called: the mean variance of a contrast of the logits over T.
+    latent = laplace.predict(x).latent_cov
+    contrast = (latent.diagonal(dim1=1, dim2=2).sum(1) - latent.sum((1, 2)) / 4) / 3
+    assert float(contrast.mean()) == pytest.approx(found.width, rel=1e-6)
+
+
+def test_where_a_tuning_starts_does_not_matter() -> None:
+    data = new_classes(150)
+    first = fitted().tune(data)
+    for other in (
+        fitted(data_scale=30.0, prior_precision=0.01).tune(data),
+        fitted().tune(method="evidence").tune(data),
+        fitted().narrow(7.0).tune(data),
+        fitted().tune(data).tune(data),
+    ):
+        assert other.tuning.tried == first.tuning.tried
+        assert_close(other.predict(data[0][0]).latent_cov, first.predict(data[0][0]).latent_cov, rtol=1e-9, atol=1e-12)
+
+
+def test_the_evidence_stays_that_of_the_data_as_they_are() -> None:
+    laplace = fitted(data_scale=2.0)
+    laplace.tune(new_classes(150))
+    found = laplace.tuning
+    ratio = laplace.data_scale / laplace.fitted.narrowing
+    assert ratio == pytest.approx(2.0)
+    by_hand = fitted(data_scale=2.0, prior_precision=2.0 * found.ratio)
+    assert_close(laplace.log_evidence(), by_hand.log_evidence(), rtol=1e-9, atol=0)
+
+
+def test_a_later_tuning_by_the_evidence_forgets_what_labels_said() -> None:
+    laplace = fitted().tune(new_classes(150)).tune(method="evidence")
+    fresh = fitted().tune(method="evidence")
+    assert (laplace.output_temperature, laplace.data_scale) == (1.0, pytest.approx(1.0))
+    for layer, value in fresh.prior_precision.items():
+        assert float(laplace.prior_precision[layer]) == pytest.approx(float(value), rel=1e-2)
+
+
+def test_the_order_of_the_data_and_their_batches_do_not_matter() -> None:
+    ((x, y),) = new_classes(150)
+    first = fitted().tune([(x, y)]).tuning
+    order = torch.randperm(150, generator=generator(4))
+    for size in (150, 7, 1):
+        data = list(zip(x[order].split(size), y[order].split(size), strict=True))
+        found = fitted().tune(data).tuning
+        assert [row[:2] for row in found.tried] == [row[:2] for row in first.tried]
+        for name in ("data_scale", "output_temperature", "temperature", "nll", "standard_error"):
+            assert getattr(found, name) == pytest.approx(getattr(first, name), rel=1e-6), name
+
+
+def test_more_than_a_thousand_examples_are_sampled() -> None:
+    ((x, y),) = new_classes(3000)
+    laplace = fitted()
+    found = laplace.tune([(x, y)]).tuning
+    assert found.n_data == 1000
+    assert laplace.tune([(x, y)]).tuning == found
+    other = laplace.tune([(x, y)], generator=generator(5)).tuning
+    assert other.n_data == 1000
+    assert other.network_nll != found.network_nll
+    # Not the first thousand: the sample is of all data.
+    backwards = [(x[i : i + 500], y[i : i + 500]) for i in range(0, 3000, 500)]
+    last = laplace.tune(backwards).tuning
+    with torch.no_grad():
+        first_thousand = float(nn.functional.cross_entropy(network()(x[:1000]), y[:1000]))
+        everything = float(nn.functional.cross_entropy(network()(x), y))
+    assert abs(last.network_nll - everything) < 0.15
+    assert last.network_nll != pytest.approx(first_thousand, rel=1e-9)
+
+
+class Tokens(nn.Module):
+    """The same network at every position."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_positions_without_a_label_are_not_there() -> None:
+    ((x, y),) = new_classes(180)
+    sequences, labels = x.reshape(30, 6, 3), y.reshape(30, 6).clone()
+    missing = torch.rand(30, 6, generator=generator(1)) < 0.3
+    labels[missing] = -100
+    train = [(a.reshape(-1, 4, 3), b.reshape(-1, 4)) for a, b in classes(120)]
+    laplace = Laplace(Tokens(network()).eval(), "classification").fit(train, progress=False)
+    found = laplace.tune([(sequences, labels)]).tuning
+    kept = ~missing.reshape(-1)
+    alone = Laplace(network(), "classification", approach="expand").fit(classes(120), progress=False)
+    expected = alone.tune([(x[kept], y[kept])]).tuning
+    assert found.n_data == expected.n_data == int(kept.sum())
+    assert found.network_nll == pytest.approx(expected.network_nll, rel=1e-9)
+    assert found.temperature == pytest.approx(expected.temperature, rel=1e-6)
+    # The curvature of both fits is the same: positions are data.
+    assert (found.width, found.ratio) == (expected.width, expected.ratio)
+    assert found.data_scale == pytest.approx(expected.data_scale, rel=1e-6)
+    with pytest.raises(DataError, match="no labelled position"):
+        laplace.tune([(sequences, torch.full_like(labels, -100))])
+
+
+def test_weights_of_examples_come_with_the_batches() -> None:
+    ((x, y),) = new_classes(150)
+    weight = torch.ones(150, dtype=torch.float64)
+    weight[:50] = 2.0
+    one = fitted().tune([(x, y, weight)]).tuning
+    two = fitted().tune([(torch.cat([x, x[:50]]), torch.cat([y, y[:50]]))]).tuning
+    assert one.data_scale == pytest.approx(two.data_scale, rel=1e-6)
+    assert one.nll == pytest.approx(two.nll, rel=1e-6)
+
+
+def test_binary_and_several_labels_at_once() -> None:
+    x = normal(400, 3, seed=1)
+    y = (x @ normal(3, 2, seed=2) + 0.5 * normal(400, 2, seed=3) > 0).double()
+    model = trained(mlp(3, 5, 2), [(x[:200], y[:200])], nn.BCEWithLogitsLoss(reduction="sum"), decay=0.05, steps=60)
+    laplace = Laplace(model, "binary").fit([(x[:200], y[:200])], progress=False).tune([(x[200:], y[200:])])
+    found = laplace.tuning
+    assert isinstance(found, ValidationResult)
+    assert found.n_data == 400
+    # Of each label, where `log_prob` is of both together; and binary predictions are integrals, not draws.
+    predicted, plain = laplace.predict(x[200:]), laplace.predictor.map_prediction(x[200:])
+    assert found.nll == pytest.approx(float(-predicted.log_prob(y[200:]).mean()) / 2, abs=0.005)
+    assert found.network_nll == pytest.approx(float(-plain.log_prob(y[200:]).mean()) / 2, rel=1e-9)
+    with pytest.raises(
+        InputError, match="link 'bridge' does not exist for Bernoulli; use one of 'auto', 'mc', 'probit'"
+    ):
+        laplace.tune([(x[200:], y[200:])], link="bridge")
+
+
+# Data that say little, or something else than what is asked
+
+
+class Constant(nn.Module):
+    """Answers that do not depend on the input, from parameters that do not matter."""
+
+    def __init__(self, logits: Tensor, slope: float) -> None:
+        super().__init__()
+        self.inner, self.slope = nn.Linear(3, len(logits)).double(), slope
+        self.register_buffer("logits", logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.logits + self.slope * (self.inner(x) - self.inner(x).detach())
+
+
+def test_outputs_that_say_nothing() -> None:
+    """All classes alike, whatever the input: no temperature has an influence."""
+    model = Constant(torch.zeros(4, dtype=torch.float64), 1.0).eval()
+    laplace = Laplace(model, "classification").fit(classes(120), progress=False).tune(new_classes(150))
+    found = laplace.tuning
+    assert found.temperature == 1.0
+    assert found.network_nll == pytest.approx(math.log(4))
+    assert found.nll <= math.log(4) + 0.02
+    assert bool(torch.isfinite(laplace.predict(new_classes(9)[0][0]).mean).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_posterior_without_variance_leaves_temperature_scaling(dtype: torch.dtype) -> None:
+    model = Constant(torch.tensor([2.0, 0.0, -1.0, 0.5], dtype=torch.float64), 0.0).to(dtype).eval()
+    train, held = ([(x.to(dtype), y) for x, y in data] for data in (classes(120), new_classes(150)))
+    laplace = Laplace(model, "classification").fit(train, progress=False)
+    with pytest.warns(StatisticalWarning, match="the posterior has no variance on the validation inputs"):
+        laplace.tune(held)
+    found = laplace.tuning
+    assert found.deterministic
+    assert found.width == 0.0
+    assert found.tried == ()
+    assert found.nll == found.temperature_nll
+    assert "its variance is zero: it adds nothing here" in str(found)
+    scaling = TemperatureScaling(model, temperature=laplace.output_temperature)
+    x = held[0][0]
+    assert_close(laplace.predict(x).mean, scaling.predict(x).mean, rtol=1e-6, atol=1e-7)
+    assert float(laplace.predict(x).epistemic.abs().max()) < 1e-6
+    assert 1e-6 < laplace.data_scale < 1e6
+    assert math.isfinite(float(laplace.log_evidence()))
+
+
+def test_a_width_that_nobody_can_afford_leaves_temperature_scaling() -> None:
+    """All variance at one example in a hundred, of which the network is rightly sure: every width costs more than the budget."""
+    gaussians = problem(3, 2000, sure=1.0)
+    mean, spread = gaussians.mean.clone(), torch.zeros(2000, 1, 1, dtype=torch.float64)
+    mean[:20] = 4 * nn.functional.one_hot(gaussians.targets[:20], 3).double()
+    spread[:20] = 1.0
+    eye = torch.eye(3, dtype=torch.float64)
+    covariances = tuple(spread * eye / (1 + r) for r in RATIOS)
+    found = search_family(OutputGaussians(mean, covariances, gaussians.targets, gaussians.weight, 2000), Categorical())
+    assert found.deterministic
+    assert len(found.tried) == 20
+    assert found.output_temperature == found.temperature
+    assert found.nll == found.temperature_nll
+    # Under such a data scale next to nothing is left of the variance.
+    assert float((covariances[-1] / found.data_scale).max()) < 1e-6
+
+
+def test_one_class_and_five_examples_are_told() -> None:
+    ((x, y),) = new_classes(150)
+    laplace = fitted()
+    with pytest.warns(StatisticalWarning, match="all validation labels are of one class"):
+        laplace.tune([(x[y == 2], y[y == 2])])
+    assert laplace.tuning.n_classes == 1
+    assert 0.3 < laplace.output_temperature < 5
+    with pytest.warns(StatisticalWarning, match="only 5 validation labels, so that the temperature .* mostly a guess"):
+        laplace.tune([(x[:5], y[:5])])
+    assert laplace.tuning.n_data == 5
+    assert 0.3 < laplace.output_temperature < 5
+    assert bool(torch.isfinite(laplace.predict(x).mean).all())
+
+
+def test_validation_data_that_were_trained_on_are_told() -> None:
+    laplace = fitted()
+    with pytest.warns(StatisticalWarning, match="120 of 120 validation inputs are among the first 120 training inputs"):
+        laplace.tune(classes(120))
+    (x, y), ((new, labels),) = classes(120)[0], new_classes(100)
+    laplace.tune([(torch.cat([new, x[:2]]), torch.cat([labels, y[:2]]))])  # two may be equal by chance
+    laplace.tune([(new, labels)])
+
+
+def test_a_warning_points_to_the_call() -> None:
+    ((x, y),) = new_classes(5)
+    for data in ([(x, y)], classes(120)):
+        with pytest.warns(StatisticalWarning) as said:
+            fitted().tune(data)
+        assert [w.filename for w in said] == [__file__] * len(said)
+
+
+class Broken(nn.Module):
+    """Not a number for inputs whose first feature is below a threshold."""
+
+    def __init__(self, inner: nn.Module, below: float) -> None:
+        super().__init__()
+        self.inner, self.below = inner, below
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x[:, :1] < self.below, torch.nan, self.inner(x))
+
+
+def test_an_input_whose_output_is_not_finite_is_left_out_and_told() -> None:
+    ((x, y),) = new_classes(150)
+    low = float(x[:, 0].sort().values[:2].mean())  # between the smallest two
+    data = [b for b in classes(120) if bool((b[0][:, 0] > low).all())] or [
+        (a[a[:, 0] > low], b[a[:, 0] > low]) for a, b in classes(120)
+    ]
+    laplace = Laplace(Broken(network(), low).eval(), "classification").fit(data, progress=False)
+    with pytest.warns(StatisticalWarning, match="not finite for 1 of 150 validation examples, which are left out"):
+        laplace.tune(list(zip(x.split(40), y.split(40), strict=True)))
+    assert laplace.tuning.n_data == 149
+    expected = (
+        Laplace(network(), "classification").fit(data, progress=False).tune([(x[x[:, 0] > low], y[x[:, 0] > low])])
+    )
+    assert laplace.tuning.nll == pytest.approx(expected.tuning.nll, rel=1e-6)
+    laplace.model.below = 0.0
+    before = laplace.posterior
+    with pytest.raises(DataError, match=r"not finite for \d+ of 150 validation examples. Look at these inputs"):
+        laplace.tune([(x, y)])
+    assert laplace.posterior is before
+
+
+def test_saving_keeps_the_temperature_and_the_predictions_bit_by_bit(tmp_path: Path) -> None:
+    laplace, ((x, y),) = fitted(), new_classes(150)
+    laplace.tune([(x, y)])
+    again = am.load(laplace.save(tmp_path / "posterior"), network())
+    assert again.output_temperature == laplace.output_temperature
+    assert again.data_scale == laplace.data_scale
+    for kind in ("linearised", "sampling"):
+        one, two = (la.predict(x, kind=kind, generator=generator(1)) for la in (laplace, again))
+        assert torch.equal(one.mean, two.mean)
+        assert torch.equal(one.epistemic, two.epistemic)
+    assert torch.equal(again.log_evidence(), laplace.log_evidence())
+    assert again.tune([(x, y)]).tuning == laplace.tuning
+
+
+def test_what_takes_the_grid_instead() -> None:
+    data = new_classes(60)
+    quiet = {"precisions": [1.0], "scales": [1.0, 10.0]}
+    assert isinstance(fitted().tune(data, **quiet).tuning, GridResult)
+    assert isinstance(fitted().tune(data, method="grid", **quiet).tuning, GridResult)
+    assert isinstance(fitted().tune(data, kind="sampling", samples=5, **quiet).tuning, GridResult)
+    assert isinstance(fitted().tune(data, method="validation").tuning, ValidationResult)
+    counts = Laplace(mlp(3, 5, 2), "counts").fit([(normal(30, 3), torch.ones(30, 2).double())], progress=False)
+    assert isinstance(counts.tune([(normal(9, 3), torch.ones(9, 2).double())], **quiet).tuning, GridResult)
+
+
+def test_bad_input() -> None:
+    laplace = fitted()
+    before = laplace.posterior
+    with pytest.raises(DataError, match="data are empty"):
+        laplace.tune([])
+    with pytest.raises(InputError, match="link is 'softmax'"):
+        laplace.tune(new_classes(60), link="softmax")
+    with pytest.raises(DataError):
+        laplace.tune([(normal(9, 3), torch.full((9,), 7))])
+    with pytest.raises(InputError, match="needs validation data"):
+        laplace.tune(method="validation")
+    assert laplace.posterior is before
+    free = Laplace(network(), "classification", structure="matrix_free").fit(classes(), progress=False)
+    with pytest.raises(InputError, match="needs a Gaussian posterior in blocks, got a MatrixFreePosterior"):
+        free.tune(new_classes(60))
+
+
+@pytest.mark.parametrize(
+    ("difference", "error", "deterministic", "said"),
+    [
+        (0.0005, 0.001, False, "neither ask for nor forbid this width; it is set by rule"),
+        (-0.01, 0.001, False, "predicts the labels better than the temperature alone, by more than chance"),
+        (0.003, 0.001, False, "a little worse than the temperature alone; the rule accepts that"),
+        (0.0, 0.0, True, "No posterior was as good as the temperature alone"),
+    ],
+)
+def test_what_it_says(difference: float, error: float, deterministic: bool, said: str) -> None:
+    found = ValidationResult(
+        0.001, 2.0, 10.0, 0.01, 1.3, deterministic, 1234, 10, 0.5, 0.4, 0.4 + difference, difference, error, 0.002, 1.5
+    )
+    assert said in str(found)
+    assert "validation NLL on 1,234 labels: network 0.5000, temperature 0.4000" in str(found)
