@@ -102,7 +102,8 @@ def test_several_fits_of_one_model_are_independent() -> None:
     before = one.predict(x).latent_cov
     two = Laplace(model, "classification", structure="diagonal", prior_precision=7.0).fit(classes()[:1], progress=False)
     two.tune(method="evidence")
-    regress = Laplace(model, Gaussian(0.3)).fit([(normal(9, 3), normal(9, 4))], progress=False).tune()
+    regress = Laplace(model, Gaussian(0.3)).fit([(normal(9, 3), normal(9, 4))], progress=False)
+    regress.tune(method="evidence")
     torch.testing.assert_close(one.predict(x).latent_cov, before, rtol=0, atol=0)
     assert two.n_data == 20
     assert regress.n_data == 9

@@ -113,7 +113,7 @@ def _warn_at_edge(result: GridResult, cs: Sequence[float], ratios: tuple[float, 
             f"the best point lies at the edge of the grid ({', '.join(at_edge)}): the posterior wants to be narrower or wider than "
             "the grid allows. Pass scales= and precisions= to widen it, or look whether this posterior helps at all",
             StatisticalWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

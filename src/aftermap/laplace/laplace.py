@@ -419,11 +419,14 @@ class Laplace:
         )
         start = replace(fitted.hyperparameters, output_temperature=self._initial.output_temperature)
         fitted = replace(fitted, hyperparameters=start)
+        by_data = chosen not in ("evidence", "lbfgs")
+        if by_data:
+            fitted.weights.check(self.model)
         tuned = tune_by(
             chosen,
             fitted,
             self.base_likelihood,
-            None if chosen in ("evidence", "lbfgs") else self.predictor,
+            self.predictor if by_data else None,
             val_loader,
             kind=kind,
             link=link,

@@ -119,7 +119,7 @@ def output_gaussians(
         warnings.warn(
             f"the network's outputs are not finite for {left_out} of {left_out + examples} {what} examples, which are left out. Look at them",
             StatisticalWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
     mean, weight = torch.cat(means).double(), torch.cat(weights).double()
     if not len(mean) or not float(weight.sum()) > 0:

@@ -458,11 +458,11 @@ def _agreed(result: RegressionResult) -> RegressionResult:
 
 def _warn(result: RegressionResult) -> None:
     if result.alarm and not result.n_labels:
-        warnings.warn(result.sentence(), StatisticalWarning, stacklevel=4)
+        warnings.warn(result.sentence(), StatisticalWarning, stacklevel=6)
     elif result.n_data < 10 and result.n_labels < 10:
         warnings.warn(
             f"{result.n_data} training examples say little about the noise and the prior of a regression; check the intervals on "
             "data that were held out",
             StatisticalWarning,
-            stacklevel=4,
+            stacklevel=6,
         )

@@ -222,7 +222,7 @@ def _warn_of_evidence(result: EvidenceResult, factors: Factors) -> None:
         )
     else:
         return
-    warnings.warn(f"maximising the evidence {problem}", StatisticalWarning, stacklevel=5)
+    warnings.warn(f"maximising the evidence {problem}", StatisticalWarning, stacklevel=6)
 
 
 def tune_by_dimension(
@@ -282,7 +282,7 @@ def _warn_too_wide(seen: float, counted: float, checked: SelfCheck, data: Iterab
         f"many, Laplace(..., data_scale=N / {seen:g}) with N the number that it was trained on, or fit on all of them. Or it has learned "
         "few data by heart, and the wider predictive may be the better one. Validation data decide: tune(val_loader)",
         StatisticalWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
@@ -364,7 +364,7 @@ def _warn_of_labels(result: ValidationResult) -> None:
         )
     if problems:
         warnings.warn(
-            f"{'; '.join(problems)}. Hold out more data that are like those to come", StatisticalWarning, stacklevel=5
+            f"{'; '.join(problems)}. Hold out more data that are like those to come", StatisticalWarning, stacklevel=6
         )
 
 
@@ -387,7 +387,7 @@ def _warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
             f"{found} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
             "What they say of the predictive is too good, and the posterior will be too sure. Hold out data that the network has not seen",
             StatisticalWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -493,7 +493,7 @@ def _warn_of_cavities(message: str) -> None:
     warnings.warn(
         f"the posterior that was found without held-out labels is to be mistrusted: {message}. Tune on validation data: tune(val_loader)",
         StatisticalWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
