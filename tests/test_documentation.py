@@ -11,7 +11,7 @@ import runpy
 import shlex
 import shutil
 import subprocess
-import sys
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -176,7 +176,6 @@ def test_every_command_is_in_the_guide() -> None:
 
 
 def test_the_configuration_file_of_the_guide_fits_its_commands() -> None:
-    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
     block = re.search(r"```toml\n(.*?)```", text_of("how_to/command_line.md"), re.DOTALL)
     assert block is not None
     content, known = tomllib.loads(block[1]), commands()
