@@ -106,10 +106,10 @@ def bash_commands() -> list[tuple[str, str]]:
 
 
 def commands() -> dict[str, Any]:
-    typer = pytest.importorskip("typer.main", reason="the command line is not installed")
-    from aftermap.cli.app import app
+    pytest.importorskip("typer.main", reason="the command line is not installed")
+    from aftermap.cli.app import COMMANDS, load_command
 
-    return dict(typer.get_command(app).commands)
+    return {name: load_command(name) for name in COMMANDS}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else [], id=n) for n in PAGES])
