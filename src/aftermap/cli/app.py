@@ -147,8 +147,8 @@ class _Commands(TyperGroup):
         return list(self.commands)
 
     def resolve_command(self, ctx: Any, args: Sequence[str]) -> Any:
-        name, listed, rest = super().resolve_command(ctx, list(args))
-        command = listed if listed is None else load_command(name)
+        name, _, rest = super().resolve_command(ctx, list(args))
+        command = None if name is None else load_command(name)
         end_start_up()
         return name, command, rest
 
