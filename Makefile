@@ -1,4 +1,4 @@
-# Needs Python 3.10 or later and make. Every target sets up what it needs in .venv and is
+# Needs Python 3.11 or later and make. Every target sets up what it needs in .venv and is
 # instant when pyproject.toml and constraints.txt have not changed. `make help` lists the targets.
 PYTHON ?= python3
 VENV := .venv
@@ -31,7 +31,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 define make_venv
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "aftermap needs Python 3.10 or later, got " + sys.version.split()[0] + "; run: make PYTHON=/path/to/python3.10")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "aftermap needs Python 3.11 or later, got " + sys.version.split()[0] + "; run: make PYTHON=/path/to/python3.11")'
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 endef
 

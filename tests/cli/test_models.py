@@ -100,7 +100,9 @@ def test_files_without_weights(files: Files, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="it is a folder"):
         read_weights(tmp_path)
     torch.save(nn.Linear(2, 3), tmp_path / "pickled.pt")
-    with pytest.raises(InputError, match="does not hold plain weights .* a pickled model could run any code"):
+    with pytest.raises(
+        InputError, match=r"pickled Python object \(torch.nn.modules.linear.Linear\), which could run any code"
+    ):
         read_weights(tmp_path / "pickled.pt")
     (tmp_path / "text.safetensors").write_text("hello")
     with pytest.raises(InputError, match="is no safetensors file"):
@@ -108,6 +110,44 @@ def test_files_without_weights(files: Files, tmp_path: Path) -> None:
     torch.save({"epoch": 3, "loss": 0.5}, tmp_path / "numbers.pt")
     with pytest.raises(InputError, match="holds a mapping with epoch, loss, no state dict"):
         read_weights(tmp_path / "numbers.pt")
+
+
+def unreadable(folder: Path) -> dict[str, str]:
+    """Files that hold no weights, each with what is said about it."""
+    good = folder / "good.pt"
+    torch.save(nn.Linear(2, 3).state_dict(), good)
+    (folder / "cut.pt").write_bytes(good.read_bytes()[:400])
+    (folder / "garbage.pt").write_bytes(bytes(range(233, 255)) * 20)
+    (folder / "text.pt").write_text("hello\n" * 10)
+    (folder / "empty.pt").touch()
+    torch.save(nn.Linear(2, 3), folder / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save({"state_dict": nn.Linear(2, 3).state_dict(), "args": Path("x")}, folder / "beside.pt")
+    (folder / "protocol.pt").write_bytes(b"\x80\x04\x95" + bytes(20))
+    np.savez(folder / "objects.npz", a=np.array([{}], dtype=object))
+    (folder / "garbage.npz").write_bytes(b"no archive")
+    return {
+        "cut.pt": "is damaged, cut short",
+        "garbage.pt": "is no file of weights",
+        "text.pt": "is no file of weights",
+        "empty.pt": "is empty",
+        "old.pt": "(torch.nn.modules.linear.Linear)",
+        "beside.pt": "a pickled Python object (pathlib.",
+        "protocol.pt": "is no file of weights",
+        "objects.npz": "something else than arrays of numbers",
+        "garbage.npz": "is no file of weights",
+    }
+
+
+def test_unreadable_weights_are_explained_without_dangerous_advice(tmp_path: Path) -> None:
+    for name, message in unreadable(tmp_path).items():
+        with pytest.raises(InputError) as caught:
+            read_weights(tmp_path / name)
+        said = str(caught.value)
+        assert said.startswith(f"--weights: {tmp_path / name} ")
+        assert message in said
+        assert "\x1b" not in said
+        for advice in ("weights_only", "add_safe_globals", "allow_pickle", "file an issue"):
+            assert advice not in said, said
 
 
 def test_devices() -> None:

@@ -8,11 +8,10 @@ from typing import Annotated, Any, ClassVar
 
 import pytest
 import typer
-from typer.main import get_command
 from typer.testing import CliRunner
 
 from aftermap.cli import options as o
-from aftermap.cli.app import app
+from aftermap.cli.app import COMMANDS, load_command
 from aftermap.cli.console import BAD_INPUT
 from aftermap.errors import InputError
 from tests.cli.common import words
@@ -100,7 +99,7 @@ def test_data_are_described_once() -> None:
 
 
 def test_every_help_text_is_a_sentence() -> None:
-    commands: dict[str, Any] = dict(get_command(app).commands)  # type: ignore[attr-defined]
+    commands = {name: load_command(name) for name in COMMANDS}
     orders = []
     for name, command in commands.items():
         for parameter in command.params:

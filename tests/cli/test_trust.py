@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.main import get_command
 
 from aftermap.cli import trust
-from aftermap.cli.app import app
+from aftermap.cli.app import COMMANDS, load_command
 from aftermap.cli.models import read_weights
 from aftermap.cli.store import load_fitted
 from aftermap.errors import DataError, InputError
@@ -91,7 +90,7 @@ def hostile(
 
 
 def test_every_command_that_loads_a_folder_is_tested(files: Files) -> None:
-    commands: dict[str, Any] = dict(get_command(app).commands)  # type: ignore[attr-defined]
+    commands = {name: load_command(name) for name in COMMANDS}
     loading = {name for name, c in commands.items() if any(p.name == "posterior" for p in c.params)}
     assert loading == set(VERBS) == set(arguments(files))
     for name in loading:

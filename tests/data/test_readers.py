@@ -105,6 +105,61 @@ def test_csv_delimiters_and_no_header(tmp_path: Path, delimiter: str) -> None:
     assert found.targets.tolist() == [0.5, 1.5]
 
 
+CELLS = (
+    "1",
+    " -2.5e-3 ",
+    "0.1",
+    "1_000",
+    "٣",
+    "1e39",
+    "3.4028235e38",
+    "inf",
+    "nan",
+    "",
+    " ",
+    "x",
+    "0x10",
+    "1e400",
+    "+7",
+    ".5",
+)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_csv_quotes_change_nothing(tmp_path: Path, delimiter: str) -> None:
+    """Cells in quotes are read one by one, others by NumPy: values, line numbers and messages are the same."""
+    rng = np.random.default_rng(3)
+
+    def answer(rows: list[list[str]], quote: str) -> object:
+        text = "\n".join(delimiter.join(f"{quote}{cell}{quote}" for cell in row) for row in rows)
+        try:
+            found = read_csv(write(tmp_path, text + "\n\n"), target="kind", drop=["id"])
+        except DataError as error:
+            return str(error)
+        assert found.targets is not None
+        return found.inputs.tolist(), found.targets.tolist(), found.classes
+
+    answers = []
+    for trial in range(60):
+        good = trial % 2 == 0
+        table = rng.choice(CELLS[:5] if good else CELLS, (6, 3)).tolist()
+        rows = [["id", "a", "kind", "b"], *([f"n{i}", r[0], str(i % 2), r[1]] for i, r in enumerate(table))]
+        if trial % 5 == 1:
+            rows[4] = [" "] * 4  # skipped
+        if trial % 7 == 3:
+            rows[5] = rows[5][:3]
+        plain, quoted = answer(rows, ""), answer(rows, '"')
+        assert plain == quoted, rows
+        answers.append(plain)
+    assert {type(a) for a in answers} == {str, tuple}
+
+
+def test_csv_names_a_number_that_is_too_large(tmp_path: Path) -> None:
+    file = write(tmp_path, "a,b,y\n1,2,0\n\n3,-1e39,1\n")
+    with pytest.raises(DataError, match="row 4, column 'b': -1e39 is too large for float32"):
+        read_csv(file, target="y")
+
+
 def test_csv_kinds_of_targets(tmp_path: Path) -> None:
     whole = read_csv(write(tmp_path, "a,y\n1,0\n2,3\n"), target="y")
     assert whole.is_classes

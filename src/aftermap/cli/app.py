@@ -1,47 +1,161 @@
-"""The commands and their examples."""
+"""The commands and their examples.
+
+A command's module, and with it PyTorch, is imported when the command runs or its own help is asked for: the list of commands,
+the version and a wrong name answer at once.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 import aftermap
-from aftermap.cli.demo import demo
-from aftermap.cli.doctor import doctor
-from aftermap.cli.evaluate import evaluate
-from aftermap.cli.fit import fit, tune
-from aftermap.cli.predict import predict
-from aftermap.cli.report import report
-from aftermap.cli.reproduce import bench, reproduce
-from aftermap.cli.select import select
-from aftermap.cli.train import train
-from aftermap.cli.where import where
+from aftermap.cli.signals import end_start_up
+from aftermap.lazy import lazy_attribute
 
-__all__ = ["EXAMPLES", "app"]
+__all__ = ["COMMANDS", "EXAMPLES", "Entry", "app", "load_command"]
 
 _START, _BAYES, _USE, _RESEARCH = "Start here", "Make a network Bayesian", "Use it", "Research"
 _TRAIN = "--model builtin:lenet --data fashion-mnist --optimizer vogn --epochs 5 -o run/"
 _FIT = "--model mypkg.nets:build --weights model.pt --train train.npz --val val.npz -o posterior/"
-# Each command with its panel in the help and an example.
-_COMMANDS: tuple[tuple[Any, str, str], ...] = (
-    (demo, _START, "aftermap demo"),
-    (doctor, _START, "aftermap doctor --model mypkg.nets:build --weights model.pt"),
-    (fit, _BAYES, f"aftermap fit {_FIT}"),
-    (tune, _BAYES, "aftermap tune posterior/ --val val.npz"),
-    (train, _BAYES, f"torchrun --nproc-per-node 2 -m aftermap train {_TRAIN}"),
-    (select, _BAYES, "aftermap select small=mypkg.nets:small big=mypkg.nets:big --train train.npz"),
-    (predict, _USE, "aftermap predict posterior/ new.csv -o scored.csv"),
-    (evaluate, _USE, "aftermap evaluate posterior/ --test test.npz --ood other=ood.npz"),
-    (report, _USE, "aftermap report posterior/ --test test.npz --ood other=ood.npz"),
-    (where, _USE, "aftermap where posterior/ --test test.npz"),
-    (reproduce, _RESEARCH, "aftermap reproduce ritter2018/toy"),
-    (bench, _RESEARCH, "aftermap bench --quick"),
-)
-EXAMPLES = {command.__name__: example for command, _, example in _COMMANDS}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the help says about a command before its module is imported.
+
+    Attributes:
+        module: The module with the function of the command's name.
+        panel: The heading under which the command is listed.
+        summary: The first paragraph of the function's docstring, which a test compares.
+        example: A line to type.
+    """
+
+    module: str
+    panel: str
+    summary: str
+    example: str
+
+
+COMMANDS = {
+    "demo": Entry(
+        "aftermap.cli.demo",
+        _START,
+        "See it at work in a minute: train a small network on handwritten digits, make it Bayesian, test it, write a report.",
+        "aftermap demo",
+    ),
+    "doctor": Entry(
+        "aftermap.cli.doctor",
+        _START,
+        "Look at a network before any work: its layers, how each will be treated, and the cost of every structure.",
+        "aftermap doctor --model mypkg.nets:build --weights model.pt",
+    ),
+    "fit": Entry(
+        "aftermap.cli.fit",
+        _BAYES,
+        "Make a trained network Bayesian: estimate the cost, fit, tune, check, save.",
+        f"aftermap fit {_FIT}",
+    ),
+    "tune": Entry(
+        "aftermap.cli.fit",
+        _BAYES,
+        "Find the prior precision (and noise) of a fitted posterior: by the evidence, or on held-out data.",
+        "aftermap tune posterior/ --val val.npz",
+    ),
+    "train": Entry(
+        "aftermap.cli.train",
+        _BAYES,
+        "Train a network with a Bayesian optimiser (or Adam), on one process or with torchrun on many.",
+        f"torchrun --nproc-per-node 2 -m aftermap train {_TRAIN}",
+    ),
+    "select": Entry(
+        "aftermap.cli.select",
+        _BAYES,
+        "Train several networks by the evidence and rank them: Occam's razor, without validation data.",
+        "aftermap select small=mypkg.nets:small big=mypkg.nets:big --train train.npz",
+    ),
+    "predict": Entry(
+        "aftermap.cli.predict",
+        _USE,
+        "Predict new inputs: prediction, confidence, epistemic, aleatoric, score and flag, one row each.",
+        "aftermap predict posterior/ new.csv -o scored.csv",
+    ),
+    "evaluate": Entry(
+        "aftermap.cli.evaluate",
+        _USE,
+        "Evaluate a posterior beside the network alone: accuracy, calibration, detection of unusual data, and a verdict.",
+        "aftermap evaluate posterior/ --test test.npz --ood other=ood.npz",
+    ),
+    "report": Entry(
+        "aftermap.cli.report",
+        _USE,
+        "Write one HTML file: verdict, MAP against Bayesian, calibration, abstention, unusual data, and where the uncertainty "
+        "sits.",
+        "aftermap report posterior/ --test test.npz --ood other=ood.npz",
+    ),
+    "where": Entry(
+        "aftermap.cli.where",
+        _USE,
+        "Say where in the network the uncertainty sits: exact shares of the predictive variance by layer, which add up to one.",
+        "aftermap where posterior/ --test test.npz",
+    ),
+    "reproduce": Entry(
+        "aftermap.cli.reproduce",
+        _RESEARCH,
+        "Run an experiment of a paper again: a table paper | ours | tolerance, and its figures. `list` shows all.",
+        "aftermap reproduce ritter2018/toy",
+    ),
+    "bench": Entry(
+        "aftermap.cli.reproduce",
+        _RESEARCH,
+        "Measure time and memory beside other libraries. Arguments go to benchmarks.run: `aftermap bench --quick`.",
+        "aftermap bench --quick",
+    ),
+}
+EXAMPLES = {name: entry.example for name, entry in COMMANDS.items()}
+
+
+def load_command(name: str) -> Any:
+    """Returns the command of that name with all its options; its module is imported now."""
+    entry = COMMANDS[name]
+    # The arguments of experiments and benchmarks are handed on.
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True} if entry.panel == _RESEARCH else None
+    alone = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_show_locals=False)
+    register = alone.command(
+        name, epilog=f"Example: `{entry.example}`", rich_help_panel=entry.panel, context_settings=settings
+    )
+    register(lazy_attribute(entry.module, name))
+    return typer.main.get_command(alone)
+
+
+class _Commands(TyperGroup):
+    """The group of all commands: their list is made of ``COMMANDS``, and the one that was typed is loaded."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        for name, entry in COMMANDS.items():
+            listed = TyperCommand(
+                name, help=entry.summary, rich_help_panel=entry.panel, rich_markup_mode=self.rich_markup_mode
+            )
+            self.add_command(listed)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(self.commands)
+
+    def resolve_command(self, ctx: Any, args: Sequence[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, list(args))
+        command = None if name is None else load_command(name)
+        end_start_up()
+        return name, command, rest
+
 
 app = typer.Typer(
     name="aftermap",
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_show_locals=False,
@@ -62,11 +176,3 @@ def _root(
     ] = False,
 ) -> None:
     """Your network found the MAP. aftermap finds out what it does not know."""
-
-
-for _command, _panel, _example in _COMMANDS:
-    # The arguments of experiments and benchmarks are handed on.
-    _settings = {"allow_extra_args": True, "ignore_unknown_options": True} if _panel == _RESEARCH else None
-    app.command(_command.__name__, epilog=f"Example: `{_example}`", rich_help_panel=_panel, context_settings=_settings)(
-        _command
-    )

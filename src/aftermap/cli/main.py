@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from types import FrameType
 
+from aftermap.cli.signals import begin_start_up
 from aftermap.errors import UnsupportedError
 from aftermap.lazy import optional
 
@@ -17,6 +16,7 @@ def main() -> None:
 
     0: good; 2: bad input; 3: a self-check failed; 4: worse than the baseline; 130: interrupted.
     """
+    begin_start_up()
     try:
         optional("typer", "cli", "commands")
         optional("rich", "cli", "commands")
@@ -24,10 +24,4 @@ def main() -> None:
         sys.exit(f"aftermap: {error}")
     from aftermap.cli.app import app
 
-    # A process that is asked to end cleans up as after Ctrl-C.
-    signal.signal(signal.SIGTERM, _interrupted)
     app(prog_name="aftermap")
-
-
-def _interrupted(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

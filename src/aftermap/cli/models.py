@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,16 +178,15 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             with np.load(file, allow_pickle=False) as arrays:
                 content = {n: torch.from_numpy(arrays[n]) for n in arrays.files}
         else:
-            content = torch.load(file, map_location="cpu", weights_only=True)
+            with warnings.catch_warnings():  # Its advice about other formats is given below.
+                warnings.simplefilter("ignore")
+                content = torch.load(file, map_location="cpu", weights_only=True)
     except SafetensorError as error:
         raise InputError(f"--weights: {file} is no safetensors file: {error}") from error
     except OSError:
         raise
     except Exception as error:  # torch raises many kinds for a file that is not its own
-        raise InputError(
-            f"--weights: {file} does not hold plain weights ({str(error).splitlines()[0][:200]}). "
-            "Save them with torch.save(model.state_dict(), path) or as safetensors; a pickled model could run any code"
-        ) from error
+        raise InputError(f"--weights: {_why_unreadable(file, str(error))}") from error
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
@@ -198,6 +199,28 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         )
         raise InputError(f"--weights: {file} holds {what}, no state dict of tensors")
     return {str(k): v for k, v in content.items()}
+
+
+def _why_unreadable(file: Path, message: str) -> str:
+    """What a file is that holds no weights; PyTorch's own message advises to read it in a way that runs its code."""
+    rewrite = "Save the weights with torch.save(model.state_dict(), path), or as safetensors"
+    found = re.search(r"GLOBAL ([\w.]+)", message)  # only what a name may contain: the file wrote it
+    if found:
+        return (
+            f"{file} does not hold plain weights, but a pickled Python object ({found[1]}), which could run any code when it is "
+            f"read. {rewrite}"
+        )
+    if "TorchScript" in message:
+        return (
+            f"{file} is a TorchScript archive, a program with its weights. {rewrite} of the network that it was made of"
+        )
+    with file.open("rb") as stream:
+        start = stream.read(2)
+    if not start:
+        return f"{file} is empty"
+    if start == b"PK":
+        return f"{file} is damaged, cut short, or holds something else than arrays of numbers. Copy it again. {rewrite}"
+    return f"{file} is no file of weights: neither torch.save nor numpy.savez wrote it, or it is damaged. {rewrite}"
 
 
 def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -> None:

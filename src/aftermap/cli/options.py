@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
+import tomllib
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
@@ -25,7 +25,6 @@ from aftermap.cli.sources import DataFormat, parse_size
 from aftermap.cli.store import Fitted, load_fitted
 from aftermap.errors import InputError
 from aftermap.evaluation.reference import FLAG_SCORES
-from aftermap.lazy import optional
 
 __all__ = [
     "FACTORY",
@@ -144,7 +143,7 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
     if value is None or context.resilient_parsing:
         return value
     try:
-        content = _toml().loads(value.read_text(encoding="utf-8"))
+        content = tomllib.loads(value.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise typer.BadParameter(f"there is no file {value}") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -182,10 +181,6 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
 def _verbs(context: typer.Context) -> set[str]:
     parent = context.parent
     return set(getattr(parent.command, "commands", {})) if parent is not None else set()
-
-
-def _toml() -> Any:
-    return optional("tomllib" if sys.version_info >= (3, 11) else "tomli", "cli", "TOML files")
 
 
 _SPEC = "npz, csv, idx, image folder, builtin:digits, fashion-mnist, pkg.module:loader"

@@ -28,7 +28,7 @@ from aftermap.curvature.structures.base import Block, Factors, Structure, Treatm
 from aftermap.curvature.structures.kron import APPROACHES
 from aftermap.distributed import fail_together
 from aftermap.errors import DataError, InputError, StatisticalWarning, UnsupportedError
-from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.likelihoods import Bernoulli, Likelihood, parse_likelihood
 from aftermap.models import check_device
 from aftermap.params import Selection, named_parameters, select
 
@@ -89,6 +89,9 @@ def fit_curvature(
     Raises:
         InputError, DataError, UnsupportedError: With what is wrong and what to do; the model is unchanged.
 
+    Warns:
+        StatisticalWarning: The network returns probabilities where logits are needed, or a layer rule did not hold.
+
     >>> net = nn.Linear(2, 1, bias=False)
     >>> data = [(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.zeros(2, 1))]
     >>> fit_curvature(net, data, "regression", structure="full").to_dense()
@@ -143,6 +146,8 @@ def fit_curvature(
         except PlanContradicted as contradicted:
             plan = plan.without(contradicted.reasons)
             _warn_of_new_start(contradicted)
+    if counts.probabilities:
+        _warn_of_probabilities(parsed)
     treatment = _treatment(entry, plan, blocks, counts, shapes)
     factors = Factors(
         structure, blocks, tuple(names), counts.n_data, counts.loss, counts.kind, treatment, counts.n_outputs
@@ -180,6 +185,20 @@ def _warn_of_new_start(contradicted: PlanContradicted) -> None:
             StatisticalWarning,
             stacklevel=4,
         )
+
+
+def _warn_of_probabilities(likelihood: Likelihood) -> None:
+    binary = isinstance(likelihood, Bernoulli)
+    twice = "the sigmoid" if binary else "the softmax"
+    seen = "it ends with a sigmoid" if binary else "its outputs are nowhere negative and add up to 1"
+    log_odds = "torch.logit(p)" if binary else "torch.log(p), since softmax(log p) = p"
+    warnings.warn(
+        f"the network returns probabilities ({seen}), but logits are needed: {twice} is applied twice, so that predictions are "
+        f"far less certain than the network is. Take {twice} away from the end of the network; a network that cannot be changed can be "
+        f"wrapped in one that returns {log_odds}",
+        StatisticalWarning,
+        stacklevel=4,
+    )
 
 
 def _treatment(

@@ -10,7 +10,9 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +44,66 @@ def csv_rows(path: str | Path) -> tuple[list[str], list[list[str]], list[int]]:
     >>> csv_rows(place)
     (['a', 'b'], [['1', '2']], [2])
     """
+    table = _open_table(path, quick=False)
+    return table.header, [table.cells(row) for row in table.rows], table.numbers
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table whose rows are lines as they stand in the file, where nothing is quoted, or lists of cells."""
+
+    file: Path
+    delimiter: str
+    header: list[str]
+    rows: list[str] | list[list[str]]
+    numbers: list[int]
+
+    def cells(self, row: str | list[str]) -> list[str]:
+        return row.split(self.delimiter) if isinstance(row, str) else row
+
+    def column(self, k: int) -> list[str]:
+        right = len(self.header) - k  # From the right end, where targets mostly stand.
+        return [
+            (r.rsplit(self.delimiter, right)[1 if k else 0] if isinstance(r, str) else r[k]).strip() for r in self.rows
+        ]
+
+    def numeric(self, columns: list[int]) -> np.ndarray:
+        """The values of some columns [rows, columns] in float32; the first cell that is no finite number is named."""
+        # A number that float32 cannot hold becomes infinite, and is then named as well.
+        with np.errstate(over="ignore"):
+            values = self._parsed(columns).astype(np.float32)
+        if np.isfinite(values).all():
+            return values
+        # NumPy does not say which cell it was, and reads fewer ways to write a number than Python.
+        for i, row in enumerate(self.rows):
+            cells = self.cells(row)
+            for j, k in enumerate(columns):
+                values[i, j] = _cell(self.file, self.numbers[i], self.header[k], cells[k])
+        return values
+
+    def _parsed(self, columns: list[int]) -> np.ndarray:
+        """The values in float64, by NumPy; not a number where some cell is none."""
+        shape = (len(self.rows), len(columns))
+        try:
+            if isinstance(self.rows[0], str):
+                values = np.loadtxt(
+                    self.rows,
+                    np.float64,
+                    delimiter=self.delimiter,
+                    comments=None,
+                    usecols=columns,
+                    ndmin=2,
+                    encoding=None,
+                )
+            else:
+                values = np.array([[row[k] for k in columns] for row in self.rows], dtype=np.float64)
+        except ValueError:
+            return np.full(shape, np.nan)
+        return values if values.shape == shape else np.full(shape, np.nan)
+
+
+def _open_table(path: str | Path, *, quick: bool) -> _Table:
+    """Reads a table and checks its form; ``quick`` leaves rows without quotes as lines, for NumPy to parse."""
     file = existing_file(path)
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -49,10 +111,16 @@ def csv_rows(path: str | Path) -> tuple[list[str], list[list[str]], list[int]]:
         raise DataError(f"{file} is no text in UTF-8: {error}") from error
     first = text.lstrip("\n").split("\n", 1)[0]
     delimiter = max(_DELIMITERS, key=first.count)
-    numbered = [(number, row) for number, row in _lines(text, delimiter) if any(cell.strip() for cell in row)]
+    numbered: list[tuple[int, Any]]
+    if quick and '"' not in text:
+        lines = enumerate(text.split("\n"), 1)
+        numbered = [(number, line) for number, line in lines if line.replace(delimiter, " ").strip()]
+    else:
+        numbered = [(number, row) for number, row in _lines(text, delimiter) if any(cell.strip() for cell in row)]
     if not numbered:
         raise DataError(f"{file} is empty")
-    header = [cell.strip() for cell in numbered[0][1]]
+    top = numbered[0][1]
+    header = [cell.strip() for cell in (top.split(delimiter) if isinstance(top, str) else top)]
     has_header = not any(_number(cell) is not None for cell in header)
     if has_header:
         numbered = numbered[1:]
@@ -64,9 +132,10 @@ def csv_rows(path: str | Path) -> tuple[list[str], list[list[str]], list[int]]:
     if twice:
         raise DataError(f"{file} has two columns called {twice[0]!r}; give each its own name")
     for number, row in numbered:
-        if len(row) != len(header):
-            raise DataError(f"{file}, row {number}: {len(row)} cells, but there are {len(header)} columns")
-    return header, [row for _, row in numbered], [number for number, _ in numbered]
+        width = row.count(delimiter) + 1 if isinstance(row, str) else len(row)
+        if width != len(header):
+            raise DataError(f"{file}, row {number}: {width} cells, but there are {len(header)} columns")
+    return _Table(file, delimiter, header, [row for _, row in numbered], [number for number, _ in numbered])
 
 
 def _lines(text: str, delimiter: str) -> list[tuple[int, list[str]]]:
@@ -117,7 +186,8 @@ def read_csv(
     (('iris', 'rose'), tensor([0, 1]))
     """
     file = Path(path).expanduser()
-    header, rows, numbers = csv_rows(file)
+    table = _open_table(file, quick=True)
+    header = table.header
     goal = None if target is None else _column(file, header, target, required=need_targets)
     if goal is None and need_targets:
         raise DataError(
@@ -131,16 +201,11 @@ def read_csv(
         raise DataError(f"{file} lacks the columns {', '.join(missing[:8])}; it has {', '.join(header)}")
     if not chosen:
         raise DataError(f"{file} has no input column beside the target {goal!r}")
-    where = [header.index(n) for n in chosen]
-    values = np.empty((len(rows), len(chosen)), dtype=np.float32)
-    for i, row in enumerate(rows):
-        for j, k in enumerate(where):
-            values[i, j] = _cell(file, numbers[i], header[k], row[k])
+    values = table.numeric([header.index(n) for n in chosen])
     names = None if classes is None else tuple(classes)
     targets = None
     if goal is not None:
-        cells = [row[header.index(goal)].strip() for row in rows]
-        targets, names = _targets(file, numbers, goal, cells, names)
+        targets, names = _targets(file, table.numbers, goal, table.column(header.index(goal)), names)
     return Examples(torch.from_numpy(values), targets, file.stem, names, tuple(chosen))
 
 
@@ -160,8 +225,12 @@ def _column(file: Path, header: list[str], wanted: str, *, required: bool) -> st
 
 def _cell(file: Path, number: int, column: str, cell: str) -> float:
     value = _number(cell)
-    if value is None or not math.isfinite(value):
+    with np.errstate(over="ignore"):
+        held = value is not None and np.isfinite(np.float32(value))
+    if value is None or not held:
         got = f"{cell.strip()!r} is not a finite number" if cell.strip() else "the cell is empty"
+        if value is not None and math.isfinite(value):
+            got = f"{cell.strip()} is too large for float32"
         raise DataError(
             f"{file}, row {number}, column {column!r}: {got}. Inputs are numbers: fill or correct the cell, "
             "turn words into numbers, or leave the column out with --drop (drop=)"

@@ -7,7 +7,7 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.lazy import lazy_attribute
+from aftermap.predictive.display import html_table, text_table
 
 __all__ = ["SCHEMA", "Comparison", "Metric", "Results", "Table", "compare", "provenance", "to_plain", "write_json"]
 
@@ -52,16 +53,15 @@ class Table(dict[str, list[Any]]):
         cells = {k: [_shown(k, v) for v in values] for k, values in self.items()}
         if not cells:
             return "(nothing)"
-        widths = {k: max(len(k), *map(len, shown), 1) for k, shown in cells.items()}
-        left = {k for k, values in self.items() if any(isinstance(v, str) for v in values)}
+        return text_table(cells, self._words)
 
-        def line(row: Mapping[str, str]) -> str:
-            return "  ".join(row[k].ljust(widths[k]) if k in left else row[k].rjust(widths[k]) for k in self).rstrip()
+    def _repr_html_(self) -> str:
+        cells = {k: [_shown(k, v) for v in values] for k, values in self.items()}
+        return html_table("", cells, left=self._words)
 
-        head = line({k: k for k in self})
-        return "\n".join(
-            [head, "-" * len(head), *(line({k: shown[i] for k, shown in cells.items()}) for i in range(self.n_rows))]
-        )
+    @property
+    def _words(self) -> set[str]:
+        return {k for k, values in self.items() if any(isinstance(v, str) for v in values)}
 
 
 def _shown(column: str, value: Any) -> str:
@@ -243,10 +243,23 @@ class Results:
         return Path(write(path, bayesian=self, map=map, **options))
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.kind}, {self.n_data:,} examples"]
-        width = max(map(len, self.flat()))
+        lines = [self._title]
+        width = max(map(len, self.flat()), default=0)
         lines += [f"  {name:<{width}}  {metric}" for name, metric in self.flat().items()]
         return "\n".join(lines)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.name}: {self.kind}, {self.n_data:,} examples"
+
+    def _repr_html_(self) -> str:
+        flat = self.flat()
+        columns = {"metric": list(flat), "value": [f"{m.value:.4g}" for m in flat.values()]}
+        if any(m.lower != m.upper for m in flat.values()):
+            columns["interval"] = [
+                "" if m.lower == m.upper else f"[{m.lower:.4g}, {m.upper:.4g}]" for m in flat.values()
+            ]
+        return html_table(self._title, columns, left=["metric"])
 
 
 def _metric(content: Mapping[str, Any]) -> Metric:
@@ -269,7 +282,7 @@ def provenance(**facts: Any) -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
         **facts,
     }
 
@@ -300,25 +313,26 @@ class Comparison:
         choose = max if column.rpartition("/")[2].startswith(_HIGHER) else min
         return choose(values, key=lambda n: values[n])
 
-    def __str__(self) -> str:
-        extra = tuple(dict.fromkeys(k for row in self.extras.values() for k in row))
-        header = ("method", *self.columns, *extra)
-        lines = []
-        for name, row in self.rows.items():
-            cells = [
-                f"{row[c].value:.4f}{'*' if self.best(c) == name else ' '}" if c in row else "- " for c in self.columns
+    def _cells(self) -> dict[str, list[str]]:
+        """The columns of the table, as text; the best of a column has a star."""
+        names = list(self.rows)
+        cells = {"method": names}
+        for column in self.columns:
+            best = self.best(column) if names else ""
+            cells[column] = [
+                f"{self.rows[n][column].value:.4f}{'*' if n == best else ' '}" if column in self.rows[n] else "- "
+                for n in names
             ]
-            more = self.extras.get(name, {})
-            lines.append((name, *cells, *(f"{more[k]:.1f}" if k in more else "-" for k in extra)))
-        widths = [max(len(line[i]) for line in (header, *lines)) for i in range(len(header))]
-        first = "  ".join(
-            h.ljust(w) if i == 0 else h.rjust(w) for i, (h, w) in enumerate(zip(header, widths, strict=True))
-        )
-        body = [
-            "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
-            for line in lines
-        ]
-        return "\n".join([first, "-" * len(first), *body, "* best of its column"])
+        for column in dict.fromkeys(k for row in self.extras.values() for k in row):
+            more = [self.extras.get(n, {}) for n in names]
+            cells[column] = [f"{m[column]:.1f}" if column in m else "-" for m in more]
+        return cells
+
+    def __str__(self) -> str:
+        return f"{text_table(self._cells(), left=['method'])}\n* best of its column"
+
+    def _repr_html_(self) -> str:
+        return html_table("", self._cells(), left=["method"], note="* best of its column")
 
 
 def compare(

@@ -19,6 +19,7 @@ from aftermap.curvature.passes.plan import find_last_layer
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.structures.base import find_structure
 from aftermap.errors import InputError, NotFittedError
+from aftermap.laplace.display import NotebookView
 from aftermap.laplace.evidence import log_evidence
 from aftermap.laplace.fitted import Fitted, Initial, Tuned, TuningResult, check_numbers, data_if_repeatable
 from aftermap.laplace.subnetwork import (
@@ -39,7 +40,7 @@ from aftermap.prior import PriorSpec
 __all__ = ["Laplace"]
 
 
-class Laplace:
+class Laplace(NotebookView):
     """A Gaussian posterior around the trained weights of a network.
 
     The posterior is N(θ*, (s·H + P₀)⁻¹): H is the curvature of the negative log-likelihood at the trained weights θ*, summed

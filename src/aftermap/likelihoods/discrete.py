@@ -25,7 +25,7 @@ from aftermap.likelihoods.base import (
     unit_vectors,
 )
 
-__all__ = ["Bernoulli", "Categorical", "Poisson", "at_temperature", "temperature_of"]
+__all__ = ["Bernoulli", "Categorical", "Poisson", "are_probabilities", "at_temperature", "temperature_of"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -403,3 +403,28 @@ def at_temperature(likelihood: Likelihood, temperature: float) -> Likelihood:
             "regression has a noise in its place"
         )
     return replace(likelihood, temperature=temperature)
+
+
+def are_probabilities(likelihood: Likelihood, outputs: Tensor) -> bool:
+    """Tells whether outputs that should be logits are probabilities already.
+
+    For classes: numbers that are nowhere negative and add up to one in every row. Logarithms of probabilities are not meant:
+    softmax(log p) = p, so that they are logits like any others. For binary outputs, whose range proves nothing, it is the
+    sigmoid at the end of the graph.
+
+    Args:
+        likelihood: The likelihood of the targets.
+        outputs: The outputs of the network [N, ..., C], with their graph where there is one.
+
+    >>> are_probabilities(Categorical(), torch.tensor([[0.25, 0.75]]))
+    True
+    >>> are_probabilities(Categorical(), torch.tensor([[0.25, 0.75]]).log())
+    False
+    """
+    if isinstance(likelihood, Bernoulli):
+        return outputs.grad_fn is not None and outputs.grad_fn.name().startswith("SigmoidBackward")
+    if not isinstance(likelihood, Categorical) or outputs.shape[-1] < 2 or not outputs.numel():
+        return False
+    values = outputs.detach()
+    tolerance = 1e-4 if torch.finfo(values.dtype).bits >= 32 else 2e-2
+    return bool(((values >= 0).all() & ((values.sum(-1) - 1).abs() <= tolerance).all()).item())

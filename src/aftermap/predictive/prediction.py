@@ -18,6 +18,7 @@ from torch import distributions as td
 from aftermap.errors import InputError, ShapeError, UnsupportedError
 from aftermap.likelihoods import Categorical, parse_likelihood
 from aftermap.likelihoods.base import aligned, sum_positions
+from aftermap.predictive.display import prediction_html, prediction_text
 from aftermap.predictive.quadrature import (
     normal_quantile,
     poisson_lognormal_log_prob,
@@ -74,6 +75,16 @@ class Prediction:
     >>> nats = torch.special.entr(p).sum(-1)
     >>> Prediction("classification", p, torch.zeros(2), nats, nats, link="map")
     Prediction(kind='classification', link='map', mean=[2, 2], epistemic=[2], aleatoric=[2], total=[2])
+
+    What it says about the first inputs is seen by ``print``, and in notebooks:
+
+    >>> print(Prediction("classification", p, torch.zeros(2), nats, nats, link="map"))
+    classification of 2 inputs: 2 classes (link map)
+    input  class  confidence  epistemic  aleatoric
+    ----------------------------------------------
+        0      0       0.750     0.0000     0.5623
+        1      0       0.500     0.0000     0.6931
+    epistemic and aleatoric in nats
     """
 
     kind: str
@@ -184,6 +195,12 @@ class Prediction:
     def __repr__(self) -> str:
         shapes = [f"{name}={list(value.shape)}" for name, value in self._tensors().items()]
         return f"Prediction(kind={self.kind!r}, link={self.link!r}, {', '.join(shapes)})"
+
+    def __str__(self) -> str:
+        return prediction_text(self)
+
+    def _repr_html_(self) -> str:
+        return prediction_html(self)
 
     # Classes.
 

@@ -20,6 +20,7 @@ from aftermap.curvature.passes.vectors import make_vectors, resolve_kind
 from aftermap.distributed import all_reduce_, fail_together
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
+from aftermap.likelihoods.discrete import are_probabilities
 from aftermap.linalg import TERMS_PER_PART
 from aftermap.models import autograd_errors_explained, call_model, check_device, check_outputs, only_require_grad
 from aftermap.progress import progress
@@ -59,6 +60,7 @@ class DataCounts:
         n_outputs: The number of numbers that the network returns for one datum.
         kind: The kind of vectors.
         used: The parameters that some batch has used.
+        probabilities: Whether the outputs of the first examples are probabilities where logits are needed.
     """
 
     n_data: float = 0.0
@@ -66,6 +68,7 @@ class DataCounts:
     n_outputs: int = 0
     kind: str = ""
     used: frozenset[str] = frozenset()
+    probabilities: bool = False
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,8 @@ class CurvatureProblem:
             raise DataError("a batch has no targets; curvature is a curvature of the loss, which needs them")
         self.likelihood.check(outputs.detach(), batch.targets)
         losses = self.likelihood.nll(outputs.detach(), batch.targets)
+        if not counts.n_outputs:
+            counts.probabilities = are_probabilities(self.likelihood, outputs)
         counts.n_data += batch.size if batch.weight is None else float(batch.weight.sum())
         counts.loss += float((losses if batch.weight is None else losses * batch.weight).sum())
         counts.n_outputs = math.prod(outputs.shape[1:])

@@ -1,0 +1,47 @@
+"""A Laplace approximation as a notebook shows it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from aftermap.predictive.display import html_table
+
+if TYPE_CHECKING:
+    from aftermap.laplace.laplace import Laplace
+
+__all__ = ["NotebookView"]
+
+
+class NotebookView:
+    """Gives `Laplace` a table of what it is: network, likelihood, structure, data, prior, tuning and report."""
+
+    def _repr_html_(self) -> str:
+        facts = _facts(cast("Laplace", self))
+        return html_table("Laplace", {"": list(facts), " ": list(facts.values())}, left=["", " "])
+
+
+def _facts(laplace: Laplace) -> dict[str, str]:
+    facts: dict[str, Any] = {
+        "network": type(laplace.model).__name__,
+        "likelihood": repr(laplace.likelihood),
+        "structure": laplace.structure,
+    }
+    if laplace._fitted is None:
+        return {**facts, "state": "not fitted"}
+    facts["data"] = f"{laplace.n_data:,g}"
+    facts["uncertain parameters"] = f"{laplace.posterior.n_params:,}"
+    facts["prior precision"] = _range(list(laplace.prior_precision.values()))
+    if laplace.has_noise:
+        facts["noise σ"] = _range([laplace.hyperparameters.noise])
+    if laplace.tuning is not None:
+        facts["tuning"] = str(laplace.tuning)
+    if laplace.report is not None:
+        facts["report"] = str(laplace.report)
+    return {name: str(value) for name, value in facts.items()}
+
+
+def _range(values: list[Tensor]) -> str:
+    least, most = min(float(v.min()) for v in values), max(float(v.max()) for v in values)
+    return f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
