@@ -23,7 +23,7 @@ def test_each_class_is_also_what_a_python_programmer_expects(child: type, parent
 
 
 def test_every_error_is_an_aftermap_error_and_no_warning_is() -> None:
-    classes = [getattr(errors, name) for name in errors.__all__]
+    classes = [found for name in errors.__all__ if isinstance(found := getattr(errors, name), type)]
     assert len(classes) == 9
     for cls in classes:
         assert issubclass(cls, errors.AftermapError) != issubclass(cls, Warning)
@@ -35,3 +35,22 @@ def test_unsupported_is_not_an_input_error() -> None:
     with pytest.raises(errors.UnsupportedError, match="no rule for LSTM") as caught:
         raise errors.UnsupportedError("no rule for LSTM")
     assert not isinstance(caught.value, ValueError)
+
+
+def test_a_warning_points_to_the_first_line_outside_of_the_package() -> None:
+    inside = {
+        "__name__": "aftermap.somewhere.deep",
+        "warn_caller": errors.warn_caller,
+        "Warned": errors.StatisticalWarning,
+    }
+    exec("def first(depth): return first(depth - 1) if depth else warn_caller('wide', Warned)", inside)
+    for depth in (0, 3):
+        with pytest.warns(errors.StatisticalWarning, match="wide") as said:
+            inside["first"](depth)
+        assert [w.filename for w in said] == [__file__]
+    # A package whose name begins alike is a caller.
+    outside = {"__name__": "aftermap_extras", "first": inside["first"]}
+    exec(compile("def second(): first(1)", "extras.py", "exec"), outside)
+    with pytest.warns(errors.StatisticalWarning) as said:
+        outside["second"]()
+    assert [w.filename for w in said] == ["extras.py"]

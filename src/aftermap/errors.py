@@ -10,6 +10,9 @@ True
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 __all__ = [
     "AftermapError",
     "DataError",
@@ -20,7 +23,10 @@ __all__ = [
     "ShapeError",
     "StatisticalWarning",
     "UnsupportedError",
+    "warn_caller",
 ]
+
+_INSIDE = ("aftermap", "torch")  # the decorators of torch stand between a method and its caller
 
 
 class AftermapError(Exception):
@@ -64,3 +70,16 @@ class NumericalWarning(UserWarning):
 
 class StatisticalWarning(UserWarning):
     """A result is well defined, but its assumptions look broken: it may not mean what it seems to."""
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Warns, and points to the line outside of this package that called it, however deep the package is in its own calls.
+
+    Args:
+        message: What is to be said.
+        category: `StatisticalWarning` or `NumericalWarning`.
+    """
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

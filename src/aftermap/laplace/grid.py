@@ -8,7 +8,6 @@ grid point.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from aftermap.batches import Batch
-from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
+from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning, warn_caller
 from aftermap.models import call_model
 from aftermap.params import swapped
 from aftermap.posteriors import GaussianPosterior
@@ -109,11 +108,10 @@ def _warn_at_edge(result: GridResult, cs: Sequence[float], ratios: tuple[float, 
     if ratio <= ratios[0] * (1 + 1e-9) or ratio >= ratios[1] * (1 - 1e-9):
         at_edge.append(f"precision ratio {ratio:g}")
     if at_edge:
-        warnings.warn(
+        warn_caller(
             f"the best point lies at the edge of the grid ({', '.join(at_edge)}): the posterior wants to be narrower or wider than "
             "the grid allows. Pass scales= and precisions= to widen it, or look whether this posterior helps at all",
             StatisticalWarning,
-            stacklevel=7,
         )
 
 

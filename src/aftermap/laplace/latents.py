@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aftermap.batches import Batch
-from aftermap.errors import DataError, StatisticalWarning
+from aftermap.errors import DataError, StatisticalWarning, warn_caller
 from aftermap.laplace.examples import random_examples
 from aftermap.likelihoods import Categorical, Likelihood
 from aftermap.models import call_model
@@ -116,10 +115,9 @@ def output_gaussians(
             "the weights of the network"
         )
     if left_out:
-        warnings.warn(
+        warn_caller(
             f"the network's outputs are not finite for {left_out} of {left_out + examples} {what} examples, which are left out. Look at them",
             StatisticalWarning,
-            stacklevel=6,
         )
     mean, weight = torch.cat(means).double(), torch.cat(weights).double()
     if not len(mean) or not float(weight.sum()) > 0:

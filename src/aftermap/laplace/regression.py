@@ -7,7 +7,6 @@ some directions, takes its prior and noise, and is divided by one number for its
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +19,7 @@ from aftermap.curvature import Factors
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.structures.base import flatten_batch
 from aftermap.distributed import all_reduce_, broadcast_, fail_together
-from aftermap.errors import DataError, InputError, StatisticalWarning
+from aftermap.errors import DataError, InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.evidence import squared_error
 from aftermap.laplace.fitted import Fitted, Tuned
 from aftermap.laplace.regression_rule import LinearModel, RegressionResult, apply_rule, fit_scale, match_width
@@ -458,11 +457,10 @@ def _agreed(result: RegressionResult) -> RegressionResult:
 
 def _warn(result: RegressionResult) -> None:
     if result.alarm and not result.n_labels:
-        warnings.warn(result.sentence(), StatisticalWarning, stacklevel=6)
+        warn_caller(result.sentence(), StatisticalWarning)
     elif result.n_data < 10 and result.n_labels < 10:
-        warnings.warn(
+        warn_caller(
             f"{result.n_data} training examples say little about the noise and the prior of a regression; check the intervals on "
             "data that were held out",
             StatisticalWarning,
-            stacklevel=6,
         )

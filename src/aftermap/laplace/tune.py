@@ -6,7 +6,6 @@ Nothing here changes state: every function takes a `Fitted` and returns a `Tuned
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from aftermap.batches import Batch, iterate, tensors_of
 from aftermap.curvature import Factors
 from aftermap.curvature.structures.low_rank import LowRankBlock
 from aftermap.distributed import rank, world_size
-from aftermap.errors import InputError, StatisticalWarning
+from aftermap.errors import InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.dimension import match_dimension
 from aftermap.laplace.evidence import EvidenceResult, maximise_evidence
 from aftermap.laplace.examples import random_examples
@@ -222,7 +221,7 @@ def _warn_of_evidence(result: EvidenceResult, factors: Factors) -> None:
         )
     else:
         return
-    warnings.warn(f"maximising the evidence {problem}", StatisticalWarning, stacklevel=6)
+    warn_caller(f"maximising the evidence {problem}", StatisticalWarning)
 
 
 def tune_by_dimension(
@@ -276,13 +275,12 @@ def _warn_too_wide(seen: float, counted: float, checked: SelfCheck, data: Iterab
     size = _dataset_size(data)
     each = "" if counted == 1 else f", each counted as {counted:g}"
     hint = f" (the loader's dataset holds {size:,})" if size is not None and size > seen else ""
-    warnings.warn(
+    warn_caller(
         f"matched to the effective dimension of the {seen:g} data of this fit{each}, the predictive is much less sure of {checked.n_data} of "
         f"them than the network itself ({checked.message}). Either the network was trained on more data than these{hint}: then say how "
         f"many, Laplace(..., data_scale=N / {seen:g}) with N the number that it was trained on, or fit on all of them. Or it has learned "
         "few data by heart, and the wider predictive may be the better one. Validation data decide: tune(val_loader)",
         StatisticalWarning,
-        stacklevel=6,
     )
 
 
@@ -363,8 +361,9 @@ def _warn_of_labels(result: ValidationResult) -> None:
             "the posterior has no variance on the validation inputs; the network's outputs do not depend on its parameters there"
         )
     if problems:
-        warnings.warn(
-            f"{'; '.join(problems)}. Hold out more data that are like those to come", StatisticalWarning, stacklevel=6
+        warn_caller(
+            f"{'; '.join(problems)}. Hold out more data that are like those to come",
+            StatisticalWarning,
         )
 
 
@@ -383,11 +382,10 @@ def _warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
     found = sum(key in among for key in wanted)
     expected = min(1.0, seen / max(fitted.factors.n_data, 1.0)) * len(wanted)
     if found >= 3 and found > 0.5 * expected:
-        warnings.warn(
+        warn_caller(
             f"{found} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
             "What they say of the predictive is too good, and the posterior will be too sure. Hold out data that the network has not seen",
             StatisticalWarning,
-            stacklevel=6,
         )
 
 
@@ -490,10 +488,9 @@ def _has_every_term(posterior: GaussianPosterior) -> bool:
 
 
 def _warn_of_cavities(message: str) -> None:
-    warnings.warn(
+    warn_caller(
         f"the posterior that was found without held-out labels is to be mistrusted: {message}. Tune on validation data: tune(val_loader)",
         StatisticalWarning,
-        stacklevel=6,
     )
 
 
