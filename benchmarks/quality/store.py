@@ -8,6 +8,7 @@ import os
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ COLUMNS = (
 LIBRARY = Path(am.__file__).resolve().parent
 
 
+@lru_cache(maxsize=1)
 def library_source() -> str:
-    """A short hash of the source of the library that is imported."""
+    """A short hash of the source of the library that is imported, as it was when it was first asked for."""
     digest = hashlib.sha256()
     for path in sorted(LIBRARY.rglob("*.py")):
         digest.update(path.relative_to(LIBRARY).as_posix().encode() + path.read_bytes())
@@ -52,8 +54,12 @@ def library_commit() -> str:
 
 
 def result_path(cache: Path, task: Task, seed: int, method: str) -> Path:
-    """The file of a task, a seed and a method, for the present code and settings."""
-    settings = hashlib.sha256(repr((VERSION, task)).encode()).hexdigest()[:8]
+    """The file of a task, a seed and a method, for the present code and settings.
+
+    It says itself how many validation sets were drawn: fewer than are asked for are drawn anew.
+    """
+    measured = repr((VERSION, task.data, task.network, task.training, task.sizes, task.trained_on))
+    settings = hashlib.sha256(measured.encode()).hexdigest()[:8]
     return cache / "results" / library_source() / f"{task.name}-{settings}" / f"{seed}-{method}.json"
 
 

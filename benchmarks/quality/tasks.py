@@ -119,6 +119,7 @@ def _classifications() -> list[Task]:
             Training(10, 2e-3),
             "3 convolutions, GroupNorm",
             ensemble=False,
+            resplits=3,
         ),
         Task(
             "grey30_cnn",
@@ -250,6 +251,7 @@ def _classifications() -> list[Task]:
             Training(10, 2e-3),
             "3 convolutions",
             ensemble=False,
+            resplits=3,
         ),
         Task(
             "mnist_pairs",
