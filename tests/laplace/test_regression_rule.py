@@ -164,6 +164,7 @@ def test_the_rule_takes_the_larger_ratio_and_the_larger_noise() -> None:
     own = strong.squares / (60 - strong.gamma(found.ratio))
     assert found.noise**2 == pytest.approx(max(own, strong.leave_one_out(found.ratio).noise_variance))
     assert found.precision == pytest.approx(found.ratio / found.noise**2)
+    assert found.determined == pytest.approx(strong.gamma(found.ratio) / 60)
 
 
 def test_intervals_cover_where_the_linear_model_is_true() -> None:
@@ -252,6 +253,7 @@ def test_the_alarm_speaks() -> None:
     assert alarmed.alarm
     assert "0.30 nats worse" in alarmed.sentence()
     assert result.sentence().endswith("numbers.")
+    assert "95 % of the numbers in the data" in replace(result, determined=0.95).sentence()
 
 
 # On networks

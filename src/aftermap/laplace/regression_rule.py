@@ -38,6 +38,7 @@ _CAP = 1000.0  # how far leave-one-out may raise r above the evidence's
 _FLOOR = 1e-13  # the least r as a share of the largest eigenvalue; below it is rounding
 _GRID = tuple(10 ** (k / 4) for k in range(-48, 17))  # ratios r to try, in units of the mean eigenvalue
 _ALARM = 0.2  # nats by which leave-one-out may be worse than a constant variance
+_BY_HEART = 0.8  # share of determined numbers above which 95 % intervals covered 79 to 100 % on single networks
 _WIDTHS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)
 _PSEUDO = 10.0  # how many labelled examples the values found without labels count for
 _BUDGET = 0.01  # nats of validation likelihood that a wider posterior may cost
@@ -52,6 +53,7 @@ class RegressionResult:
         ratio: r, the prior precision in units of the noise's.
         noise: The noise σ, in units of the likelihood that the curvature is of.
         gamma: The effective number of parameters at r for all data.
+        determined: γ as a share of the numbers in the data; near 1 the network has learned them by heart.
         ratio_evidence: The r that maximises the evidence.
         ratio_loo: The r with the best leave-one-out likelihood.
         loo_nll: The leave-one-out negative log-likelihood per number at r and the noise.
@@ -76,6 +78,7 @@ class RegressionResult:
     constant_nll: float
     n_data: int
     n_params: int
+    determined: float = 0.0
     at_edge: bool = False
     narrowing: float = 1.0
     factor: float | None = None
@@ -117,6 +120,11 @@ class RegressionResult:
         if self.at_edge:
             parts.append(
                 "the network reproduces its data, or never left its prior mean, so the evidence has no maximum"
+            )
+        if self.determined > _BY_HEART and not self.n_labels:
+            parts.append(
+                f"these are {100 * self.determined:.0f} % of the numbers in the data, so the network has nearly learned them by heart and the "
+                "width is uncertain: validation labels would settle it"
             )
         if self.alarm:
             worse = self.loo_nll - self.constant_nll
@@ -432,6 +440,7 @@ def apply_rule(
         constant_nll=left.constant_nll(max(own, least_noise**2)),
         n_data=len(model.weights),
         n_params=model.n_params,
+        determined=gamma / total,
         at_edge=at_edge,
     )
 
