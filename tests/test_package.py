@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 import aftermap
 
 SOURCE = Path(aftermap.__file__)
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def names_for_type_checkers() -> dict[str, str]:
@@ -51,3 +55,20 @@ def test_the_package_alone_does_not_load_torch() -> None:
     env = {"PYTHONPATH": str(SOURCE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_versions_agree() -> None:
+    """The version stands in the package, and for those who cite it in CITATION.cff."""
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {aftermap.__version__}\n" in cited
+
+
+def test_the_pythons_that_are_promised_are_those_that_are_checked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    classifiers = project["project"]["classifiers"]
+    promised = [c.rpartition(" ")[2] for c in classifiers if re.fullmatch(r"Programming Language .* 3\.\d+", c)]
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    assert f"python: {json.dumps(promised)}" in workflow
+    assert project["project"]["requires-python"] == f">={promised[0]}"
+    assert project["tool"]["ruff"]["target-version"] == "py" + promised[0].replace(".", "")
+    assert f"Python {promised[0]} or later" in (ROOT / "Makefile").read_text(encoding="utf-8")
