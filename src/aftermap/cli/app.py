@@ -35,7 +35,7 @@ _COMMANDS: tuple[tuple[Any, str, str], ...] = (
     (evaluate, _USE, "aftermap evaluate posterior/ --test test.npz --ood other=ood.npz"),
     (report, _USE, "aftermap report posterior/ --test test.npz --ood other=ood.npz"),
     (where, _USE, "aftermap where posterior/ --test test.npz"),
-    (reproduce, _RESEARCH, "aftermap reproduce ritter2018/toy"),
+    (reproduce, _RESEARCH, "aftermap reproduce mcinerney2024 --budget small"),
     (bench, _RESEARCH, "aftermap bench --quick"),
 )
 EXAMPLES = {command.__name__: example for command, _, example in _COMMANDS}
