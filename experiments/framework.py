@@ -6,11 +6,13 @@ An experiment is a module ``experiments/NAME/run.py`` with
 - ``BUDGETS``: settings by name, at least "small" (everything at a tiny size, for the tests) and "stated" (what is committed);
 - ``jobs(settings, data_dir)``: yields a `Job` for each part, method and seed; a job returns plain numbers;
 - ``verdicts(results)``: a `Verdict` for every claim of `claims.toml` that names this experiment;
-- ``figures(results, folder)``: draws into a folder;
-- optionally ``tables(results)``: Markdown that goes below the table of claims.
+- ``figures(results, folder)``: draws into a folder, and may return captions by file name;
+- optionally ``tables(results)``: Markdown that goes below the table of claims;
+- optionally ``DATA``: the folders or files that it needs in the data folder.
 
 The result of every job is a file of its own in a work folder, so that a run which was interrupted goes on where it was. A run of the
-stated budget writes results.json, the figures and the table of claims in README.md.
+stated budget writes results.json, the figures and the table of claims in README.md; ``python -m experiments.page`` then brings the page
+on reproduction up to date. Seconds are those of the processor, which other work on the machine does not change.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ from typing import Any, Protocol
 
 import torch
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 __all__ = [
     "Claim",
     "Experiment",
@@ -39,7 +46,9 @@ __all__ = [
     "Results",
     "Verdict",
     "claim_table",
+    "default_data_dir",
     "mean_and_error",
+    "missing_data",
     "paired",
     "read_claims",
     "run",
@@ -155,7 +164,7 @@ class Experiment(Protocol):
 
     def verdicts(self, results: Results) -> list[Verdict]: ...
 
-    def figures(self, results: Results, folder: Path) -> None: ...
+    def figures(self, results: Results, folder: Path) -> Mapping[str, str] | None: ...
 
 
 def mean_and_error(values: Sequence[float], digits: int = 3) -> str:
@@ -250,6 +259,13 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     parser.add_argument("--hours", type=float, default=math.inf, help="begin no further job after so many hours")
     options = parser.parse_args(arguments)
     settings = experiment.BUDGETS[options.budget]
+    missing_files = missing_data(experiment, options.data_dir)
+    if missing_files:
+        print(
+            f"error: {name} needs {', '.join(missing_files)} in {options.data_dir}, and there is none: pass --data-dir, or set AFTERMAP_DATA",
+            file=sys.stderr,
+        )
+        return 2
     work = options.work or _cache() / name / options.budget
     began, done, missing = time.monotonic(), 0, 0
     values: dict[str, Numbers] = {}
@@ -263,9 +279,9 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         if time.monotonic() - began > 3600 * options.hours:
             missing += 1
             continue
-        start = time.monotonic()
+        start = time.process_time()
         result = _plain(job.run())
-        result["seconds"] = round(time.monotonic() - start, 1)
+        result["seconds"] = round(time.process_time() - start, 1)
         _write(path, json.dumps(result) + "\n")
         values[job.key] = result
         done += 1
@@ -281,6 +297,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     verdicts = experiment.verdicts(results)
     claims = [claim for claim in read_claims() if claim.experiment == name]
     _check_ids(claims, verdicts)
+    captions = experiment.figures(results, folder) or {}
     content = {
         "experiment": name,
         "budget": {"name": options.budget, **_plain(asdict(settings))},
@@ -288,10 +305,10 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         "torch": torch.__version__,
         "seconds": round(sum(v.get("seconds", 0.0) for v in values.values())),
         "verdicts": [asdict(v) for v in verdicts],
+        "figures": dict(captions),
         "values": {key: {k: v for k, v in value.items() if k != "curves"} for key, value in values.items()},
     }
     _write(folder / "results.json", json.dumps(content, indent=1, sort_keys=True) + "\n")
-    experiment.figures(results, folder)
     table = claim_table(claims, verdicts)
     more = experiment.tables(results) if hasattr(experiment, "tables") else ""
     _write_table(folder / "README.md", experiment.TITLE, "\n\n".join(filter(None, [table, more])))
@@ -303,6 +320,11 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
 def default_data_dir() -> Path:
     """The folder that AFTERMAP_DATA names, or the one beside the checkout."""
     return Path(os.environ.get("AFTERMAP_DATA", ROOT.parent / "shared" / "data"))
+
+
+def missing_data(experiment: Any, data_dir: Path) -> list[str]:
+    """What the experiment needs of the data folder and does not find there."""
+    return [name for name in getattr(experiment, "DATA", ()) if not (data_dir / name).exists()]
 
 
 def _cache() -> Path:

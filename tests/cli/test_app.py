@@ -112,14 +112,17 @@ def test_a_killed_fit_leaves_nothing(files: Files, tmp_path: Path) -> None:
 
 def checkout(folder: Path) -> None:
     (folder / "pyproject.toml").write_text("")
-    place = folder / "experiments" / "ritter2018_toy"
-    place.mkdir(parents=True)
-    (place / "README.md").write_text("# A toy regression\n\n| claim | paper | ours | tolerance |\n")
-    (place / "run.py").write_text(
-        "import json, pathlib, sys\n"
-        "pathlib.Path(__file__).with_name('results.json').write_text(json.dumps({'arguments': sys.argv[1:]}))\n"
-        "sys.exit(1 if 'fail' in sys.argv else 0)\n"
-    )
+    for name, budgets in (("ritter2018_toy", "BUDGETS = {'small': 1, 'stated': 2}\n"), ("older", "")):
+        place = folder / "experiments" / name
+        place.mkdir(parents=True)
+        (place / "README.md").write_text(f"# A toy regression ({name})\n\n| claim | paper | ours | tolerance |\n")
+        (place / "run.py").write_text(
+            "import json, pathlib, sys\n"
+            f"{budgets}"
+            "pathlib.Path(__file__).with_name('seen').write_text(json.dumps(sys.argv[1:]))\n"
+            "pathlib.Path(__file__).with_name('results.json').write_text(json.dumps({'arguments': sys.argv[1:]}))\n"
+            "sys.exit(1 if 'fail' in sys.argv else 0)\n"
+        )
 
 
 def test_reproduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,9 +131,30 @@ def test_reproduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = words(invoke("reproduce", "list").stdout)
     assert "ritter2018_toy" in said
     assert "A toy regression" in said
-    assert answer("reproduce", "ritter2018/toy", "--quick", "3") == {"arguments": ["--quick", "3"]}
+    assert "older" in said
+    stated = ["--budget", "stated"]
+    assert answer("reproduce", "ritter2018/toy", "--quick", "3") == {"arguments": [*stated, "--quick", "3"]}
     assert "exit code 1" in words(invoke("reproduce", "ritter2018_toy", "fail", code=3).stdout)
     assert "Did you mean ritter2018_toy?" in words(invoke("reproduce", "ritter2018/toi", code=2).stderr)
+    assert "allowed are stated, small" in words(invoke("reproduce", "all", "--budget", "huge", code=2).stderr)
+
+
+def test_reproduce_all_runs_what_has_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert answer("reproduce", "all", "--budget", "small", "--data-dir", "data") == {}
+    seen = json.loads((tmp_path / "experiments" / "ritter2018_toy" / "seen").read_text())
+    assert seen == ["--budget", "small", "--data-dir", str(tmp_path / "data")]
+    assert not (tmp_path / "experiments" / "older" / "seen").exists()
+    assert set(answer("reproduce", "all")) == {"ritter2018_toy"}
+    assert "ritter2018_toy: the experiment ended with" in words(invoke("reproduce", "all", "fail", code=3).stdout)
+
+
+def test_reproduce_hands_an_older_experiment_its_own_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert answer("reproduce", "older", "--images", "3") == {"arguments": ["--images", "3"]}
+    assert "older has no --budget" in words(invoke("reproduce", "older", "--budget", "small", code=2).stderr)
 
 
 def test_without_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,7 @@ COMMANDS = {
     "tune": Entry(
         "aftermap.cli.fit",
         _BAYES,
-        "Find the prior precision (and noise) of a fitted posterior: by the evidence, or on held-out data.",
+        "Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or by the evidence.",
         "aftermap tune posterior/ --val val.npz",
     ),
     "train": Entry(
@@ -107,7 +107,7 @@ COMMANDS = {
         "aftermap.cli.reproduce",
         _RESEARCH,
         "Run an experiment of a paper again: a table paper | ours | tolerance, and its figures. `list` shows all.",
-        "aftermap reproduce ritter2018/toy",
+        "aftermap reproduce mcinerney2024 --budget small",
     ),
     "bench": Entry(
         "aftermap.cli.reproduce",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,9 @@ from aftermap.cli import options as o
 from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, plain_table
 from aftermap.errors import InputError
 
-__all__ = ["bench", "find_checkout", "reproduce"]
+__all__ = ["BUDGETS", "bench", "find_checkout", "reproduce"]
+
+BUDGETS = ("stated", "small")
 
 
 def find_checkout(folder: str) -> Path:
@@ -41,13 +44,22 @@ def find_checkout(folder: str) -> Path:
 def reproduce(
     context: typer.Context,
     name: Annotated[
-        str, typer.Argument(metavar="list|NAME", help="The word list, or an experiment such as ritter2018/toy.")
+        str,
+        typer.Argument(
+            metavar="list|all|NAME", help="The word list, the word all, or an experiment such as mcinerney2024."
+        ),
     ],
     run: o.RunOptions,
+    budget: Annotated[
+        str,
+        o.option("How large: stated is what is committed, small is enough to see that it runs."),
+        o.OneOf(BUDGETS),
+    ] = "stated",
+    data_dir: Annotated[Path | None, o.option("The folder with the data sets. [AFTERMAP_DATA]")] = None,
 ) -> int:
-    """Run an experiment of a paper again: a table paper | ours | tolerance, and its figures. `list` shows all.
+    """Run an experiment of a document again: claims with their verdicts, and figures. `list` shows all, `all` runs all.
 
-    Further arguments go to the experiment's run.py.
+    Results of the stated budget go to the experiment's folder. Further arguments go to the experiment's run.py.
     """
     reporter = run.reporter
     root = find_checkout("experiments")
@@ -55,28 +67,55 @@ def reproduce(
     if name == "list":
         _list(known, reporter)
         return GOOD
-    place = known.get(name.strip("/").replace("/", "_"))
-    if place is None:
-        close = difflib.get_close_matches(name.replace("/", "_"), known, n=2)
+    chosen = [place for place in known.values() if _has_budgets(place)] if name == "all" else [_find(name, known)]
+    codes, contents = {}, {}
+    for place in chosen:
+        options = _options(place, budget, data_dir) + context.args
+        codes[place.name] = _run(root, place, options, reporter)
+        results = place / "results.json"
+        if budget == BUDGETS[0] and results.is_file():  # Another budget writes elsewhere, and says where.
+            contents[place.name] = json.loads(results.read_text(encoding="utf-8"))
+            readme = (place / "README.md").relative_to(root)
+            reporter.line(f"results: {results.relative_to(root)}; claims and figures: {readme}")
+    reporter.result(contents if name == "all" else contents.get(chosen[0].name, {}))
+    failed = {n: code for n, code in codes.items() if code}
+    for failing, code in failed.items():
+        reporter.line(f"{failing}: the experiment ended with exit code {code}", style="bold red")
+    return CHECK_FAILED if failed else GOOD
+
+
+def _find(name: str, known: dict[str, Path]) -> Path:
+    wanted = name.strip("/").replace("/", "_")
+    if wanted not in known:
+        close = difflib.get_close_matches(wanted, known, n=2)
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise InputError(f"there is no experiment {name!r}.{hint} `aftermap reproduce list` shows all")
-    reporter.note(f"running {place.relative_to(root) / 'run.py'}")
+    return known[wanted]
+
+
+def _has_budgets(place: Path) -> bool:
+    """Whether an experiment has the common form, with budgets and a data folder; an older one has options of its own."""
+    return re.search(r"^BUDGETS\b", (place / "run.py").read_text(encoding="utf-8"), re.MULTILINE) is not None
+
+
+def _options(place: Path, budget: str, data_dir: Path | None) -> list[str]:
+    if _has_budgets(place):
+        return ["--budget", budget, *([] if data_dir is None else ["--data-dir", str(data_dir.absolute())])]
+    if budget != BUDGETS[0] or data_dir is not None:
+        raise InputError(f"{place.name} has no --budget and no --data-dir: its README.md says how it is run")
+    return []
+
+
+def _run(root: Path, place: Path, arguments: list[str], reporter: Reporter) -> int:
+    module = f"experiments.{place.name}.run"
+    reporter.note(f"running python -m {' '.join([module, *arguments])}")
     # Words of the experiment belong on standard error where standard output is for machines.
-    out = 2 if run.as_json else None
+    out = 2 if reporter.as_json else None
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
     done = subprocess.run(
-        [sys.executable, str(place / "run.py"), *context.args], cwd=root, stdout=out, env=environment, check=False
+        [sys.executable, "-m", module, *arguments], cwd=root, stdout=out, env=environment, check=False
     )
-    results = place / "results.json"
-    if results.is_file():
-        reporter.line(
-            f"results: {results.relative_to(root)}; claims and figures: {(place / 'README.md').relative_to(root)}"
-        )
-        reporter.result(json.loads(results.read_text(encoding="utf-8")))
-    if done.returncode:
-        reporter.line(f"the experiment ended with exit code {done.returncode}", style="bold red")
-        return CHECK_FAILED
-    return GOOD
+    return done.returncode
 
 
 def _list(known: dict[str, Path], reporter: Reporter) -> None:
@@ -87,7 +126,7 @@ def _list(known: dict[str, Path], reporter: Reporter) -> None:
         lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
         title = next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), "")
         there = (place / "results.json").is_file()
-        rows.append({"name": name, "title": title, "results": there})
+        rows.append({"name": name, "title": title, "results": there, "budgets": _has_budgets(place)})
         table.add_row(name, title, "there" if there else "–")
     if rows:
         reporter.table(table)

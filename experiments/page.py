@@ -1,0 +1,128 @@
+"""Writes docs/reproduction.md, and the figures beside it, from the register and the results; no number on it is typed by hand.
+
+python -m experiments.page
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.framework import (
+    FAILS,
+    HOLDS,
+    IN_PART,
+    NOT_TESTABLE,
+    ROOT,
+    Claim,
+    Verdict,
+    claim_table,
+    read_claims,
+)
+
+__all__ = ["IMAGES", "LARGEST", "PAGE", "figures_of", "main", "page_of", "read_results"]
+
+PAGE, IMAGES = ROOT / "docs" / "reproduction.md", ROOT / "docs" / "images" / "reproduction"
+LARGEST = 150_000  # bytes of a figure that is shown on the page
+NOT_RUN = "not run yet"
+
+HEAD = """# What was reproduced
+
+The documents that this library comes from claim things. Here is every claim that is tested, with the criterion that was fixed before anything was
+run, what the document says, what came out here, and the verdict. An unwelcome verdict is a result like any other. "Higher" and "lower" mean by more than two
+standard errors of the paired difference over seeds.
+
+This page is written by `python -m experiments.page` from `experiments/claims.toml` and the `results.json` of each experiment. What was scaled down is said in the
+README.md of each experiment. Seconds are those of one processor core.
+"""
+
+
+def read_results(root: Path = ROOT) -> dict[str, dict[str, Any]]:
+    """The committed results of the experiments that judge claims, by name."""
+    known = {claim.experiment for claim in read_claims()}
+    files = sorted((root / "experiments").glob("*/results.json"))
+    return {f.parent.name: json.loads(f.read_text(encoding="utf-8")) for f in files if f.parent.name in known}
+
+
+def figures_of(results: Mapping[str, Mapping[str, Any]], root: Path = ROOT) -> dict[str, Path]:
+    """The figures that are shown, by their name beside the page: those that are small enough."""
+    found = {}
+    for name, content in results.items():
+        for file in content.get("figures", {}):
+            source = root / "experiments" / name / file
+            if source.stat().st_size <= LARGEST:
+                found[f"{name}-{file}"] = source
+    return found
+
+
+def page_of(claims: Sequence[Claim], results: Mapping[str, Mapping[str, Any]], shown: Mapping[str, Path]) -> str:
+    """The page as Markdown."""
+    verdicts = {v["id"]: Verdict(**v) for content in results.values() for v in content["verdicts"]}
+    parts = [HEAD, _counts(claims, verdicts)]
+    for document in dict.fromkeys(claim.document for claim in claims):
+        own = [claim for claim in claims if claim.document == document]
+        parts.append(f"## {document}\n")
+        parts.append(claim_table(own, [verdicts[c.id] for c in own if c.id in verdicts]) + "\n")
+        for name in dict.fromkeys(claim.experiment for claim in own):
+            parts.append(_experiment(name, results.get(name), shown))
+    return "\n".join(parts)
+
+
+def _counts(claims: Sequence[Claim], verdicts: Mapping[str, Verdict]) -> str:
+    kinds = (HOLDS, IN_PART, FAILS, NOT_TESTABLE, NOT_RUN)
+
+    def row(label: str, some: Sequence[Claim]) -> str:
+        count = Counter(verdicts[c.id].verdict if c.id in verdicts else NOT_RUN for c in some)
+        return f"| {label} | {len(some)} | " + " | ".join(str(count[kind]) for kind in kinds) + " |"
+
+    lines = ["| document | claims | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 2) + "|"]
+    for document in dict.fromkeys(claim.document for claim in claims):
+        lines.append(row(document, [c for c in claims if c.document == document]))
+    return "\n".join([*lines, row("**all**", claims)]) + "\n"
+
+
+def _experiment(name: str, content: Mapping[str, Any] | None, shown: Mapping[str, Path]) -> str:
+    """How to run it, what it took, and its figures."""
+    if content is None:
+        return f"`experiments/{name}` has no results yet.\n"
+    seeds = sorted({v["seeds"] for v in content["verdicts"] if v["seeds"]})
+    counted = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seeds" if seeds else "no seeds"
+    lines = [
+        "```bash",
+        f"aftermap reproduce {name}",
+        "```",
+        "",
+        f'Budget "{content["budget"]["name"]}", {counted}, {content["seconds"]:,} s, torch {content["torch"]}, commit {content["commit"]}. '
+        f"What was done is told in `experiments/{name}/README.md`.",
+        "",
+    ]
+    for file, caption in content.get("figures", {}).items():
+        if f"{name}-{file}" in shown:
+            lines += [f"![{caption}](images/reproduction/{name}-{file})", "", f"*{caption}*", ""]
+        else:
+            lines += [f"`experiments/{name}/{file}`: {caption}", ""]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes the page and the figures that it shows; figures that it no longer shows go."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
+    results = read_results()
+    shown = figures_of(results)
+    PAGE.write_text(page_of(read_claims(), results, shown), encoding="utf-8")
+    if shown:
+        IMAGES.mkdir(parents=True, exist_ok=True)
+    for old in IMAGES.glob("*"):
+        if old.name not in shown:
+            old.unlink()
+    for name, source in shown.items():
+        (IMAGES / name).write_bytes(source.read_bytes())
+    print(f"{PAGE.relative_to(ROOT)}: {len(results)} experiments, {len(shown)} figures")
+
+
+if __name__ == "__main__":
+    main()
