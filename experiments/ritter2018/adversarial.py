@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,16 @@ def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
     for seed in range(settings.seeds):
         digits = Digits(settings, data_dir, seed)
         for method in NAMES:
-            yield Job(f"adversarial/untargeted_{method}/seed{seed}", lambda d=digits, m=method: _untargeted(d, m))  # type: ignore[misc]
-            yield Job(f"adversarial/targeted_{method}/seed{seed}", lambda d=digits, m=method: _targeted(d, m))  # type: ignore[misc]
+            yield Job(f"adversarial/untargeted_{method}/seed{seed}", partial(_untargeted, digits, method))
+            yield Job(f"adversarial/targeted_{method}/seed{seed}", partial(_targeted, digits, method))
     for seed in range(settings.seeds):
         digits = Digits(settings, data_dir, seed)
-        yield Job(f"augmentation/fit_plain/seed{seed}", lambda d=digits: _fit_plain(d))  # type: ignore[misc]
-        yield Job(f"augmentation/tune_plain/seed{seed}", lambda d=digits: d.tune("plain"))  # type: ignore[misc]
-        yield Job(f"augmentation/fit_few/seed{seed}", lambda d=digits: _fit_few(d))  # type: ignore[misc]
+        yield Job(f"augmentation/fit_plain/seed{seed}", partial(_fit_plain, digits))
+        yield Job(f"augmentation/tune_plain/seed{seed}", partial(digits.tune, "plain"))
+        yield Job(f"augmentation/fit_few/seed{seed}", partial(_fit_few, digits))
         for name in ("plain", "few", "exact"):
-            yield Job(f"augmentation/untargeted_{name}/seed{seed}", lambda d=digits, m=name: _untargeted(d, m))  # type: ignore[misc]
-            yield Job(f"augmentation/targeted_{name}/seed{seed}", lambda d=digits, m=name: _targeted(d, m))  # type: ignore[misc]
+            yield Job(f"augmentation/untargeted_{name}/seed{seed}", partial(_untargeted, digits, name))
+            yield Job(f"augmentation/targeted_{name}/seed{seed}", partial(_targeted, digits, name))
 
 
 def _scale(digits: Digits) -> Tensor:

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ class Digits:
     def fit(self, name: str, data: Any, structure: dict[str, str], passes: int) -> am.Laplace:
         """A Laplace approximation of the trained network, kept under a name before it is tuned."""
         model = self.trained()
-        la = am.Laplace(model, "classification", **structure)  # type: ignore[arg-type]
+        la = am.Laplace(model, "classification", **structure)
         la.fit(data, passes=passes, generator=self.generator(50), progress=False)
         la.save(self.folder / f"{name}{self.seed}_untuned", overwrite=True)
         return la
@@ -275,11 +275,11 @@ def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
         digits = Digits(settings, data_dir, seed)
         yield Job(f"notmnist/train/seed{seed}", digits.train)
         for method in METHODS:
-            yield Job(f"notmnist/fit_{method}/seed{seed}", lambda d=digits, m=method: d.fit_method(m))  # type: ignore[misc]
-            yield Job(f"notmnist/tune_{method}/seed{seed}", lambda d=digits, m=method: d.tune(m))  # type: ignore[misc]
+            yield Job(f"notmnist/fit_{method}/seed{seed}", partial(digits.fit_method, method))
+            yield Job(f"notmnist/tune_{method}/seed{seed}", partial(digits.tune, method))
         yield Job(f"notmnist/fit_field/seed{seed}", digits.field)
         for method in NAMES:
-            yield Job(f"notmnist/{method}/seed{seed}", lambda d=digits, m=method: d.evaluate(m))  # type: ignore[misc]
+            yield Job(f"notmnist/{method}/seed{seed}", partial(digits.evaluate, method))
 
 
 # Verdicts

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,19 @@ LEVEL = 0.8  # the accuracy that labels are counted to
 
 def jobs(settings: Images, outlook: Outlook, data_dir: Path) -> Iterator[Job]:
     """Memory first, which needs no training; then what needs networks."""
-    yield Job("memory/bytes", lambda: _bytes(settings.width))
+    yield Job("memory/bytes", partial(_bytes, settings.width))
     for seed in range(outlook.seeds):
         small = Small(outlook, data_dir, seed)
         yield Job(f"outlook/evidence/seed{seed}", small.evidence)
         for acquisition in ("mutual_information", "random"):
-            yield Job(f"outlook/{acquisition}/seed{seed}", lambda s=small, a=acquisition: s.ask(a))  # type: ignore[misc]
+            yield Job(f"outlook/{acquisition}/seed{seed}", partial(small.ask, acquisition))
 
 
 def cheap_jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
     """What needs the networks of section 5.2."""
     for seed in range(settings.seeds):
         digits = Digits(settings, data_dir, seed)
-        yield Job(f"memory/cheap/seed{seed}", lambda d=digits: _cheap(d))  # type: ignore[misc]
+        yield Job(f"memory/cheap/seed{seed}", partial(_cheap, digits))
 
 
 def _bytes(width: int) -> dict[str, Any]:

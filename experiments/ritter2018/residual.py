@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,15 @@ Pair = tuple[Tensor, Tensor]
 
 
 @cache
-def _images(data_dir: Path, part: str, count: int) -> Pair:
-    """The first images of the training set, or of a half of the test set ("tuning" or "test")."""
+def _images(data_dir: Path, part: str, first: int, count: int) -> Pair:
+    """Some images of the training or of the test set, from the first one on."""
     folder = data_dir / "cifar10"
-    labels = np.load(folder / "labels.npz")
-    if part == "train":
-        x, y = tiles(folder / "train_00000_09999.webp", count), labels["train_labels_all"][:count]
-        return x, torch.from_numpy(y).long()
-    first = 0 if part == "tuning" else 5000
-    x = tiles(folder / "test_10k.webp", first + count)[first:]
-    return x, torch.from_numpy(labels["test_labels"][first : first + count]).long()
+    file, name = {
+        "train": ("train_00000_09999.webp", "train_labels_all"),
+        "test": ("test_10k.webp", "test_labels"),
+    }[part]
+    labels = np.load(folder / "labels.npz")[name][first : first + count]
+    return tiles(folder / file, first + count)[first:], torch.from_numpy(labels).long()
 
 
 @dataclass(frozen=True)
@@ -106,17 +105,21 @@ class Network:
         """A source of random numbers for one purpose."""
         return torch.Generator().manual_seed(1000 * self.seed + place)
 
+    @property
+    def tuning(self) -> Pair:
+        """Images of the first half of the test set, others for every seed."""
+        return _images(self.data_dir, "test", self.seed * self.settings.tuning, self.settings.tuning)
+
     def tune(self, method: str) -> dict[str, Any]:
         """Curvature under augmentation, then the grid on images of the first half of the test set."""
         settings = self.settings
-        la = am.Laplace(_network(self.data_dir), "classification", **STRUCTURES[method])  # type: ignore[arg-type]
-        data = Moved(*_images(self.data_dir, "train", settings.fit), self.generator(0))
+        la = am.Laplace(_network(self.data_dir), "classification", **STRUCTURES[method])
+        data = Moved(*_images(self.data_dir, "train", self.seed * settings.fit, settings.fit), self.generator(0))
         la.fit(data, passes=settings.passes, generator=self.generator(1), progress=False)
-        x, y = _images(self.data_dir, "tuning", 5000 if settings.tuning > 500 else settings.tuning)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", am.errors.StatisticalWarning)  # The edge of the grid is in the numbers.
             la.tune(
-                [(x[: settings.tuning], y[: settings.tuning])],
+                [self.tuning],
                 method="grid",
                 kind="sampling",
                 samples=settings.tuning_samples,
@@ -139,12 +142,18 @@ class Network:
 
     def choose_drop(self) -> dict[str, Any]:
         """The likelihood of validation images for each probability of dropping."""
-        x, y = _images(self.data_dir, "tuning", self.settings.tuning)
+        x, y = self.tuning
         scores = {}
         for p in self.settings.drops:
             masks = am.MCDropout(_network(self.data_dir), samples=self.settings.samples, insert=p)
             scores[p] = metrics.nll(probabilities(masks, x, self.seed, 250), y)
-        return {"drop": min(scores, key=lambda p: scores[p]), "scores": list(scores.values())}
+        best = min(scores, key=lambda p: scores[p])
+        self._drop.write_text(f"{best}\n", encoding="utf-8")
+        return {"drop": best, "scores": list(scores.values())}
+
+    @property
+    def _drop(self) -> Path:
+        return work_folder("residual") / f"drop{self.seed}.txt"
 
     def predictor(self, method: str) -> Baseline:
         """What predicts."""
@@ -152,14 +161,14 @@ class Network:
         if method == "deterministic":
             return Deterministic(model)
         if method == "dropout":
-            return am.MCDropout(model, samples=settings.samples, insert=self.choose_drop()["drop"])
+            return am.MCDropout(model, samples=settings.samples, insert=float(self._drop.read_text()))
         la = am.load(work_folder("residual") / f"{method}{self.seed}", model)
         assert isinstance(la, am.Laplace)
         return Particles(model, la.ensemble(settings.samples, self.generator(2)))
 
     def evaluate(self, method: str) -> dict[str, Any]:
         """Accuracy, and the entropy of right and of wrong answers."""
-        x, y = _images(self.data_dir, "test", self.settings.test)
+        x, y = _images(self.data_dir, "test", 5000, self.settings.test)
         p = probabilities(self.predictor(method), x, self.seed, 250)
         entropy, wrong = metrics.entropy(p), metrics.misclassified(p, y)
         levels = torch.linspace(0, 1, 101, dtype=entropy.dtype)
@@ -182,10 +191,10 @@ def jobs(settings: Residual, data_dir: Path) -> Iterator[Job]:
     for seed in range(settings.seeds):
         network = Network(settings, data_dir, seed)
         for method in STRUCTURES:
-            yield Job(f"residual/tune_{method}/seed{seed}", lambda n=network, m=method: n.tune(m))  # type: ignore[misc]
+            yield Job(f"residual/tune_{method}/seed{seed}", partial(network.tune, method))
         yield Job(f"residual/drop/seed{seed}", network.choose_drop)
         for method in NAMES:
-            yield Job(f"residual/{method}/seed{seed}", lambda n=network, m=method: n.evaluate(m))  # type: ignore[misc]
+            yield Job(f"residual/{method}/seed{seed}", partial(network.evaluate, method))
 
 
 # Verdicts

@@ -15,7 +15,7 @@ from experiments.framework import Job, Results, Verdict, run
 from experiments.ritter2018 import adversarial, notmnist, outlook, residual, toy
 from experiments.ritter2018.settings import BUDGETS, Settings
 
-__all__ = ["BUDGETS", "TITLE", "figures", "jobs", "verdicts"]
+__all__ = ["BUDGETS", "TITLE", "figures", "jobs", "tables", "verdicts"]
 
 TITLE = "A scalable Laplace approximation for neural networks (Ritter, Botev and Barber 2018)"
 
@@ -39,6 +39,11 @@ def verdicts(results: Results) -> list[Verdict]:
         *residual.verdicts(results),
         *outlook.verdicts(results),
     ]
+
+
+def tables(results: Results) -> str:
+    """What goes below the table of claims."""
+    return toy.tables(results)
 
 
 def figures(results: Results, folder: Path) -> None:

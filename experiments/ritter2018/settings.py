@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 __all__ = ["BUDGETS", "Images", "Outlook", "Residual", "Settings", "Toy"]
 
 
-def _decades(low: int, high: int) -> tuple[float, ...]:
-    return tuple(10.0**k for k in range(low, high + 1))
+def _decades(low: int, high: int, parts: int = 1) -> tuple[float, ...]:
+    return tuple(10 ** (k / parts) for k in range(low * parts, high * parts + 1))
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Toy:
     """The cubic.
 
     Attributes:
+        priors: The precisions of the prior; verdicts are about the first.
         seeds: How many data sets and networks.
         hmc_seeds: The first of them are sampled by HMC, too.
         restarts: How many starts the training takes the best of.
@@ -28,16 +29,17 @@ class Toy:
         ratios: The ratios τ · 20 / N of the grid.
     """
 
+    priors: tuple[float, ...] = (0.1, 1.0)
     seeds: int = 10
     hmc_seeds: int = 3
     restarts: int = 6
     steps: int = 4000
     samples: int = 1000
-    tuning_samples: int = 200
+    tuning_samples: int = 100
     warmup: int = 200
     draws: int = 500
     scales: tuple[float, ...] = _decades(0, 4)
-    ratios: tuple[float, ...] = _decades(-6, 4)
+    ratios: tuple[float, ...] = _decades(-5, 3, 2)
 
 
 @dataclass(frozen=True)
@@ -161,7 +163,8 @@ BUDGETS = {
     "stated": Settings(),
     "small": Settings(
         toy=Toy(
-            seeds=2,
+            priors=(0.1,),
+            seeds=1,
             hmc_seeds=1,
             restarts=2,
             steps=100,
