@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 __all__ = ["BUDGETS", "Images", "Outlook", "Residual", "Settings", "Toy"]
@@ -25,6 +26,7 @@ class Toy:
         tuning_samples: The number of weight samples at a grid point.
         warmup: The number of transitions that a chain adapts in.
         draws: The number of kept transitions of each of the four chains.
+        trajectory: The time that a transition travels.
         scales: The data scales N / 20 of the grid.
         ratios: The ratios τ · 20 / N of the grid.
     """
@@ -38,6 +40,7 @@ class Toy:
     tuning_samples: int = 100
     warmup: int = 200
     draws: int = 500
+    trajectory: float = math.pi / 2
     scales: tuple[float, ...] = _decades(0, 4)
     ratios: tuple[float, ...] = _decades(-5, 3, 2)
 
@@ -172,6 +175,7 @@ BUDGETS = {
             tuning_samples=10,
             warmup=4,
             draws=8,
+            trajectory=0.05,
             scales=(1.0, 100.0),
             ratios=(0.01, 1.0),
         ),

@@ -200,6 +200,7 @@ def _hmc(settings: Toy, prior: float, seed: int) -> dict[str, Any]:
         chains=4,
         warmup=settings.warmup,
         draws=settings.draws,
+        trajectory=settings.trajectory,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", am.errors.StatisticalWarning)  # R-hat of all draws is judged below.
