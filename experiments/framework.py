@@ -12,7 +12,8 @@ An experiment is a module ``experiments/NAME/run.py`` with
 
 The result of every job is a file of its own in a work folder, so that a run which was interrupted goes on where it was. A run of the
 stated budget writes results.json, the figures and the table of claims in README.md; ``python -m experiments.page`` then brings the page
-on reproduction up to date. Seconds are those of the processor, which other work on the machine does not change.
+on reproduction up to date. With --partial it writes what there is, and claims whose jobs are not done get the verdict "not run yet"
+(`judged` sees to it). Seconds are those of the processor, which other work on the machine does not change.
 """
 
 from __future__ import annotations
@@ -33,11 +34,6 @@ from typing import Any, Protocol
 
 import torch
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 __all__ = [
     "Claim",
     "Experiment",
@@ -47,17 +43,21 @@ __all__ = [
     "Verdict",
     "claim_table",
     "default_data_dir",
+    "judged",
     "mean_and_error",
     "missing_data",
     "paired",
     "read_claims",
     "run",
+    "work_folder",
 ]
 
 ROOT = Path(__file__).resolve().parents[1]
 HOLDS, IN_PART, FAILS, NOT_TESTABLE = "holds", "holds in part", "does not hold", "not testable here"
+NOT_RUN = "not run yet"
 _BEGIN, _END = "<!-- claims: written by run.py -->", "<!-- end of claims -->"
 Numbers = dict[str, Any]
+_work: list[Path] = []  # the folder of the run that is under way
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Verdict:
 
     Attributes:
         id: The claim.
-        verdict: "holds", "holds in part", "does not hold" or "not testable here".
+        verdict: "holds", "holds in part", "does not hold" or "not testable here"; "not run yet" while jobs are missing.
         ours: Our numbers in a few words, made from the results.
         reason: Why, where it does not simply hold.
         seeds: The number of seeds behind it.
@@ -115,8 +115,8 @@ class Verdict:
     seeds: int = 0
 
     def __post_init__(self) -> None:
-        if self.verdict not in (HOLDS, IN_PART, FAILS, NOT_TESTABLE):
-            raise ValueError(f"{self.id}: a verdict is one of four, not {self.verdict!r}")
+        if self.verdict not in (HOLDS, IN_PART, FAILS, NOT_TESTABLE, NOT_RUN):
+            raise ValueError(f"{self.id}: a verdict is one of four, or {NOT_RUN!r}, but not {self.verdict!r}")
         if self.verdict != HOLDS and not self.reason:
             raise ValueError(f"{self.id}: {self.verdict!r} needs a reason")
 
@@ -152,6 +152,24 @@ class Results:
     def text(self, pattern: str, name: str, digits: int = 3) -> str:
         """Mean ± standard error of a number over the jobs that match."""
         return mean_and_error(self.numbers(pattern, name), digits)
+
+
+def judged(
+    results: Results, needs: Mapping[str, int], ids: Sequence[str], judge: Callable[[Results], Sequence[Verdict]]
+) -> list[Verdict]:
+    """The verdicts of some claims, or "not run yet" for each of them while jobs that they need are missing.
+
+    Args:
+        results: The results there are.
+        needs: How many jobs of each pattern the claims need.
+        ids: The claims.
+        judge: What gives their verdicts from complete results.
+    """
+    missing = {pattern: count - len(results.among(pattern)) for pattern, count in needs.items()}
+    absent = sum(count for count in missing.values() if count > 0)
+    if absent:
+        return [Verdict(id, NOT_RUN, "–", f"{absent} of {sum(needs.values())} jobs are missing") for id in ids]
+    return list(judge(results))
 
 
 class Experiment(Protocol):
@@ -248,7 +266,12 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     parser.add_argument("--budget", default="stated", choices=sorted(experiment.BUDGETS), help="how large")
     parser.add_argument("--data-dir", type=Path, default=default_data_dir(), help="the folder with the data sets")
     parser.add_argument(
-        "--only", default="", help="only jobs whose key begins so; nothing is written to the folder then"
+        "--only",
+        default="",
+        help="only jobs whose key begins so; nothing is written to the folder then, but with --partial",
+    )
+    parser.add_argument(
+        "--partial", action="store_true", help="write results, figures and table although jobs are missing"
     )
     parser.add_argument("--work", type=Path, help="where the results of jobs are kept [a cache folder of the user]")
     parser.add_argument(
@@ -267,14 +290,18 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         )
         return 2
     work = options.work or _cache() / name / options.budget
+    _work[:] = [work]
     began, done, missing = time.monotonic(), 0, 0
     values: dict[str, Numbers] = {}
     for job in experiment.jobs(settings, options.data_dir):
-        if not job.key.startswith(options.only):
+        wanted = job.key.startswith(options.only)
+        if not wanted and not options.partial:
             continue
         path = work / f"{job.key.replace('/', '--')}.json"
         if path.is_file():
             values[job.key] = json.loads(path.read_text(encoding="utf-8"))
+            continue
+        if not wanted:
             continue
         if time.monotonic() - began > 3600 * options.hours:
             missing += 1
@@ -288,8 +315,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         print(f"{job.key}: {result['seconds']:.0f} s", flush=True)
     if missing:
         print(f"{missing} jobs are left; run the same command again to go on", flush=True)
-        return 0
-    if options.only:
+    if (missing or options.only) and not options.partial:
         return 0
     folder = options.output or (ROOT / "experiments" / name if options.budget == "stated" else work / "output")
     folder.mkdir(parents=True, exist_ok=True)
@@ -315,6 +341,19 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     print(table)
     print(f"{done} jobs done, {len(values) - done} from before; written to {folder}")
     return 0
+
+
+def work_folder(name: str) -> Path:
+    """A folder of this name beside the results of the jobs, for what is large and can be made again: trained weights, factors.
+
+    Raises:
+        RuntimeError: No run is under way.
+    """
+    if not _work:
+        raise RuntimeError("work_folder is for jobs: there is no run under way")
+    folder = _work[0] / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def default_data_dir() -> Path:

@@ -1,0 +1,381 @@
+"""Section 5.2 and appendix F: a network that knows digits is shown letters (claims R6 to R9).
+
+The network, its curvature and its tuned posteriors are kept in the work folder; sections 5.3 and the appendices use them, too.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import aftermap as am
+from aftermap import metrics
+from aftermap.analysis.figures import finish, save_svg
+from aftermap.baselines import Baseline, Deterministic, Particles
+from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, work_folder
+from experiments.ritter2018.settings import Images
+
+__all__ = ["METHODS", "NAMES", "Digits", "figures", "jobs", "verdicts"]
+
+NAMES = {
+    "deterministic": "deterministic",
+    "dropout": "MC dropout",
+    "diagonal": "diagonal Laplace",
+    "kron": "Kronecker-factored Laplace",
+    "field": "mean-field VI",
+}
+METHODS: dict[str, dict[str, str]] = {
+    "kron": {"structure": "kfra", "damping": "factored"},
+    "diagonal": {"structure": "diagonal", "curvature": "sampled"},
+}
+DECAY = 1e-4
+Pair = tuple[Tensor, Tensor]
+
+
+@cache
+def images(data_dir: Path, name: str, part: str) -> Pair:
+    """Images [N, 784] with values from 0 to 1, and labels."""
+    examples = am.data.named(name, part, folder=data_dir)
+    assert examples.targets is not None
+    return examples.inputs.flatten(1), examples.targets
+
+
+@dataclass(frozen=True)
+class Binarised:
+    """Batches of images whose pixels are drawn anew, black or white by their intensity, at every pass.
+
+    Attributes:
+        x: The intensities.
+        y: The labels.
+        size: The size of a batch.
+        generator: The source of pixels and order.
+        shuffled: Whether the order is new at every pass.
+    """
+
+    x: Tensor
+    y: Tensor
+    size: int
+    generator: torch.Generator
+    shuffled: bool = False
+
+    def __iter__(self) -> Iterator[Pair]:
+        count = len(self.x)
+        order = torch.randperm(count, generator=self.generator) if self.shuffled else torch.arange(count)
+        for index in order.split(self.size):
+            yield torch.bernoulli(self.x[index], generator=self.generator), self.y[index]
+
+
+def batches(pair: Pair, size: int) -> list[Pair]:
+    return list(zip(pair[0].split(size), pair[1].split(size), strict=True))
+
+
+def network(width: int) -> nn.Sequential:
+    """784-1024-1024-10 at full width, with dropout after both inner layers."""
+    return nn.Sequential(
+        nn.Linear(784, width),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(width, 10),
+    )
+
+
+@dataclass(frozen=True)
+class Digits:
+    """What belongs to one seed.
+
+    Attributes:
+        settings: The settings of the part.
+        data_dir: The folder with the data sets.
+        seed: The seed.
+    """
+
+    settings: Images
+    data_dir: Path
+    seed: int
+
+    def generator(self, place: int = 0) -> torch.Generator:
+        """A source of random numbers for one purpose."""
+        return torch.Generator().manual_seed(1000 * self.seed + place)
+
+    def data(self, part: str, count: int) -> Pair:
+        """The first images of a part of MNIST."""
+        x, y = images(self.data_dir, "mnist", part)
+        return x[:count], y[:count]
+
+    @property
+    def test(self) -> Pair:
+        """The test images."""
+        return self.data("test", self.settings.test)
+
+    @property
+    def folder(self) -> Path:
+        """Where weights and posteriors are kept."""
+        return work_folder("digits")
+
+    @property
+    def weights(self) -> Path:
+        """The file of the trained weights."""
+        return self.folder / f"network{self.seed}.pt"
+
+    def trained(self) -> nn.Sequential:
+        """The trained network."""
+        model = network(self.settings.width)
+        model.load_state_dict(torch.load(self.weights, weights_only=True))
+        return model.eval()
+
+    def train(self) -> dict[str, Any]:
+        """Trains the network; an interrupted training goes on after its last epoch."""
+        settings, part = self.settings, self.folder / f"training{self.seed}.pt"
+        x, y = self.data("train", settings.train)
+        torch.manual_seed(self.seed)
+        model = network(settings.width)
+        optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=DECAY)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.epochs)
+        first = 0
+        if part.is_file():
+            model_state, optimiser_state, schedule_state, first = torch.load(part, weights_only=True)
+            model.load_state_dict(model_state)
+            optimiser.load_state_dict(optimiser_state)
+            schedule.load_state_dict(schedule_state)
+        for epoch in range(first, settings.epochs):
+            torch.manual_seed(1000 * self.seed + epoch)  # of the dropout
+            for inputs, labels in Binarised(x, y, 128, self.generator(epoch), shuffled=True):
+                optimiser.zero_grad()
+                F.cross_entropy(model(inputs), labels).backward()
+                optimiser.step()
+            schedule.step()
+            states = (model.state_dict(), optimiser.state_dict(), schedule.state_dict(), epoch + 1)
+            torch.save(states, part)
+        torch.save(model.state_dict(), self.weights)
+        part.unlink(missing_ok=True)
+        return {"accuracy": _share(Deterministic(model.eval()), self.test), "epochs": settings.epochs}
+
+    def fit(self, name: str, data: Any, structure: dict[str, str], passes: int) -> am.Laplace:
+        """A Laplace approximation of the trained network, kept under a name before it is tuned."""
+        model = self.trained()
+        la = am.Laplace(model, "classification", **structure)
+        la.fit(data, passes=passes, generator=self.generator(50), progress=False)
+        la.save(self.folder / f"{name}{self.seed}_untuned", overwrite=True)
+        return la
+
+    def tune(self, name: str) -> dict[str, Any]:
+        """The grid of the paper: scale and precision by the likelihood of held-out images under weight samples."""
+        settings = self.settings
+        la = self.laplace(f"{name}{self.seed}_untuned")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", am.errors.StatisticalWarning)  # The edge of the grid is in the numbers.
+            la.tune(
+                [self.data("validation", settings.validation)],
+                method="grid",
+                kind="sampling",
+                samples=settings.tuning_samples,
+                precisions=settings.ratios,
+                scales=settings.scales,
+            )
+        la.save(self.folder / f"{name}{self.seed}", overwrite=True)
+        deviations = torch.cat([v.flatten() for v in la.posterior.marginal_variance().values()]).sqrt()
+        result: Any = la.tuning
+        return {
+            "scale": la.data_scale,
+            "precision": result.precision,
+            "validation_nll": result.nll,
+            "mean_deviation": float(deviations.mean()),
+            "median_deviation": float(deviations.median()),
+            "table": result.table,
+        }
+
+    def laplace(self, folder: str) -> am.Laplace:
+        """A kept posterior."""
+        la = am.load(self.folder / folder, self.trained())
+        assert isinstance(la, am.Laplace)
+        return la
+
+    def predictor(self, method: str, samples: int) -> Baseline:
+        """What predicts, with a fixed set of weight samples where it has such."""
+        if method == "deterministic":
+            return Deterministic(self.trained())
+        if method == "dropout":
+            return am.MCDropout(self.trained(), samples=samples)
+        if method == "field":
+            states = torch.load(self.folder / f"field{self.seed}.pt", weights_only=True)
+            return Particles(self.trained(), [_drawn(*states, self.generator(200 + k)) for k in range(samples)])
+        la = self.laplace(f"{method}{self.seed}")
+        return Particles(la.model, la.ensemble(samples, self.generator(60)))
+
+    def field(self) -> dict[str, Any]:
+        """Mean-field inference that begins at the trained network; means and deviations are kept."""
+        settings = self.settings
+        model = self.trained()
+        field = am.MeanField(model, prior_precision=1.0, initial_scale=0.02)
+        data = Binarised(*self.data("train", settings.train), 128, self.generator(70), shuffled=True)
+        field.fit(
+            data, epochs=settings.field_epochs, n_data=settings.train, generator=self.generator(71), progress=False
+        )
+        torch.save((dict(field.mean), dict(field.deviation)), self.folder / f"field{self.seed}.pt")
+        return {"objective": field.history}
+
+    def fit_method(self, method: str) -> dict[str, Any]:
+        """The curvature under random binarisation, then the grid."""
+        settings = self.settings
+        data = Binarised(*self.data("train", settings.fit), settings.batch, self.generator(40))
+        self.fit(method, data, METHODS[method], settings.passes)
+        return {"n_data": settings.fit, "passes": settings.passes}
+
+    def evaluate(self, method: str) -> dict[str, Any]:
+        """Accuracy and likelihood on digits, entropy on letters."""
+        settings = self.settings
+        predictor = self.predictor(method, settings.samples)
+        letters, _ = images(self.data_dir, "notmnist", "test")
+        inside = probabilities(predictor, self.test[0])
+        outside = metrics.entropy(probabilities(predictor, letters[: settings.letters]))
+        labels, own = self.test[1], metrics.entropy(inside)
+        scores, positive = metrics.labelled_scores(own, outside)
+        return {
+            "accuracy": metrics.accuracy(inside, labels),
+            "nll": metrics.nll(inside, labels),
+            "ece": metrics.ece(inside, labels),
+            "median_entropy": float(outside.median()),
+            "mean_entropy": float(outside.mean()),
+            "sure": float((outside < 0.1).double().mean()),
+            "median_entropy_digits": float(own.median()),
+            "auroc": metrics.auroc(scores, positive),
+            "curves": {"entropy": outside.quantile(torch.linspace(0, 1, 101, dtype=outside.dtype)).tolist()},
+        }
+
+
+def _drawn(mean: dict[str, Tensor], deviation: dict[str, Tensor], generator: torch.Generator) -> dict[str, Tensor]:
+    return {n: m + deviation[n] * torch.randn(m.shape, generator=generator) for n, m in mean.items()}
+
+
+def probabilities(predictor: Baseline, x: Tensor, seed: int = 0, size: int = 1000) -> Tensor:
+    """Mean probabilities, by batches."""
+    parts = [predictor.predict(part, generator=torch.Generator().manual_seed(seed)).mean for part in x.split(size)]
+    return torch.cat(parts)
+
+
+def _share(predictor: Baseline, pair: Pair) -> float:
+    return metrics.accuracy(probabilities(predictor, pair[0]), pair[1])
+
+
+def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
+    """For every seed the network, mean-field inference, two posteriors and what five methods say."""
+    for seed in range(settings.seeds):
+        digits = Digits(settings, data_dir, seed)
+        yield Job(f"notmnist/train/seed{seed}", digits.train)
+        for method in METHODS:
+            yield Job(f"notmnist/fit_{method}/seed{seed}", partial(digits.fit_method, method))
+            yield Job(f"notmnist/tune_{method}/seed{seed}", partial(digits.tune, method))
+        yield Job(f"notmnist/fit_field/seed{seed}", digits.field)
+        for method in NAMES:
+            yield Job(f"notmnist/{method}/seed{seed}", partial(digits.evaluate, method))
+
+
+# Verdicts
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """R6 to R9."""
+    count = results.settings.images.seeds
+    every = {f"notmnist/{method}/*": count for method in NAMES}
+    tuned = {f"notmnist/tune_{method}/*": count for method in METHODS}
+    dropout = {f"notmnist/{method}/*": count for method in ("deterministic", "dropout")}
+    return [
+        *judged(results, every, ("R6",), lambda r: [_order(r)]),
+        *judged(results, dropout, ("R7",), lambda r: [_dropout(r)]),
+        *judged(results, tuned, ("R8",), lambda r: [_narrower(r)]),
+        *judged(results, every, ("R9",), lambda r: [_accuracy(r)]),
+    ]
+
+
+def _numbers(results: Results, name: str) -> dict[str, list[float]]:
+    return {method: results.numbers(f"notmnist/{method}/*", name) for method in NAMES}
+
+
+def _order(results: Results) -> Verdict:
+    medians, sure = _numbers(results, "median_entropy"), _numbers(results, "sure")
+    alike = paired(medians["dropout"], medians["diagonal"])
+    mean_dropout = sum(medians["dropout"]) / len(medians["dropout"])
+    others = [m for m in NAMES if m != "kron"]
+    conditions = [
+        paired(medians["kron"], medians["dropout"]).higher and paired(medians["kron"], medians["diagonal"]).higher,
+        abs(alike.mean) <= 0.25 * mean_dropout,
+        paired(medians["dropout"], medians["deterministic"]).higher
+        and paired(medians["diagonal"], medians["deterministic"]).higher,
+        all(paired(medians[m], medians["field"]).higher for m in ("kron", "dropout", "diagonal")),
+        all(paired(sure[m], sure["kron"]).higher for m in others),
+    ]
+    words = ", ".join(f"{NAMES[m]} {mean_and_error(medians[m], 2)} ({mean_and_error(sure[m], 2)} sure)" for m in NAMES)
+    reason = "parts of the order: " + ", ".join(
+        f"{name} {'yes' if held else 'no'}"
+        for name, held in zip(
+            (
+                "Kronecker highest",
+                "dropout and diagonal within a quarter",
+                "both above deterministic",
+                "mean-field low",
+                "Kronecker least often sure",
+            ),
+            conditions,
+            strict=True,
+        )
+    )
+    return Verdict.of("R6", conditions, f"median entropy (share below 0.1): {words}", reason, len(medians["kron"]))
+
+
+def _dropout(results: Results) -> Verdict:
+    medians = _numbers(results, "median_entropy")
+    found = paired(medians["dropout"], medians["deterministic"])
+    ours = f"difference of medians {found}"
+    return Verdict.of("R7", found.higher, ours, "the medians do not differ by two errors", len(medians["dropout"]))
+
+
+def _narrower(results: Results) -> Verdict:
+    sizes = {m: results.numbers(f"notmnist/tune_{m}/*", "mean_deviation") for m in METHODS}
+    pairs = "; ".join(
+        f"{NAMES[m]}: N × {results.text(f'notmnist/tune_{m}/*', 'scale', 1)}, τ {results.text(f'notmnist/tune_{m}/*', 'precision', 1)}"
+        for m in METHODS
+    )
+    ours = f"mean standard deviation {mean_and_error(sizes['diagonal'], 4)} against {mean_and_error(sizes['kron'], 4)}; {pairs}"
+    reason = "the diagonal posterior is not narrower after tuning"
+    return Verdict.of("R8", paired(sizes["diagonal"], sizes["kron"]).lower, ours, reason, len(sizes["kron"]))
+
+
+def _accuracy(results: Results) -> Verdict:
+    found = {m: [100 * v for v in values] for m, values in _numbers(results, "accuracy").items()}
+    means = {m: sum(v) / len(v) for m, v in found.items()}
+    conditions = [abs(means[m] - means["deterministic"]) <= 0.3 and means[m] >= 98.3 for m in NAMES]
+    ours = ", ".join(f"{NAMES[m]} {mean_and_error(found[m], 2)} %" for m in NAMES)
+    failed = ", ".join(NAMES[m] for m, held in zip(NAMES, conditions, strict=True) if not held)
+    return Verdict.of("R9", conditions, ours, f"further away or below 98.3 %: {failed}", len(found["kron"]))
+
+
+# Figures and tables
+
+
+def figures(results: Results, folder: Path) -> None:
+    """Figure 2: the share of letters with at least so much entropy, first seed."""
+    found = {m: results.values.get(f"notmnist/{m}/seed0") for m in NAMES}
+    if any(value is None for value in found.values()):
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2, 2.8), layout="constrained")
+    ax = figure.add_subplot()
+    for method, value in found.items():
+        assert value is not None
+        ax.plot(value["curves"]["entropy"], [1 - k / 100 for k in range(101)], lw=1.1, label=NAMES[method])
+    ax.set_xlim(0, math.log(10))
+    finish(ax, x="entropy on notMNIST (nats)", y="share of letters above", legend=True)
+    (folder / "figure2.svg").write_text(save_svg(figure), encoding="utf-8")
