@@ -269,7 +269,7 @@ class GramSum:
         """Adds the outer products of rows [g, R, w], or [R, w] of one group; w ≤ D features, the first ones."""
         if group is None and self.groups == 1:
             rows, group = rows[0], 0
-        for some in rows.split(TERMS_PER_PART, -2):
+        for some in (rows,) if rows.shape[-2] <= TERMS_PER_PART else rows.split(TERMS_PER_PART, -2):
             self.strips.room_for(some.shape[-2])
             for start, end, block in self._blocks(rows.shape[-1], group):
                 add_product_(block, some[..., start:end], some[..., start:])

@@ -113,7 +113,7 @@ def fit_curvature(
     shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)
     with fail_together("looking at the first batch"):
-        plan = plan_model(model, names, first_batch(model, data, unpack), verify=False)
+        plan = plan_model(model, names, first_batch(model, data, unpack))
     plan = plan.agree_over_processes(names)
     dtype = check_device(model)[1]
     # Sums in half precision stop growing after a few hundred data.

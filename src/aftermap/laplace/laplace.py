@@ -28,7 +28,7 @@ from aftermap.laplace.subnetwork import (
     is_subnetwork,
     subnetwork_structure,
 )
-from aftermap.laplace.tune import choose_method, tune_by
+from aftermap.laplace.tune import choose_method, tune_by, tune_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
 from aftermap.models import check_not_causal, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
@@ -420,21 +420,26 @@ class Laplace(NotebookView):
         )
         start = replace(fitted.hyperparameters, output_temperature=self._initial.output_temperature)
         fitted = replace(fitted, hyperparameters=start)
-        by_data = chosen not in ("evidence", "lbfgs")
-        if by_data:
-            fitted.weights.check(self.model)
+        by_gradients = chosen == "lbfgs" or self.damping != "exact"
+        if chosen in ("evidence", "lbfgs"):
+            return self.adopt(
+                tune_by_evidence(
+                    fitted, self.base_likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients
+                )
+            )
+        fitted.weights.check(self.model)
         tuned = tune_by(
             chosen,
             fitted,
             self.base_likelihood,
-            self.predictor if by_data else None,
+            self.predictor,
             val_loader,
             kind=kind,
             link=link,
             samples=samples,
             per_layer=per_layer,
             noise=noise,
-            by_gradients=chosen == "lbfgs" or self.damping != "exact",
+            by_gradients=by_gradients,
             precisions=precisions,
             scales=scales,
             generator=generator,

@@ -118,7 +118,7 @@ def tune_by(
     method: str,
     fitted: Fitted,
     likelihood: Likelihood,
-    predictor: PosteriorPredictor | None,
+    predictor: PosteriorPredictor,
     data: Iterable[Any] | None,
     *,
     kind: str,
@@ -131,9 +131,7 @@ def tune_by(
     scales: Sequence[float] | None,
     generator: torch.Generator | None,
 ) -> Tuned:
-    """Tunes a fit by the method that `choose_method` gave; the other arguments are those of `Laplace.tune`."""
-    if predictor is None or method in ("evidence", "lbfgs"):
-        return tune_by_evidence(fitted, likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients)
+    """Tunes a fit by a method that needs data; the other arguments are those of `Laplace.tune`."""
     if method == "leave_one_out":
         return tune_regression(fitted, likelihood, predictor, data)
     if method == "self_consistent":

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import aftermap as am
 from aftermap.batches import Batch
 from aftermap.curvature import fit_curvature, reference
+from aftermap.curvature.passes import plan as plan_module
+from aftermap.curvature.passes.backward import contradictions
 from aftermap.curvature.passes.plan import PlanCheck, PlanContradicted, find_last_layer, plan_model
 from aftermap.curvature.passes.record import ForwardRecord, record_calls, uses_in_graph
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
@@ -174,7 +176,7 @@ def test_mixing_without_a_new_signature_is_noticed_on_batches_that_are_powers_of
     names = [n for n, _ in model.named_parameters()]
     plan = plan_model(model, names, Batch((x, ordered), None, None, 8))
     assert "inside.weight" in plan.layers_of_parameter
-    check = PlanCheck()
+    check = PlanCheck(plan)
     for number in range(1, 9):
         length = ordered if number < 7 else torch.tensor([3, 8, 1, 7, 2, 6, 4, 5])
         batch = Batch((x, length), None, None, 8)
@@ -186,6 +188,38 @@ def test_mixing_without_a_new_signature_is_noticed_on_batches_that_are_powers_of
                 check.check(record)
         else:
             check.check(record)  # on batch 7 the same signature is trusted
+
+
+def test_the_plan_verifies_the_rules_before_the_first_batch_and_no_batch_does_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The verification's graph does not stand beside that of a batch; after a new start, what is still covered stays known."""
+    sizes: list[int] = []
+
+    def counted(record: ForwardRecord) -> dict[str, str]:
+        sizes.append(record.size)
+        return contradictions(record)
+
+    monkeypatch.setattr(plan_module, "contradictions", counted)
+    model, y = made(SecondStage), labels(4)
+    batches = [(inputs(40, 3).clamp_max(2.0)[4 * k : 4 * k + 4].clone(), y) for k in range(10)]
+    fit_curvature(model, batches, "classification", structure="diagonal")
+    assert sizes == [3]
+    batches[6][0][1, 0] = 6.0
+    sizes.clear()
+    with pytest.warns(StatisticalWarning, match="noticed on batch 7"):
+        fit_curvature(model, batches, "classification", structure="diagonal")
+    # Batch 7 is contradicted by the number of its uses. In the second run its signature is new, and it alone is verified.
+    assert sizes == [3, 4]
+
+
+@pytest.mark.parametrize("odd", [torch.inf, torch.nan])
+def test_inputs_of_other_examples_are_told_apart_beside_values_that_are_not_finite(odd: float) -> None:
+    rows, index = torch.arange(12.0).reshape(4, 3), torch.tensor([2, 0])
+    rows[0, 1] = odd
+    assert not plan_module._is_of_other_examples(rows, rows[index], index)
+    assert plan_module._is_of_other_examples(rows, rows[index.flip(0)], index)
+    torch.testing.assert_close(rows[2], torch.tensor([6.0, 7.0, 8.0]))  # the recorded input is as it was
 
 
 def test_a_prediction_at_length_one_does_not_spoil_later_ones() -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +28,6 @@ from aftermap.curvature.passes.fallback import per_example_products
 from aftermap.curvature.passes.record import ForwardRecord, LayerCall
 from aftermap.curvature.rules.base import examples_per_chunk
 from aftermap.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import GradientEdge
-
 
 __all__ = [
     "Accumulator",
@@ -254,11 +251,16 @@ class BackwardPass:
                 buffers[edge][:, place] = gradient
             self.receive(edge, gradient[None])
 
+        def passes_by(edge: int, place: int, gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[place]
+            if gradient is not None:
+                arrived(edge, gradient)
+
         wanted: list[Tensor | None] = []
         with ExitStack() as stack:
             for number, edge in enumerate(record.edges):
                 if number not in deepest and number in self._readers:
-                    stack.callback(edge.node.register_prehook(_looking_at(number, edge, arrived)).remove)
+                    stack.callback(edge.node.register_prehook(partial(passes_by, number, edge.output_nr)).remove)
             for place, vector in enumerate(vectors):
                 self.start_vectors(vectors[place : place + 1], waiting)
                 if asked:
@@ -344,21 +346,8 @@ class BackwardPass:
         return len(calls) == 1 and len(edges) == 1 and edges[0] == get_gradient_edge(self.record.outputs)
 
 
-def _looking_at(
-    number: int, edge: GradientEdge, arrived: Callable[[int, Tensor], None]
-) -> Callable[[Sequence[Tensor | None]], None]:
-    """Returns a hook that hands out the gradient of one edge when it passes by."""
-
-    def look(gradients: Sequence[Tensor | None]) -> None:
-        gradient = gradients[edge.output_nr]
-        if gradient is not None:
-            arrived(number, gradient)
-
-    return look
-
-
 class _RuleGradient(Accumulator):
-    """The gradient of one layer's block as its rule gives it, and whether examples without a vector received any."""
+    """The gradient of one layer's block as its rule gives it for every second example, and what the others received."""
 
     def __init__(self, layer: int):
         self.layers = (layer,)
@@ -369,7 +358,7 @@ class _RuleGradient(Accumulator):
     def add(self, gradients: LayerGradients) -> None:
         for call, arrived in gradients.by_layer[self.layer]:
             self.others.append(arrived[:, 1::2].abs().sum())
-            total, _ = call.fresh_rows().moments(arrived)
+            total, _ = replace(call, inputs=call.inputs[::2]).fresh_rows().moments(arrived[:, ::2])
             self.total = total if self.total is None else self.total + total
 
 
@@ -391,7 +380,7 @@ def contradictions(record: ForwardRecord) -> dict[str, str]:
     try:
         with torch.no_grad():
             truth = BackwardPass(record, checks).run(
-                vector[None], together=False, keep_graph=True, also=[plan.parameters[n] for n in names]
+                vector[None], together=False, keep_graph=True, also=[plan.selected[n] for n in names]
             )
     except CheckpointError as mismatch:
         raise UnsupportedError(
@@ -410,7 +399,7 @@ def contradictions(record: ForwardRecord) -> dict[str, str]:
     sizes = dict(zip(names, norms(dense), strict=True))
     # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.
     noise = 32 * torch.finfo(outputs.dtype).eps * max(sizes.values(), default=0.0)
-    errors = norms([sums.get(n, zero) - t for n, t in zip(names, dense, strict=True)])
+    errors = norms([sums[n].sub_(t) if n in sums else t for n, t in zip(names, dense, strict=True)])
     tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
     reasons: dict[str, str] = {}
     for name, error in zip(names, errors, strict=True):

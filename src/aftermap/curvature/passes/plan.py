@@ -51,8 +51,8 @@ Result = TypeVar("Result")
 WHOLE_MODEL = "(model)"  # This is the name of a layer that is the whole model.
 # Outputs of one example in batches of different size may differ by this much, relative to the largest.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
-# So many examples of a batch are run again where it uses the network in a new way, and on batches 2, 4, 8, …. Their graph stands
-# beside that of the batch: more of them would show in a fit's memory (python -m benchmarks.memory resnet20 "aftermap kron").
+# So many examples of a batch are run again where it uses the network in a new way, and on batches 1, 2, 4, 8, …. Their graph
+# stands beside that of the batch: more of them would show in a fit's memory (python -m benchmarks.memory resnet20 "aftermap kron").
 _EXAMPLES_TO_VERIFY = 4
 # A model may raise these where an argument has another length than it expects.
 _FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedError)
@@ -90,21 +90,25 @@ class ModelPlan:
         layers: The layers in the order of the model's modules.
         hooked: The pair (module, layer number) for every module whose calls are recorded by a hook.
         attention: The pair (module, {projection: layer number}) for every multi-head attention.
+        selected: The parameters whose curvature is wanted.
         uncovered: The reason for each selected parameter that no rule covers.
         batch_dimensions: For each (layer number, id of the module) the dimension of the batch in its inputs.
         unused: The parameters that the outputs of the first examples do not depend on.
         numbers: The number of numbers that the recorded layers put out for one example, which its gradients take.
         whole_inputs: The places among the inputs of tensors that belong to all examples together.
+        verified: The signature of the examples on which the rules were compared with autograd.
     """
 
     layers: list[Layer] = field(default_factory=list)
     hooked: list[tuple[nn.Module, int]] = field(default_factory=list)
     attention: list[tuple[nn.MultiheadAttention, dict[str, int]]] = field(default_factory=list)
+    selected: Mapping[str, Tensor] = field(default_factory=dict)
     uncovered: Mapping[str, str] = field(default_factory=dict)
     batch_dimensions: Mapping[tuple[int, int], int] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     numbers: int = 0
     whole_inputs: frozenset[Path] = frozenset()
+    verified: Signature = ()
 
     @cached_property
     def layers_of_parameter(self) -> dict[str, list[int]]:
@@ -148,11 +152,6 @@ class ModelPlan:
             groups.setdefault(-1 if layers is None else group_of[layers[0]], []).append(name)
         return list(groups.values())
 
-    @cached_property
-    def parameters(self) -> dict[str, Tensor]:
-        """The covered parameters themselves, by name."""
-        return {name: p for layer in self.layers for name, p in layer.named.values() if name not in self.uncovered}
-
     def without(self, reasons: Mapping[str, str]) -> ModelPlan:
         """Returns the same plan with these parameters uncovered."""
         return replace(self, uncovered={**self.uncovered, **reasons})
@@ -190,18 +189,23 @@ class PlanContradicted(UnsupportedError):
 class PlanCheck:
     """Notices batches that use a network in another way than its plan says.
 
-    The *signature* of a batch (how often each weight was used and called) is counted always. A signature that was not seen
-    before is verified at once, on some examples of the batch; batches 2, 4, 8, … are verified too, because a network
-    may mix examples without any change in its signature. A weight with more uses than recorded calls is contradicted without
-    a look at its gradient: the other use may be silent on this batch and speak on the next.
+    The *signature* of a batch (how often each weight was used and called) is counted always. One that is neither the plan's
+    nor that of an earlier batch is verified at once, on some examples of the batch. On batches 1, 2, 4, 8, … some examples
+    are run again, because a network may mix examples without any change in its signature. A weight with more uses than
+    recorded calls is contradicted without a look at its gradient: the other use may be silent on this batch and speak on the next.
+
+    Args:
+        plan: What the batches are compared with.
 
     Attributes:
         used: The parameters that some batch has used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plan: ModelPlan) -> None:
         self.used: set[str] = set()
-        self._verified: set[tuple[Signature, bool]] = set()  # The bool says: more than one example.
+        still_covered = tuple(entry for entry in plan.verified if entry[0] in plan.layers_of_parameter)
+        # Signatures, and whether there was more than one example.
+        self._verified: set[tuple[Signature, bool]] = {(still_covered, True)}
         self._batches = 0
 
     def check(self, record: ForwardRecord) -> None:
@@ -260,8 +264,16 @@ def _is_of_other_examples(inputs: Tensor, again: Tensor, index: Tensor) -> bool:
     expected = inputs[index]
     if not inputs.is_floating_point():
         return not torch.equal(expected, again)
-    tolerance = _ROUNDING.get(inputs.dtype, 5e-2) * float(expected.abs().nan_to_num(posinf=0.0).max())
-    return bool((expected - again).abs().nan_to_num(posinf=0.0).max() > tolerance)
+    size, error = _largest(expected), _largest(expected.sub_(again))  # in place: memory costs more than the numbers
+    if not math.isfinite(size + error):
+        expected = inputs[index]
+        size, error = (_largest(t.nan_to_num(posinf=0.0, neginf=0.0)) for t in (expected, expected - again))
+    return error > _ROUNDING.get(inputs.dtype, 5e-2) * size
+
+
+def _largest(values: Tensor) -> float:
+    """The largest absolute value; NaN where there is one."""
+    return max(abs(float(value)) for value in values.aminmax())
 
 
 class CheckedPlan:
@@ -275,8 +287,8 @@ class CheckedPlan:
 
     def __init__(self, model: nn.Module, names: Sequence[str], batch: Batch):
         self.model, self.names = model, list(names)
-        self.plan = plan_model(model, self.names, batch, verify=False)
-        self._check = PlanCheck()
+        self.plan = plan_model(model, self.names, batch)
+        self._check = PlanCheck(self.plan)
 
     def record(self, batch: Batch) -> ForwardRecord:
         """Runs the model on a batch; a parameter whose rule is contradicted is treated by per-example gradients from now on.
@@ -309,7 +321,7 @@ def find_layers(model: nn.Module, names: Sequence[str], *, batch_statistics: boo
     """
     parameters = named_parameters(model)
     selected = {id(parameters[n]): n for n in names}
-    plan, uncovered = ModelPlan(), {}
+    plan, uncovered = ModelPlan(selected={n: parameters[n] for n in names}), {}
     numbers: dict[tuple[object, ...], int] = {}
     inside_attention: set[str] = set()
     for path, module in model.named_modules():
@@ -374,7 +386,7 @@ def _attribute(module: nn.Module, path: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: bool = True) -> ModelPlan:
+def plan_model(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPlan:
     """Looks at the model on copies of up to three examples of the first batch.
 
     Tensors with as many rows as the batch has examples are taken to hold one row for each. Where the model then fails on a
@@ -384,7 +396,6 @@ def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: 
         model: The network, in eval mode.
         names: The selected parameters.
         batch: The first batch.
-        verify: Whether the rules' gradients are compared with autograd's; not needed where a `PlanCheck` follows.
 
     Raises:
         UnsupportedError: The outputs of an example depend on the other examples of its batch.
@@ -392,11 +403,11 @@ def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, verify: 
             one row for each example.
     """
     try:
-        return _plan_with(model, names, batch, verify)
+        return _plan_with(model, names, batch)
     except _FAILURES as error:
         for choice in _possibly_whole(batch):
             try:
-                return _plan_with(model, names, replace(batch, whole=batch.whole | choice), verify)
+                return _plan_with(model, names, replace(batch, whole=batch.whole | choice))
             except _FAILURES:
                 continue
         _explain_ambiguity(model, batch, error)
@@ -430,7 +441,7 @@ def _explain_ambiguity(model: nn.Module, batch: Batch, error: Exception) -> None
 
 
 @autograd_errors_explained()
-def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch, verify: bool) -> ModelPlan:
+def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPlan:
     """Makes a plan, where it is known which of the inputs have a batch dimension."""
     check_modes(model)
     plan = find_layers(model, names)
@@ -457,13 +468,12 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch, verify: boo
         record = ForwardRecord.make(model, three, outputs, plan, calls)
         wrong = dict(record.misfits)
         wrong.update({name: USED_OUTSIDE for name, calls, uses, _ in record.signature if uses > calls})
-        if verify:
-            wrong |= contradictions(record)
+        wrong |= contradictions(record)
     # A parameter that is wrong spoils only itself: the others keep their rule, but not in a common block.
     unused = frozenset(n for n in names if not record.uses.get(n))
     # One row is broadcast, and may be one row for each example in another batch.
     whole = frozenset(p for p, t in batch.tensors() if t.dim() > 0 and t.shape[0] != 1 and not batch.is_batched(p, t))
-    return replace(plan.without(wrong), unused=unused, whole_inputs=whole)
+    return replace(plan.without(wrong), unused=unused, whole_inputs=whole, verified=record.signature)
 
 
 def _copies(batch: Batch, places: Sequence[int]) -> Batch:

@@ -125,17 +125,14 @@ def record_calls(
                 # This is registered before any in-place activation, so that the hook stays with the layer's own output.
                 output.register_hook(partial(on_gradient, len(calls) - 1))
 
-    def hook_for(layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            plain = without_view(output)
-            record(layer, module, args[0] if args else next(iter(kwargs.values()), None), plain)
-            return plain
-
-        return hook
+    def hook(layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        plain = without_view(output)
+        record(layer, module, args[0] if args else next(iter(kwargs.values()), None), plain)
+        return plain
 
     with ExitStack() as stack:
         for module, layer in plan.hooked:
-            handle = module.register_forward_hook(hook_for(layer), with_kwargs=True)
+            handle = module.register_forward_hook(partial(hook, layer), with_kwargs=True)
             stack.callback(handle.remove)
         for attention, parts in plan.attention:
             stack.enter_context(_tapped(attention, parts, record))
@@ -477,8 +474,8 @@ class ForwardRecord:
 
     @cached_property
     def uses(self) -> dict[str, int]:
-        """The number of times that the outputs use each parameter that requires a gradient."""
-        return uses_in_graph(self.outputs, {n: p for n, p in self.model.named_parameters() if p.requires_grad})
+        """The number of times that the outputs use each selected parameter."""
+        return uses_in_graph(self.outputs, self.plan.selected)
 
     @cached_property
     def signature(self) -> Signature:
@@ -525,25 +522,17 @@ def uses_in_graph(output: Tensor, parameters: Mapping[str, Tensor]) -> dict[str,
         return uses
     seen: set[Node] = {output.grad_fn}
     stack: list[Node] = [output.grad_fn]
-    leaves: dict[Node, str | None] = {}  # A leaf, or a cast of one, has the parameter's name; anything else has None.
     while stack:
         for node, _ in stack.pop().next_functions:
-            if node is None:
+            if node is None or node in seen:
                 continue
-            if node not in leaves:
-                leaves[node] = by_id.get(id(_leaf_of(node)))
-            name = leaves[node]
-            if name is not None:
-                uses[name] += 1
-            elif node not in seen:
+            # Autocast keeps the casts of weights: the uses of a cast are uses of the weight.
+            leaf = node.next_functions[0][0] if type(node).__name__ == "ToCopyBackward0" else node
+            accumulates = type(leaf).__name__ == "AccumulateGrad"
+            name = by_id.get(id(getattr(leaf, "variable", None))) if accumulates else None
+            if name is None:
                 seen.add(node)
                 stack.append(node)
+            else:
+                uses[name] += 1
     return uses
-
-
-def _leaf_of(node: Node) -> Tensor | None:
-    """Returns the tensor that a node accumulates a gradient for, also behind a cast, since autocast keeps the casts of weights."""
-    if type(node).__name__ == "ToCopyBackward0" and node.next_functions[0][0] is not None:
-        node = node.next_functions[0][0]
-    variable: Tensor | None = getattr(node, "variable", None)
-    return variable

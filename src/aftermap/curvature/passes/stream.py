@@ -153,7 +153,7 @@ class CurvatureProblem:
         Raises:
             PlanContradicted: A batch, of this process or of another, used the network in another way than the plan says.
         """
-        counts, check = DataCounts(), PlanCheck()
+        counts, check, together = DataCounts(), PlanCheck(self.plan), vectors_go_together(self.model)
         reasons: dict[str, str] = {}
         batch_number = 1
         with fail_together(f"summing: {description}"):
@@ -166,7 +166,7 @@ class CurvatureProblem:
                         record = ForwardRecord.make(self.model, batch, outputs, self.plan, calls)
                         del calls, outputs
                         check.check(record)
-                        self._back_propagate(record, accumulators, counts)
+                        self._back_propagate(record, accumulators, counts.kind, together)
                         del record
             except PlanContradicted as contradicted:
                 reasons, batch_number = contradicted.reasons, contradicted.batch
@@ -228,13 +228,15 @@ class CurvatureProblem:
         counts.n_outputs = math.prod(outputs.shape[1:])
         counts.kind = resolve_kind(self.curvature, outputs)
 
-    def _back_propagate(self, record: ForwardRecord, accumulators: Sequence[Accumulator], counts: DataCounts) -> None:
-        """Sends the vectors of a batch through its graph."""
+    def _back_propagate(
+        self, record: ForwardRecord, accumulators: Sequence[Accumulator], kind: str, together: bool
+    ) -> None:
+        """Sends the vectors of a batch through its graph, one by one or all together."""
         batch, outputs = record.batch, record.outputs.detach()
         for accumulator in accumulators:
             accumulator.start_batch(record)
         vectors = make_vectors(
-            counts.kind,
+            kind,
             self.likelihood,
             outputs,
             batch.targets,
@@ -245,14 +247,13 @@ class CurvatureProblem:
         calls = [call for calls in record.calls.values() for call in calls]
         for call in calls:
             call.cached = vectors.count > 2
-        go_together = vectors_go_together(self.model)
-        numbers = outputs.numel() + (sum(math.prod(c.call.out_shape) for c in calls) if go_together else 0)
+        numbers = outputs.numel() + (sum(math.prod(c.call.out_shape) for c in calls) if together else 0)
         chunk = self.chunk or max(1, _GRADIENT_NUMBERS // max(1, numbers))
         backward, done = BackwardPass(record, accumulators), 0
         for part in vectors.chunks(chunk):
             done += len(part)
             with torch.no_grad():
-                backward.run(part, together=go_together, keep_graph=done < vectors.count)
+                backward.run(part, together=together, keep_graph=done < vectors.count)
 
     def _reasons_of_all_processes(self, reasons: dict[str, str]) -> dict[str, str]:
         """Returns what any process noticed, since all of them must begin again with the same plan."""

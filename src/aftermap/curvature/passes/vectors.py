@@ -75,6 +75,7 @@ class Vectors:
     _targets: Tensor | None = field(repr=False)
     _root_weight: Tensor | None = field(repr=False)  # [N, 1, ..., 1]: the square root of the weights
     _generator: torch.Generator | None = field(repr=False)
+    _columns: int = field(repr=False)  # vectors of one position; all of them where a vector covers every position
 
     def chunks(self, size: int | None = None) -> Iterator[Tensor]:
         """Yields the vectors in chunks.
@@ -94,13 +95,6 @@ class Vectors:
         # This is checked here, not at the first use of the iterator.
         step = size or max(self._columns, 1)
         return (self._chunk(start, min(start + step, self.count)) for start in range(0, self.count, step))
-
-    @property
-    def _columns(self) -> int:
-        """The number of vectors of one position, or of all for the kinds that do not go position by position."""
-        if self.kind == "jacobian":
-            return self._outputs.shape[-1]
-        return self._likelihood.columns(self._outputs.shape[-1]) if self.kind == "exact" else self.count
 
     @torch.no_grad()
     def _chunk(self, start: int, stop: int) -> Tensor:
@@ -197,20 +191,19 @@ def make_vectors(
     kind = resolve_kind(kind, outputs)
     outputs = outputs.detach()
     positions, n_outputs = math.prod(outputs.shape[1:-1]), outputs.shape[-1]
-    if kind == "exact":
-        count = positions * likelihood.columns(n_outputs)
-    elif kind == "jacobian":
-        count = positions * n_outputs
+    if kind in ("exact", "jacobian"):
+        columns = likelihood.columns(n_outputs) if kind == "exact" else n_outputs
+        count = positions * columns
     elif kind == "empirical":
-        count = 1
+        columns = count = 1
         if targets is None:
             raise InputError("empirical vectors are the observed gradients and need targets, got None.")
     else:
-        count = samples
+        columns = count = samples
         if samples < 1:
             raise InputError(f"samples is {samples}, but must be 1 or more.")
     root_weight = None if weight is None else _root_weight(weight, outputs)
-    return Vectors(kind, count, likelihood, outputs, targets, root_weight, generator)
+    return Vectors(kind, count, likelihood, outputs, targets, root_weight, generator, columns)
 
 
 def _root_weight(weight: Tensor, outputs: Tensor) -> Tensor:
