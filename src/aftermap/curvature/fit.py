@@ -11,7 +11,7 @@ from torch import nn
 
 from aftermap import checks
 from aftermap.batches import Unpack
-from aftermap.curvature.passes.last_block import resolve_last_block
+from aftermap.curvature.passes.last_block import find_last_block
 from aftermap.curvature.passes.plan import ModelPlan, PlanContradicted, plan_model
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts, first_batch
 from aftermap.curvature.structures import (  # noqa: F401 (every module registers its structure)
@@ -107,8 +107,10 @@ def fit_curvature(
     chunk = None if chunk is None else checks.count("chunk", chunk)
     _check_options(entry, passes, accumulate, data)
     parsed = parse_likelihood(likelihood)
-    with fail_together("looking for the last block"):
-        names = select(model, resolve_last_block(model, params, data, unpack))
+    if params == "last_block":
+        with fail_together("looking for the last block"):
+            params = find_last_block(model, first_batch(model, data, unpack))
+    names = select(model, params)
     parameters = named_parameters(model)
     shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)

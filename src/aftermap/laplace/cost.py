@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.curvature.passes.last_block import last_block, resolve_last_block
+from aftermap.curvature.passes.last_block import find_last_block, last_block
 from aftermap.curvature.passes.plan import find_last_layer, find_layers
 from aftermap.curvature.passes.record import record_calls
 from aftermap.curvature.passes.vectors import resolve_kind
@@ -123,7 +123,7 @@ def estimate_costs(
     device, dtype = check_device(model)
     batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
     shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), len(data) if isinstance(data, Sized) else 1)
-    chosen = {"all": select(model, resolve_last_block(model, params, data, unpack))}
+    chosen = {"all": select(model, find_last_block(model, batch) if params == "last_block" else params)}
     if params == "all":
         chosen["last_layer"] = find_last_layer(model, batch)
         block = _block_of_blocks(model, batch)

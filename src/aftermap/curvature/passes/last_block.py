@@ -9,24 +9,22 @@ to run, and everything that runs from there on belongs to it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from aftermap import checks
-from aftermap.batches import Batch, Unpack
+from aftermap.batches import Batch
 from aftermap.curvature.passes.plan import on_one_example
 from aftermap.curvature.passes.record import record_modules, uses_in_graph
-from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.rules.base import find_rule
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.models import call_model, check_modes, only_require_grad
-from aftermap.params import Selection, describe_names, named_parameters
+from aftermap.params import describe_names, named_parameters
 
-__all__ = ["LastBlock", "find_last_block", "last_block", "resolve_last_block"]
+__all__ = ["LastBlock", "find_last_block", "last_block"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -65,11 +63,6 @@ def find_last_block(model: nn.Module, batch: Batch) -> list[str]:
     ['2.weight', '2.bias', '4.weight', '4.bias']
     """
     return list(last_block(model, batch).names)
-
-
-def resolve_last_block(model: nn.Module, params: Selection, data: Iterable[Any], unpack: Unpack | None) -> Selection:
-    """The names of the last block where params is "last_block", found on the first batch; any other selection as it is."""
-    return find_last_block(model, first_batch(model, data, unpack)) if params == "last_block" else params
 
 
 def last_block(model: nn.Module, batch: Batch) -> LastBlock:
