@@ -131,7 +131,7 @@ class Outlook:
         seeds: How often everything is done.
         width: The number of hidden units.
         train: How many images are trained on.
-        epochs: The number of epochs.
+        steps: The number of steps of Adam, whatever the number of images.
         members: How many networks are averaged.
         test: How many test images.
         pool: How many images active learning may ask about.
@@ -143,7 +143,7 @@ class Outlook:
     seeds: int = 3
     width: int = 64
     train: int = 1000
-    epochs: int = 40
+    steps: int = 500
     members: int = 5
     test: int = 2000
     pool: int = 2000
@@ -214,7 +214,7 @@ BUDGETS = {
             drops=(0.05,),
         ),
         outlook=Outlook(
-            seeds=1, width=8, train=60, epochs=2, members=2, test=50, pool=60, labels=30, scales=(1.0,), ratios=(1.0,)
+            seeds=1, width=8, train=60, steps=5, members=2, test=50, pool=60, labels=30, scales=(1.0,), ratios=(1.0,)
         ),
     ),
 }
