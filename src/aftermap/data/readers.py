@@ -58,8 +58,8 @@ class _Table:
     rows: list[str] | list[list[str]]
     numbers: list[int]
 
-    def cells(self, row: str | list[str]) -> list[str]:
-        return row.split(self.delimiter) if isinstance(row, str) else row
+    def cells(self, row: str | Sequence[str]) -> list[str]:
+        return row.split(self.delimiter) if isinstance(row, str) else list(row)
 
     def column(self, k: int) -> list[str]:
         right = len(self.header) - k  # From the right end, where targets mostly stand.

@@ -127,7 +127,18 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck
     if nothing:
         message += "; the posterior adds nothing to the network's own answers"
     return SelfCheck(
-        len(plain), map_nll, bayes_nll, *accuracy, *confidence, collapsed, message, bayes_nll - map_nll, error, nothing
+        n_data=len(plain),
+        map_nll=map_nll,
+        bayes_nll=bayes_nll,
+        map_accuracy=accuracy[0],
+        bayes_accuracy=accuracy[1],
+        map_confidence=confidence[0],
+        bayes_confidence=confidence[1],
+        collapsed=collapsed,
+        message=message,
+        difference=bayes_nll - map_nll,
+        standard_error=error,
+        adds_nothing=nothing,
     )
 
 
