@@ -17,9 +17,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from aftermap import analysis, applications, curvature, data, likelihoods, metrics, optim
-    from aftermap.analysis import where
+    from aftermap.analysis.where import where
     from aftermap.baselines import HMC, SWAG, Ensemble, MCDropout, MeanField, TemperatureScaling
-    from aftermap.evaluation import Reference, evaluate
+    from aftermap.evaluation import Reference
+    from aftermap.evaluation.evaluate import evaluate
     from aftermap.hessian_free import HessianFree
     from aftermap.laplace import Laplace, Mixture, Subnetwork, fit, load, select, train_by_evidence
     from aftermap.posteriors import precision_from_weight_decay
