@@ -54,6 +54,7 @@ ADDED = {
 @pytest.fixture
 def registered() -> Iterator[Callable[[], set[str]]]:
     """The names of registered layers and structures, which a page may add to; they are put back."""
+    import aftermap.posteriors  # noqa: F401 (registers a structure)
     from aftermap.curvature.rules import base
     from aftermap.curvature.structures.base import STRUCTURES
 

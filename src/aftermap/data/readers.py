@@ -55,7 +55,7 @@ class _Table:
     file: Path
     delimiter: str
     header: list[str]
-    rows: list[str] | list[list[str]]
+    rows: list[Any]  # of str or of list[str]
     numbers: list[int]
 
     def cells(self, row: str | Sequence[str]) -> list[str]:
