@@ -106,7 +106,7 @@ COMMANDS = {
     "reproduce": Entry(
         "aftermap.cli.reproduce",
         _RESEARCH,
-        "Run an experiment of a paper again: a table paper | ours | tolerance, and its figures. `list` shows all.",
+        "Run an experiment of a document again: claims with their verdicts, and figures. `list` shows all, `all` runs all.",
         "aftermap reproduce mcinerney2024 --budget small",
     ),
     "bench": Entry(
