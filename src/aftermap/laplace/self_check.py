@@ -21,7 +21,7 @@ from aftermap.predictive import PosteriorPredictor, Prediction
 
 __all__ = ["SelfCheck", "check_predictive"]
 
-# A fall in accuracy, and a rise of the negative log-likelihood in nats per datum, that is a collapse where it is more than chance.
+# A fall in accuracy, and a rise of the negative log-likelihood in nats per label, that is a collapse where it is more than chance.
 _ACCURACY_DROP = 0.02
 _NLL_RISE = {"classification": 0.05, "binary": 0.05}
 _OTHER_NLL_RISE = 0.2  # of regressions and counts
@@ -108,7 +108,7 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck
     map_nll, bayes_nll = (float(loss.mean()) for loss in losses)
     change = losses[1] - losses[0]
     error = float(change.std() / len(change) ** 0.5) if len(change) > 1 else math.inf
-    rise = _NLL_RISE.get(plain.kind, _OTHER_NLL_RISE)
+    rise = _NLL_RISE.get(plain.kind, _OTHER_NLL_RISE) * _labels_of_an_example(plain, targets)
     # Not "greater": a likelihood that is not a number is a collapse, too.
     collapsed = not (bayes_nll - map_nll <= max(rise, 2 * error) and math.isfinite(bayes_nll))
     message = f"negative log-likelihood {map_nll:.3f} -> {bayes_nll:.3f}"
@@ -140,6 +140,13 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck
         standard_error=error,
         adds_nothing=nothing,
     )
+
+
+def _labels_of_an_example(prediction: Prediction, targets: Tensor) -> float:
+    """How many labels an example has, on average: its positions, or its outputs where each has a target."""
+    if prediction.kind != "classification":
+        return max(1.0, targets.numel() / len(targets))
+    return max(1.0, float(((targets >= 0) & (targets < prediction.mean.shape[-1])).sum()) / len(targets))
 
 
 def _at_chance(hits: Tensor, prediction: Prediction, targets: Tensor) -> bool:

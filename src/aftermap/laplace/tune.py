@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from aftermap.batches import Batch, iterate, tensors_of
 from aftermap.curvature import Factors
 from aftermap.curvature.structures.low_rank import LowRankBlock
-from aftermap.distributed import rank, world_size
+from aftermap.distributed import fail_together, rank, world_size
 from aftermap.errors import InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.dimension import match_dimension
 from aftermap.laplace.evidence import EvidenceResult, maximise_evidence
@@ -444,15 +444,16 @@ def tune_self_consistently(
         )
     dimension = 1.0 if matched is None else max(1.0, matched.factor)
     own = torch.Generator().manual_seed(rank()) if generator is None else generator
-    gaussians = output_gaussians(
-        predictor,
-        iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
-        likelihood,
-        [posterior],
-        limit=math.ceil(_TRAINING_INPUTS / world_size()),
-        generator=own,
-        what="training",
-    )
+    with fail_together("looking at training data"):
+        gaussians = output_gaussians(
+            predictor,
+            iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
+            likelihood,
+            [posterior],
+            limit=math.ceil(_TRAINING_INPUTS / world_size()),
+            generator=own,
+            what="training",
+        )
     curvature, converged = self_consistent_scale(gaussians, likelihood, dimension)
     cavities = Cavities.of(gaussians, likelihood, dimension * curvature)
     check = cavities.check(likelihood, curvature)

@@ -164,7 +164,9 @@ class PosteriorPredictor:
         with torch.no_grad():
             outputs = call_model(self.model, self.inputs(x).inputs)
         check_outputs(outputs, len(outputs))
-        return gaussian_prediction(self.network_likelihood, outputs, latent_var=torch.zeros_like(outputs))
+        nowhere = torch.Generator().manual_seed(0)  # without variance every draw is the mean
+        zero = torch.zeros_like(outputs)
+        return gaussian_prediction(self.network_likelihood, outputs, latent_var=zero, generator=nowhere)
 
     @torch.inference_mode(False)
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,165 @@
+"""The check on held-out data: an improvement passes, a collapse does not, and a posterior that does nothing is told of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from aftermap.batches import Batch, iterate
+from aftermap.errors import DataError
+from aftermap.laplace import Laplace, SelfCheck, check_predictive
+from aftermap.laplace.self_check import _compare
+from aftermap.predictive import Prediction
+from tests.laplace.problems import Data, classes, generator, mlp, new_classes, normal, regression, trained
+
+
+def batches(data: Data) -> list[Batch]:
+    return list(iterate(data, device=torch.device("cpu"), dtype=torch.float64))
+
+
+def answers(p: Tensor, epistemic: float = 0.1) -> Prediction:
+    kind = "classification" if p.shape[-1] > 1 else "binary"
+    shape = p.shape[:-1] if kind == "classification" else p.shape
+    spread = torch.full(shape, epistemic, dtype=torch.float64)
+    return Prediction(kind, p, spread, spread, 2 * spread)
+
+
+def compared(plain: Tensor, bayes: Tensor, targets: Tensor, epistemic: float = 0.1) -> SelfCheck:
+    return _compare(answers(plain), answers(bayes, epistemic), targets)
+
+
+def probabilities(logits: Tensor) -> Tensor:
+    return torch.softmax(logits, -1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_improvement_never_fails(seed: int) -> None:
+    """However much less sure the predictive is: a smaller loss with the same answers is better."""
+    y = torch.randint(5, (60,), generator=generator(seed))
+    logits = (1 + 20 * torch.rand(1, generator=generator(seed)).double()) * normal(60, 5, seed=seed)
+    for t in (1.5, 5.0, 50.0, 1e4):
+        check = compared(probabilities(logits), probabilities(logits / t), y)
+        better = check.bayes_nll <= check.map_nll
+        assert check.passed or not better
+        assert check.difference == check.bayes_nll - check.map_nll
+    assert compared(probabilities(logits), probabilities(logits), y).passed
+
+
+def test_a_worse_likelihood_fails_where_it_is_more_than_chance() -> None:
+    y = torch.arange(4).repeat(50)
+    right = 4 * torch.eye(4, dtype=torch.float64).repeat(50, 1)
+    assert not compared(probabilities(right), probabilities(right / 4), y).passed
+    # The same change on average, by a few data that lost much: 2 of 200 are chance.
+    few = right.clone()
+    few[:2] = -few[:2]
+    check = compared(probabilities(right), probabilities(few), y)
+    assert check.difference > 0.05
+    assert check.difference < 2 * check.standard_error
+    assert check.passed
+    # A small loss does not matter, however certain it is.
+    check = compared(probabilities(right), probabilities(right / 1.1), y)
+    assert 0 < 10 * check.standard_error < check.difference < 0.05
+    assert check.passed
+
+
+def test_numbers_of_the_report() -> None:
+    y = torch.arange(3).repeat(20)
+    one, two = normal(60, 3, seed=1), normal(60, 3, seed=2)
+    check = compared(probabilities(one), probabilities(two), y)
+    losses = [nn.functional.cross_entropy(f, y, reduction="none") for f in (one, two)]
+    assert (check.map_nll, check.bayes_nll) == pytest.approx([float(x.mean()) for x in losses])
+    assert check.standard_error == pytest.approx(float((losses[1] - losses[0]).std() / 60**0.5))
+    assert (check.map_accuracy, check.bayes_accuracy) == pytest.approx(
+        [float((f.argmax(1) == y).double().mean()) for f in (one, two)]
+    )
+    assert check.map_confidence == pytest.approx(float(probabilities(one).amax(1).mean()))
+    assert check.n_data == 60
+    assert f"negative log-likelihood {check.map_nll:.3f} -> {check.bayes_nll:.3f}" in check.message
+
+
+def test_a_network_at_the_level_of_chance_is_said_to_be_one() -> None:
+    said = "no better than always answering the most frequent class"
+    y = torch.tensor([0] * 30 + [1] * 20 + [2] * 10)
+    always = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).expand(60, 3)
+    check = compared(always, always, y)
+    assert check.map_accuracy == 0.5
+    assert said in check.message
+    knowing = 0.7 * nn.functional.one_hot(y, 3).double() + 0.1
+    assert said not in compared(knowing, knowing, y).message
+    binary = torch.tensor([1.0] * 40 + [0.0] * 20, dtype=torch.float64)[:, None]
+    yes = torch.full((60, 1), 0.9, dtype=torch.float64)
+    assert said in compared(yes, yes, binary).message
+    assert said not in compared(0.8 * binary + 0.1, 0.8 * binary + 0.1, binary).message
+    # A network that was never trained, through the facade.
+    untrained = Laplace(mlp(), "classification", prior_precision=10.0).fit(classes(), progress=False)
+    assert said in check_predictive(untrained, batches(new_classes(300))).message
+
+
+def test_a_posterior_that_adds_nothing_is_said_to_add_nothing() -> None:
+    said = "the posterior adds nothing to the network's own answers"
+    model = trained(mlp(), classes(), nn.CrossEntropyLoss(reduction="sum"), steps=60)
+    wide = Laplace(model, "classification").fit(classes(), progress=False)
+    check = check_predictive(wide, batches(new_classes(100)))
+    assert not check.adds_nothing
+    assert said not in check.message
+    narrow = Laplace(model, "classification").fit(classes(), progress=False).narrow(1e8)
+    check = check_predictive(narrow, batches(new_classes(100)))
+    assert check.adds_nothing
+    assert check.passed
+    assert said in check.message
+    assert check.difference == pytest.approx(0.0, abs=1e-4)
+    # A temperature alone changes the answers.
+    warm = narrow.tune(new_classes(100))
+    assert not check_predictive(warm, batches(new_classes(100))).adds_nothing
+    for factor, nothing in ((1.0, False), (1e9, True)):
+        numbers = Laplace(mlp(1, 6, 1), "regression").fit(regression(), progress=False).narrow(factor)
+        assert check_predictive(numbers, batches(regression(seed=14))).adds_nothing is nothing
+
+
+def test_the_networks_own_answers_are_not_divided_by_the_temperature_that_was_found() -> None:
+    model = trained(mlp(), classes(), nn.CrossEntropyLoss(reduction="sum"), decay=0.01, steps=60)
+    laplace = Laplace(model, "classification").fit(classes(), progress=False).tune(new_classes(100))
+    assert laplace.output_temperature > 1.1
+    ((x, y),) = new_classes(100)
+    check = check_predictive(laplace, batches([(x, y)]))
+    with torch.no_grad():
+        assert check.map_nll == pytest.approx(float(nn.functional.cross_entropy(model(x), y)), rel=1e-9)
+    assert check.passed
+    assert check.difference < -0.1
+
+
+def test_the_limit_is_per_label_and_not_per_image() -> None:
+    """A difference that does not matter at one position does not matter at a thousand."""
+    logits = 3 * normal(20, 500, 4, seed=1)
+    y = torch.distributions.Categorical(logits=logits).sample()
+    y[:, ::7] = -100
+    for t, passes in ((1.05, True), (4.0, False)):
+        dense = compared(probabilities(logits), probabilities(logits / t), y)
+        kept = y.reshape(-1) >= 0
+        flat = logits.reshape(-1, 4)[kept]
+        alone = compared(probabilities(flat), probabilities(flat / t), y.reshape(-1)[kept])
+        assert dense.passed is alone.passed is passes
+        assert dense.map_accuracy == pytest.approx(alone.map_accuracy)
+        assert dense.difference == pytest.approx(alone.difference * int(kept.sum()) / 20)
+
+
+def test_few_data_and_none() -> None:
+    laplace = Laplace(mlp(), "classification").fit(classes(), progress=False)
+    ((x, y),) = new_classes(1)
+    check = check_predictive(laplace, batches([(x, y)]))
+    assert check.n_data == 1
+    assert check.passed  # one datum proves nothing
+    with pytest.raises(DataError, match="no labelled data to check the predictive on"):
+        check_predictive(laplace, [])
+    assert check_predictive(laplace, batches(classes()), limit=10).n_data == 20
+
+
+def test_the_same_result_every_time() -> None:
+    laplace = Laplace(mlp(), "classification").fit(classes(), progress=False)
+    state = torch.get_rng_state()
+    for kind in ("linearised", "sampling"):
+        one, two = (check_predictive(laplace, batches(classes()), kind=kind, samples=7) for _ in range(2))
+        assert one == two
+    assert_close(torch.get_rng_state(), state)
