@@ -144,7 +144,8 @@ def open_source(
         InputError, DataError: There is nothing of that kind, or the data cannot be read.
     """
     before, _, ending = spec.rpartition(":")
-    stem, named_part = (before, ending) if ending in _PARTS and before else (spec, part)
+    # `toy:test` is a toy problem called test, and no code in a module called toy.
+    stem, named_part = (before, ending) if ending in _PARTS and before not in ("", "builtin", "toy") else (spec, part)
     examples: Examples | None = None
     if stem.startswith("builtin:"):
         examples = part_of(builtin(stem.removeprefix("builtin:")), named_part)
