@@ -296,9 +296,11 @@ def load_fitted(
     state = weights if weights is not None else read_model_state(folder)
     if state is None:
         raise InputError(f"{folder} does not hold the network's weights; add --weights")
-    network = make_model(
-        spec, options=model_config.get("options"), weights=state, device=device, seed=extras.get("seed", 0)
-    )
+    try:
+        options, seed = model_config.get("options"), extras.get("seed", 0)
+        network = make_model(spec, options=options, weights=state, device=device, seed=seed)
+    except InputError as error:
+        raise InputError(f"the network of {folder} cannot be built: {error}") from error
     predictor = load(folder, network, device=device)
     if isinstance(predictor, TrainedPosterior) and config.get("likelihood") is None:
         raise DataError(f"{folder} does not say its likelihood")

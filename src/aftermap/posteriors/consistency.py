@@ -6,7 +6,7 @@ Shapes are compared by letters: in one block every letter stands for one number,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -133,11 +133,15 @@ def _check_block(block: Any, where: str, path: str) -> None:
         value = block
         for part in entry.split("."):
             value = getattr(value, part)
-        if value is not None and not _fits(value, forms, known):
+        # Posteriors are computed in float64; but for the basis of Kronecker factors, which is the network's.
+        double = source is not None and not entry.startswith("basis.")
+        if value is not None and not (_fits(value, forms, known) and (value.dtype == torch.float64 or not double)):
             shapes = " or ".join("[" + ", ".join(f) + "]" for f in forms)
             numbers = ", ".join(f"{k} = {v}" for k, v in known.items() if any(k in f for f in forms))
             raise _refuse(
-                where, f"{path}.{entry} is {value.dtype} {list(value.shape)}, but should be {shapes} with {numbers}"
+                where,
+                f"{path}.{entry} is {value.dtype} {list(value.shape)}, but should be {'float64' if double else 'floating point'} "
+                f"{shapes}{' with ' if numbers else ''}{numbers}",
             )
     _check_rest(block, where, path)
 
@@ -197,39 +201,41 @@ def _check_prior(prior: Prior, shapes: Mapping[str, tuple[int, ...]], where: str
         _check_by_name(values, shapes, where, f"posterior.prior.{what}")
 
 
-def check_values(posterior: GaussianPosterior, factors: Factors, where: str) -> None:
-    """Refuses numbers that no fit gives: means that are not finite, precisions and scales that are not positive.
+def check_values(posterior: GaussianPosterior, factors: Factors, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuses numbers that no fit gives: any that are not finite, precisions and scales that are not positive.
+
+    Args:
+        posterior: The posterior that was read.
+        factors: The sums over data that were read with it.
+        tensors: All tensors of the two, by their key in the file.
+        where: The file, for messages.
 
     Raises:
         DataError: A number is such a one; the message says which.
     """
-
-    def positive(value: Tensor) -> bool:
-        return bool((torch.isfinite(value) & (value > 0)).all())
-
-    def finite(value: Tensor) -> bool:
-        return bool(torch.isfinite(value).all())
-
-    checks: list[tuple[str, Any, Callable[[Tensor], bool]]] = [
-        ("posterior.mean", posterior.mean, finite),
-        ("posterior.prior.mean", posterior.prior.mean, finite),
-        ("posterior.prior.precision", posterior.prior.precision, positive),
-        ("posterior.scale", {"": posterior.scale}, positive),
+    for key, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise _refuse(where, f"the tensor {key} has entries that are not finite")
+    checks: list[tuple[str, Any]] = [
+        ("posterior.prior.precision", posterior.prior.precision),
+        ("posterior.scale", {"": posterior.scale}),
     ]
     for place, block in enumerate(posterior.blocks):
-        for name in ("scale", "ratio", "whitener", "prior"):
-            value = getattr(block, name, None)
-            named = value if isinstance(value, Mapping) else {"": value}
-            checks.append((f"posterior.blocks.{place}.{name}", named, positive))
-    for path, values, test in checks:
+        for path, part in (("", block), (".inner", getattr(block, "inner", None))):
+            for name in ("scale", "ratio", "whitener", "prior"):
+                value = getattr(part, name, None)
+                named = value if isinstance(value, Mapping) else {"": value}
+                checks.append((f"posterior.blocks.{place}{path}.{name}", named))
+    for path, values in checks:
         for name, value in values.items():
-            if isinstance(value, Tensor) and not test(value):
-                words = "finite" if test is finite else "positive and finite"
-                raise _refuse(where, f"{'.'.join(filter(None, (path, name)))} must be {words}, and is not")
+            if isinstance(value, Tensor) and not bool((value > 0).all()):
+                raise _refuse(where, f"{'.'.join(filter(None, (path, name)))} must be positive, and is not")
     for place, source in enumerate((*factors.blocks, *(b.source for b in posterior.blocks))):
         for name, places in getattr(source, "entries", {}).items() if isinstance(source, SubnetworkBlock) else ():
             inside = len(places) == 0 or (int(places[0]) >= 0 and int(places[-1]) < math.prod(source.sizes[name]))
             if not inside or not bool((places.diff() > 0).all()):
                 raise _refuse(where, f"the entries of {name} in block {place} are no ascending places in the parameter")
+    if not bool(torch.isfinite(posterior.log_det_precision())):
+        raise _refuse(where, "the precision of the posterior is not positive definite")
     if not factors.n_data > 0 or factors.n_outputs < 0:
         raise _refuse(where, f"factors.n_data is {factors.n_data!r} and must be positive")

@@ -178,6 +178,10 @@ class StateWriter:
         if id(tensor) in self._keys:
             return self._keys[id(tensor)]
         value = tensor.detach()
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise InputError(
+                f"{key} has entries that are not finite, which cannot be saved; a fit should have only finite numbers"
+            )
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda d: -strides[d])
         if not value.permute(order).is_contiguous():  # An expanded or strided view is copied anyway.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from aftermap import checks
 from aftermap.errors import DataError
 from aftermap.posteriors.records import ADVICE, ListOf, MapOf, Record, Text, Whole
 
@@ -237,28 +238,12 @@ def check_file(file: Path, record: Mapping[str, Any]) -> None:
         raise DataError(
             f"{file} is too long: {size:,} bytes instead of {expected:,}. It is damaged or from another fit: copy it again, or fit again"
         )
-    memory = _memory()
-    if memory is not None and size > memory:
-        raise DataError(f"{file} has {size:,} bytes, more than the {memory:,} that this machine allows. {ADVICE}")
+    checks.memory(str(file), size)
     if _digest(file) != record["sha256"]:
         raise DataError(
             f"{file} is not the file that was saved with config.json: its checksum differs. It is damaged or from another fit: copy it "
             "again, or fit again"
         )
-
-
-def _memory() -> int | None:
-    """The bytes that this process can have at most; None where the system does not say."""
-    try:
-        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-    try:
-        import resource
-    except ImportError:
-        return whole
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return whole if limit == resource.RLIM_INFINITY else min(whole, limit)
 
 
 def check_tensor_header(file: Path, table: Mapping[str, Mapping[str, Any]] | None) -> None:

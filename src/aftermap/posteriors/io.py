@@ -337,10 +337,11 @@ def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | 
     for name, record in config["files"].items():
         if name != _MODEL:  # Whoever has the network need not have its weights here; `read_model_state` checks them.
             check_file(plain_file(place, name, f"{_CONFIG} says that it was saved"), record)
-    reader = StateReader(_read_tensors(place / _POSTERIOR, table, target), table, where, config["schema"])
+    tensors = _read_tensors(place / _POSTERIOR, table, target)
+    reader = StateReader(tensors, table, where, config["schema"])
     posterior, factors = (reader.decode(config[k], k, kind) for k, kind in _PARTS.items())
     check_agreement(posterior, factors, parameters, where)
-    check_values(posterior, factors, where)
+    check_values(posterior, factors, tensors, where)
     return LoadedPosterior(
         posterior,
         factors,
