@@ -13,6 +13,7 @@ from aftermap.posteriors import io
 from tests.faults.data_files import FORMATS, DataTrial
 from tests.faults.folders import STRUCTURES, FolderTrial
 from tests.faults.harness import GOOD, RESULTS, Outcome, Trial, run, run_in_processes, summary
+from tests.faults.page import PAGE, page_of, results
 
 
 @pytest.fixture(scope="module")
@@ -39,16 +40,16 @@ def test_damaged_folders_load_as_they_were_or_are_refused(folders: FolderTrial) 
 
 
 def test_damaged_data_are_read_or_refused(data: DataTrial) -> None:
-    found = run(data, range(7 * 30))
+    found = run(data, range(7 * 20))
     assert wrong(found) == []
     assert {o.subject for o in found} == set(FORMATS)
-    assert Counter(o.result for o in found)["clear error"] > 100
+    assert Counter(o.result for o in found)["clear error"] > 80
 
 
 def test_the_program_notices_what_a_checksum_prevents(folders: FolderTrial, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the checksum of config.json, numbers that were changed come through."""
     monkeypatch.setattr(io, "unsealed", lambda config, file: {k: v for k, v in config.items() if k != "checksum"})
-    assert "other content" in {o.result for o in run(folders, range(260))}
+    assert any(run(folders, [number])[0].result == "other content" for number in range(1000))
 
 
 def test_a_case_is_the_same_each_time(folders: FolderTrial, data: DataTrial) -> None:
@@ -64,6 +65,15 @@ def test_what_is_counted() -> None:
     assert found["results"] == {**dict.fromkeys(RESULTS, 1), "clear error": 2}
     assert found["by_subject"]["kron"] == found["results"]
     assert [o["result"] for o in found["wrong"]] == ["unclear error", "other content", "other exception", "killed"]
+
+
+def test_the_page_says_what_was_counted() -> None:
+    folders, data = results()
+    assert PAGE.read_text(encoding="utf-8") == page_of(folders, data), "write it with: python -m tests.faults.page"
+    for found in (folders, data):
+        assert found["wrong"] == []
+        assert sum(found["results"].values()) == found["cases"]
+    assert folders["by_group"]["damaged"]["as written"] == 0
 
 
 class Deadly(Trial):

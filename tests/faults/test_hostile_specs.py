@@ -85,7 +85,7 @@ def posterior(files: Files, tmp_path: Path) -> Path:
 
 
 def test_no_network_that_a_folder_names_runs_code(files: Files, posterior: Path, work: Path, tmp_path: Path) -> None:
-    for number, spec in enumerate(specs(work, 30)):
+    for number, spec in enumerate(specs(work, 10)):
         edit(posterior, lambda config, spec=spec: config["laplace"]["extras"]["model"].update(spec=spec))  # type: ignore[misc]
         verb = VERBS[number % len(VERBS)]
         found = invoke(verb, str(posterior), *arguments(verb, files), code=2)
@@ -98,7 +98,7 @@ def test_no_network_that_a_folder_names_runs_code(files: Files, posterior: Path,
 
 def test_no_data_that_a_folder_names_run_code(files: Files, posterior: Path, work: Path, tmp_path: Path) -> None:
     """`evaluate` and `report` look for the test part of the training data where no --test is given."""
-    for number, spec in enumerate(specs(work, 30)):
+    for number, spec in enumerate(specs(work, 10)):
         edit(posterior, lambda config, spec=spec: config["laplace"]["extras"]["data"].update(train=spec))  # type: ignore[misc]
         verb = ("evaluate", "report", "where")[number % 3]
         found = invoke(verb, str(posterior), "--model", files.model, code=2)

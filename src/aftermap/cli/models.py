@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.cli.builtin import build_network
 from aftermap.cli.console import replaced_file
 from aftermap.cli.trust import search_working_folder_first
@@ -128,8 +129,10 @@ def make_model(
         if spec.startswith("builtin:"):
             if not options or "shape" not in options:
                 raise InputError(f"--model {spec} is built for its data: give them with --train or --data")
-            name, wanted = spec.removeprefix("builtin:"), (options["shape"], options.get("outputs"))
-            build = functools.partial(build_network, name, *wanted, rescale=bool(options.get("rescale")))
+            name, outputs = spec.removeprefix("builtin:"), checks.count("outputs", options.get("outputs"))
+            build = functools.partial(
+                build_network, name, options["shape"], outputs, rescale=bool(options.get("rescale"))
+            )
             model: Any = _built(build, spec, weights if isinstance(weights, Mapping) else None)
         else:
             model = _call(import_object(spec, "--model"), spec)

@@ -71,7 +71,7 @@ _EXTRAS = Record(
         "model": _MODEL,
         "data": _DATA,
         "task": Text(),
-        "seed": Whole(),
+        "seed": Whole(-(2**63), 2**64 - 1),
         "thresholds": OrNone(MapOf(_THRESHOLD)),
         "predict": OrNone(Record({}, {"kind": Text(), "samples": Whole(1)}, open=True)),
         "self_check": OrNone(MapOf(Anything())),

@@ -13,7 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -371,7 +371,9 @@ def read_idx(path: str | Path) -> Tensor:
     return torch.from_numpy(values.astype(kind.newbyteorder("="), copy=True))
 
 
-def _idx_header(file: Path, start: bytes, stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _idx_header(
+    file: Path, start: bytes, stream: gzip.GzipFile | io.BufferedReader
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
     if len(start) < 4 or start[:2] != b"\0\0" or start[2] not in _TYPES or not 0 < start[3] <= _MOST_DIMENSIONS:
         raise DataError(f"{file} is not an idx file: it begins with {start.hex(' ') or 'nothing'}")
     shape = stream.read(4 * start[3])

@@ -216,26 +216,33 @@ def check_values(posterior: GaussianPosterior, factors: Factors, tensors: Mappin
     for key, value in tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise _refuse(where, f"the tensor {key} has entries that are not finite")
-    checks: list[tuple[str, Any]] = [
-        ("posterior.prior.precision", posterior.prior.precision),
-        ("posterior.scale", {"": posterior.scale}),
-    ]
-    for place, block in enumerate(posterior.blocks):
-        for path, part in (("", block), (".inner", getattr(block, "inner", None))):
-            for name in ("scale", "ratio", "whitener", "prior"):
-                value = getattr(part, name, None)
-                named = value if isinstance(value, Mapping) else {"": value}
-                checks.append((f"posterior.blocks.{place}{path}.{name}", named))
-    for path, values in checks:
-        for name, value in values.items():
-            if isinstance(value, Tensor) and not bool((value > 0).all()):
-                raise _refuse(where, f"{'.'.join(filter(None, (path, name)))} must be positive, and is not")
-    for place, source in enumerate((*factors.blocks, *(b.source for b in posterior.blocks))):
-        for name, places in getattr(source, "entries", {}).items() if isinstance(source, SubnetworkBlock) else ():
-            inside = len(places) == 0 or (int(places[0]) >= 0 and int(places[-1]) < math.prod(source.sizes[name]))
-            if not inside or not bool((places.diff() > 0).all()):
-                raise _refuse(where, f"the entries of {name} in block {place} are no ascending places in the parameter")
+    _check_positive(posterior, where)
+    for source in (*factors.blocks, *(b.source for b in posterior.blocks)):
+        if isinstance(source, SubnetworkBlock):
+            _check_entries(source, where)
     if not bool(torch.isfinite(posterior.log_det_precision())):
         raise _refuse(where, "the precision of the posterior is not positive definite")
     if not factors.n_data > 0 or factors.n_outputs < 0:
         raise _refuse(where, f"factors.n_data is {factors.n_data!r} and must be positive")
+
+
+def _check_positive(posterior: GaussianPosterior, where: str) -> None:
+    parts: list[tuple[str, Any]] = [("posterior", posterior), ("posterior.prior", posterior.prior)]
+    for place, block in enumerate(posterior.blocks):
+        parts += [
+            (f"posterior.blocks.{place}", block),
+            (f"posterior.blocks.{place}.inner", getattr(block, "inner", None)),
+        ]
+    for path, part in parts:
+        for entry in ("precision",) if part is posterior.prior else ("scale", "ratio", "whitener", "prior"):
+            found = getattr(part, entry, None)
+            for name, value in found.items() if isinstance(found, Mapping) else (("", found),):
+                if isinstance(value, Tensor) and not bool((value > 0).all()):
+                    raise _refuse(where, f"{path}.{entry}{'.' if name else ''}{name} must be positive, and is not")
+
+
+def _check_entries(block: SubnetworkBlock, where: str) -> None:
+    for name, places in block.entries.items():
+        inside = len(places) == 0 or (int(places[0]) >= 0 and int(places[-1]) < math.prod(block.sizes[name]))
+        if not inside or not bool((places.diff() > 0).all()):
+            raise _refuse(where, f"the entries of {name} in {block.name} are no ascending places in the parameter")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import lru_cache
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -73,6 +72,7 @@ BLOCK_KINDS: dict[str, tuple[str, ...]] = {
 }
 _PLAIN: dict[Any, Kind] = {float: Number(), int: Whole(), str: Text(), bool: Flag()}
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_DECLARED: dict[type[Any], dict[str, Any]] = {}
 _TAGS: dict[Any, str] = {Tensor: "$tensor", torch.dtype: "$dtype", Layout: "$layout"}
 _TAG_WORDS = {"$tensor": "a tensor", "$dtype": "a dtype", "$layout": "a layout", "$map": "a mapping"}
 _LAYOUT = Record(
@@ -361,11 +361,12 @@ class StateReader:
             raise DataError(f"{self.where}: {path} is no {name}: {error}. {ADVICE}") from error
 
 
-@lru_cache(maxsize=256)
 def declared(saved: type[Any]) -> dict[str, Any]:
     """Returns the types of the entries of a class; Any for all of them where its annotations cannot be read."""
-    try:
-        hints = get_type_hints(saved)
-    except (NameError, TypeError):
-        hints = {}
-    return {f.name: hints.get(f.name, Any) for f in fields(saved)}
+    if saved not in _DECLARED:
+        try:
+            hints = get_type_hints(saved)
+        except (NameError, TypeError):
+            hints = {}
+        _DECLARED[saved] = {f.name: hints.get(f.name, Any) for f in fields(saved)}
+    return _DECLARED[saved]
