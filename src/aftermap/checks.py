@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, SupportsInt, TypeVar, cast
@@ -16,7 +17,19 @@ from torch import nn
 
 from aftermap.errors import DataError, InputError
 
-__all__ = ["choice", "choices", "count", "few", "fraction", "instance", "keywords", "module", "number", "repeatable"]
+__all__ = [
+    "choice",
+    "choices",
+    "count",
+    "few",
+    "fraction",
+    "instance",
+    "keywords",
+    "memory",
+    "module",
+    "number",
+    "repeatable",
+]
 
 T = TypeVar("T")
 
@@ -243,3 +256,42 @@ def repeatable(name: str, data: Any, purpose: str) -> Any:
     raise DataError(
         f"{purpose} reads {name} more than once, but {type(data).__name__} {problem}. Pass a DataLoader or a list of batches"
     )
+
+
+def memory(what: str, size: int) -> int:
+    """Returns a number of bytes that can be held in memory: no more than the machine has, or than this process may have.
+
+    Args:
+        what: What needs the memory, the subject of the error's sentence.
+        size: The number of bytes.
+
+    Raises:
+        DataError: It is more.
+
+    >>> memory("table.csv", 1000)
+    1000
+    >>> memory("table.csv", 10**18)
+    Traceback (most recent call last):
+    aftermap.errors.DataError: table.csv needs 1,000,000,000,000,000,000 bytes, more than the ... that this process can have. ...
+    """
+    limit = _memory_limit()
+    if limit is not None and size > limit:
+        raise DataError(
+            f"{what} needs {size:,} bytes, more than the {limit:,} that this process can have. If that cannot be right, it is damaged: "
+            "copy it again; else use a machine with more memory"
+        )
+    return size
+
+
+def _memory_limit() -> int | None:
+    """The bytes that this process can have at most; None where the system does not say."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+    try:
+        import resource
+    except ImportError:
+        return whole
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return whole if limit == resource.RLIM_INFINITY else min(whole, limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import shutil
 import sys
@@ -18,6 +17,7 @@ from aftermap.cli.models import read_weights
 from aftermap.cli.store import load_fitted
 from aftermap.errors import DataError, InputError
 from tests.cli.common import Files, invoke, words
+from tests.faults.sealing import edit
 
 HOSTILE = """
 import pathlib
@@ -55,9 +55,7 @@ VERBS = ("predict", "evaluate", "report", "tune", "where")
 
 
 def set_factory(folder: Path, spec: str) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["laplace"]["extras"]["model"]["spec"] = spec
-    (folder / "config.json").write_text(json.dumps(config))
+    edit(folder, lambda config: config["laplace"]["extras"]["model"].update(spec=spec))
 
 
 @pytest.fixture
@@ -213,10 +211,8 @@ def test_a_factory_that_is_not_there(files: Files, posterior: Path) -> None:
     assert "gone.nets:build, which is not found" in said
     set_factory(posterior, "no_colon")
     assert "no_colon, which is not found" in words(invoke("predict", str(posterior), str(files.test), code=2).stderr)
-    config = json.loads((posterior / "config.json").read_text())
-    config["laplace"]["extras"]["model"] = ["not", "a", "table"]
-    (posterior / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="does not say in its usual form how its network is built"):
+    edit(posterior, lambda config: config["laplace"]["extras"].update(model=["not", "a", "table"]))
+    with pytest.raises(DataError, match="extras.model should be an object, got a list of 3"):
         load_fitted(posterior)
 
 
@@ -246,10 +242,8 @@ def test_training_data_that_a_folder_names_are_no_code(
     hostile: tuple[Path, str, Path], files: Files, marker: Path
 ) -> None:
     folder, spec, _ = hostile
-    config = json.loads((folder / "config.json").read_text())
     for named in (spec, spec + ":train", f"builtin:{spec}", f"toy:{spec}:train"):
-        config["laplace"]["extras"]["data"]["train"] = named
-        (folder / "config.json").write_text(json.dumps(config))
+        edit(folder, lambda config, named=named: config["laplace"]["extras"]["data"].update(train=named))  # type: ignore[misc]
         invoke("evaluate", str(folder), "--model", files.model, code=2)
         assert not marker.exists()
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from aftermap.cli.store import load_fitted, save_fitted
 from aftermap.evaluation import Results
 from tests.cli.common import Files, answer, invoke, words
+from tests.faults.sealing import edit
 
 # Evaluate, report, where, tune
 
@@ -297,9 +298,7 @@ def test_regression_has_intervals(tmp_path: Path) -> None:
 
 
 def test_a_posterior_without_its_network(files: Files, posterior: Path, tmp_path: Path) -> None:
-    config = json.loads((posterior / "config.json").read_text())
-    config["laplace"]["extras"]["model"]["spec"] = "gone.nets:build"
-    (posterior / "config.json").write_text(json.dumps(config))
+    edit(posterior, lambda config: config["laplace"]["extras"]["model"].update(spec="gone.nets:build"))
     assert "gone.nets:build, which is not found" in words(
         invoke("predict", str(posterior), str(files.test), code=2).stderr
     )

@@ -156,7 +156,7 @@ def test_csv_quotes_change_nothing(tmp_path: Path, delimiter: str) -> None:
 
 def test_csv_names_a_number_that_is_too_large(tmp_path: Path) -> None:
     file = write(tmp_path, "a,b,y\n1,2,0\n\n3,-1e39,1\n")
-    with pytest.raises(DataError, match="row 4, column 'b': -1e39 is too large for float32"):
+    with pytest.raises(DataError, match="row 4, column 'b': '-1e39' is too large for a number of 32 bits"):
         read_csv(file, target="y")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from aftermap.errors import DataError, InputError, NotFittedError, ShapeError, U
 from aftermap.laplace import Laplace
 from aftermap.laplace.mixture import Mixture, load_mixture, mix
 from aftermap.likelihoods import Gaussian
+from aftermap.posteriors.files import sealed
 from aftermap.testing import check_predictor
 from tests.laplace.problems import classes, generator, linear_regression, mlp, normal, regression, seeded
 
@@ -209,8 +211,39 @@ def test_save_and_load(tmp_path) -> None:
     (tmp_path / "mixture" / "mixture.json").write_text(json.dumps({**config, "method": "other"}))
     with pytest.raises(DataError, match="method 'other'"):
         load_mixture(tmp_path / "mixture", mixture.models[:2])
-    with pytest.raises(DataError, match="does not hold a saved mixture"):
+    with pytest.raises(DataError, match="mixture.json is missing; a mixture's folder has it"):
         load_mixture(tmp_path, mixture.models)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"components": ["../elsewhere", "component_1"]},
+            "components.0 should be the name of a component, such as component_0",
+        ),
+        ({"components": ["component_0", "component_0"]}, "must be equally many"),
+        ({"components": [[], {}]}, "components.0 should be the name of a component"),
+        (
+            {"weights": [0.5, "0.5"]},
+            "weights.1 should be a finite number of at least 0 and of at most 1, got the text '0.5'",
+        ),
+        ({"weights": [0.5]}, "must be equally many"),
+        ({"weights": None}, "weights should be a list, got null"),
+        ({"log_evidences": [1.0]}, "must be equally many"),
+        ({"surprise": 1}, "has the unknown entries 'surprise'"),
+    ],
+)
+def test_a_damaged_mixture(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    mixture = Mixture(class_parts(2), "uniform")
+    file = mixture.save(tmp_path / "mixture") / "mixture.json"
+    config = {**json.loads(file.read_text()), **change}
+    file.write_text(json.dumps(config))
+    with pytest.raises(DataError, match="is not what was saved: its checksum differs"):
+        load_mixture(tmp_path / "mixture", mixture.models)
+    file.write_text(json.dumps(sealed({k: v for k, v in config.items() if k != "checksum"})))
+    with pytest.raises(DataError, match=message):
+        load_mixture(tmp_path / "mixture", mixture.models)
 
 
 def test_bad_input() -> None:

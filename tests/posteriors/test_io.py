@@ -116,7 +116,7 @@ def test_the_configuration_can_be_read_by_people(tmp_path: Path) -> None:
     weights = {"all": normal(3)}
     save_posterior(tmp_path / "p", posterior, factors, CONFIG, weights=weights)
     config = json.loads((tmp_path / "p" / "config.json").read_text(encoding="utf-8"))
-    assert config["schema"] == 2
+    assert config["schema"] == 3
     assert config["versions"]["torch"] == torch.__version__
     assert config["weights_hash"] == weights_hash(weights)
     assert config["parameters"]["first.weight"] == {"shape": [5, 3], "dtype": "float64"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import importlib.util
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.cli.builtin import build_network
 from aftermap.cli.console import replaced_file
 from aftermap.cli.trust import search_working_folder_first
@@ -129,17 +131,29 @@ def make_model(
         if spec.startswith("builtin:"):
             if not options or "shape" not in options:
                 raise InputError(f"--model {spec} is built for its data: give them with --train or --data")
-            model: Any = build_network(
-                spec.removeprefix("builtin:"),
-                options["shape"],
-                options["outputs"],
-                rescale=bool(options.get("rescale")),
+            name, outputs = spec.removeprefix("builtin:"), checks.count("outputs", options.get("outputs"))
+            build = functools.partial(
+                build_network, name, options["shape"], outputs, rescale=bool(options.get("rescale"))
             )
+            model: Any = _built(build, spec, weights if isinstance(weights, Mapping) else None)
         else:
             model = _call(import_object(spec, "--model"), spec)
     if weights is not None:
         load_weights(model, weights)
     return model.to(device or torch.device("cpu")).eval()
+
+
+def _built(build: Callable[[], nn.Module], spec: str, weights: Mapping[str, Tensor] | None) -> nn.Module:
+    """A built-in network. Where its weights are there, a shape that is not theirs is refused before memory is taken for it."""
+    try:
+        if weights is not None:
+            with torch.device("meta"):
+                _fitting(build(), weights, "")
+        return build()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"--model {spec} cannot be built for its inputs and outputs: {error}") from error
 
 
 def _call(factory: Any, spec: str) -> nn.Module:
@@ -230,6 +244,16 @@ def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -
         InputError: Names or shapes do not fit; the model is unchanged.
     """
     state = dict(weights) if isinstance(weights, Mapping) else read_weights(weights)
+    source = "" if isinstance(weights, Mapping) else f" in {weights}"
+    try:
+        model.load_state_dict(_fitting(model, state, source), strict=False)
+    except RuntimeError as error:
+        raise UnsupportedError(f"the weights cannot be loaded: {error}") from error
+
+
+def _fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
+    """The weights under the names of the model, once names and shapes are known to fit."""
+    state = dict(weights)
     expected = model.state_dict()
     for prefix in _PREFIXES:
         if not set(expected) & set(state) and all(k.startswith(prefix) for k in state):
@@ -246,14 +270,10 @@ def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -
         if n in state and state[n].shape != v.shape
     ]
     if problems:
-        source = "" if isinstance(weights, Mapping) else f" in {weights}"
         more = [f"… and {len(problems) - 12} more"] if len(problems) > 12 else []
         listed = "\n".join(f"  {p}" for p in [*problems[:12], *more])
         raise InputError(f"the weights{source} do not fit the model {type(model).__name__}:\n{listed}")
-    try:
-        model.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise UnsupportedError(f"the weights cannot be loaded: {error}") from error
+    return state
 
 
 def save_weights(model: nn.Module, file: Path) -> None:

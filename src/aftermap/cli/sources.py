@@ -144,15 +144,16 @@ def open_source(
         InputError, DataError: There is nothing of that kind, or the data cannot be read.
     """
     before, _, ending = spec.rpartition(":")
-    stem, named_part = (before, ending) if ending in _PARTS and before else (spec, part)
+    # `toy:test` is a toy problem called test, and no code in a module called toy.
+    stem, named_part = (before, ending) if ending in _PARTS and before not in ("", "builtin", "toy") else (spec, part)
     examples: Examples | None = None
     if stem.startswith("builtin:"):
         examples = part_of(builtin(stem.removeprefix("builtin:")), named_part)
     elif stem.startswith("toy:"):
         examples = part_of(toy(stem.removeprefix("toy:"), 600), named_part)
-    elif is_named(stem) and not Path(stem).exists():
+    elif is_named(stem) and not _exists(stem):
         examples = named(stem, named_part, folder=data_format.folder, download=data_format.download)
-    elif Path(spec).expanduser().exists():
+    elif _exists(spec):
         examples = _from_path(Path(spec).expanduser(), part, data_format, need_targets)
     elif ":" in spec and not spec.endswith((".npz", *_TABLES)):
         loader = _from_code(spec, what)
@@ -168,6 +169,14 @@ def open_source(
         examples = examples.take(slice(0, data_format.limit))
     examples = _typed(examples, data_format.task, what)
     return Source(spec, examples.name, Batches(examples, data_format.batch_size), examples)
+
+
+def _exists(spec: str) -> bool:
+    """Whether there is a file or folder of this name; a name that cannot be one has none."""
+    try:
+        return Path(spec).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def open_parts(
@@ -222,7 +231,12 @@ def _from_path(path: Path, part: str, data_format: DataFormat, need_targets: boo
                 f"{path}: there are no labels beside it, in {labels.name if labels != path else 'labels-idx1-ubyte'}"
             )
         inputs = as_inputs(read_idx(path).numpy(), str(path))
-        return Examples(inputs, read_idx(labels).long() if has_labels else None, path.name.split("-images")[0])
+        targets = read_idx(labels) if has_labels else None
+        if targets is not None and (targets.dim() != 1 or targets.is_floating_point()):
+            raise DataError(
+                f"{labels} should hold one whole number per image, got {targets.dtype} {list(targets.shape)}"
+            )
+        return Examples(inputs, None if targets is None else targets.long(), path.name.split("-images")[0])
     raise DataError(f"{path} has an unknown format; understood are .npz, .csv, .tsv, idx files and folders of images")
 
 

@@ -17,7 +17,7 @@ from aftermap.cli.models import make_model
 from aftermap.cli.sources import Batches, DataFormat, Source
 from aftermap.cli.trust import check_factory, memory_file, remember
 from aftermap.distributed import rank, world_size
-from aftermap.errors import DataError, InputError
+from aftermap.errors import AftermapError, DataError, InputError
 from aftermap.evaluation import Reference, Threshold, default_score
 from aftermap.evaluation.predictor import predict_all
 from aftermap.evaluation.reference import FLAG_SCORES
@@ -25,10 +25,59 @@ from aftermap.evaluation.selective import EITHER
 from aftermap.laplace import CavityCheck, Laplace, SelfCheck, check_predictive, load
 from aftermap.models import check_device as device_of_model
 from aftermap.optim import TrainedPosterior
-from aftermap.posteriors.io import load_posterior, read_model_state, read_saved_config
+from aftermap.posteriors.io import read_model_state, read_reference, read_saved_config
+from aftermap.posteriors.records import ADVICE, Anything, Flag, ListOf, MapOf, Number, OrNone, Record, Text, Whole
 from aftermap.predictive.prediction import SCORES
 
 __all__ = ["Fitted", "calibrate", "describe_fit", "finish", "load_fitted", "save_fitted", "self_check"]
+
+
+# What the commands read of what they saved; entries of other callers are left alone.
+_WORDS = ListOf(Text())
+_THRESHOLD = Record(
+    {
+        "value": OrNone(Number()),
+        "score": Text(FLAG_SCORES),
+        "false_alarm_rate": Number(above=0, most=1),
+        "confidence": OrNone(Number(above=0, most=1)),
+        "n_data": Whole(1),
+    }
+)
+_MODEL = Record(
+    {},
+    {
+        "spec": Text(pattern=r"[^\x00-\x1f\x7f]{1,1000}", example="one line, such as builtin:cnn or mypkg.nets:build"),
+        "options": OrNone(Record({}, {"shape": ListOf(Whole(1)), "outputs": Whole(1), "rescale": Flag()}, open=True)),
+    },
+    open=True,
+)
+_DATA = Record(
+    {},
+    {
+        "train": OrNone(Text()),
+        "target": OrNone(Text()),
+        "columns": OrNone(_WORDS),
+        "classes": OrNone(_WORDS),
+        "shape": OrNone(ListOf(Whole())),
+        "folder": OrNone(Text()),
+        "image_size": OrNone(ListOf(Whole(1), length=2)),
+        "channels": OrNone(Whole(1)),
+    },
+    open=True,
+)
+_EXTRAS = Record(
+    {},
+    {
+        "model": _MODEL,
+        "data": _DATA,
+        "task": Text(),
+        "seed": Whole(-(2**63), 2**64 - 1),
+        "thresholds": OrNone(MapOf(_THRESHOLD)),
+        "predict": OrNone(Record({}, {"kind": Text(), "samples": Whole(1)}, open=True)),
+        "self_check": OrNone(MapOf(Anything())),
+    },
+    open=True,
+)
 
 
 @dataclass(frozen=True)
@@ -238,10 +287,8 @@ def load_fitted(
         InputError: The network cannot be built, does not fit, or is built by code that the user has not allowed.
     """
     config = read_saved_config(folder)
-    extras = dict(config.get("extras", {}))
+    extras = _EXTRAS.read(config.get("extras", {}), f"{folder}: extras")
     model_config = extras.get("model", {})
-    if not isinstance(model_config, dict) or not isinstance(model_config.get("spec", ""), str):
-        raise DataError(f"{folder} does not say in its usual form how its network is built: {model_config!r}")
     spec = model or model_config.get("spec")
     if spec is None:
         raise InputError(f"{folder} does not say how its network is built; add --model and --weights")
@@ -251,13 +298,32 @@ def load_fitted(
     state = weights if weights is not None else read_model_state(folder)
     if state is None:
         raise InputError(f"{folder} does not hold the network's weights; add --weights")
-    network = make_model(
-        spec, options=model_config.get("options"), weights=state, device=device, seed=int(extras.get("seed", 0))
-    )
+    try:
+        options, seed = model_config.get("options"), extras.get("seed", 0)
+        network = make_model(spec, options=options, weights=state, device=device, seed=seed)
+    except InputError as error:
+        raise InputError(f"the network of {folder} cannot be built: {error}") from error
     predictor = load(folder, network, device=device)
     if isinstance(predictor, TrainedPosterior) and config.get("likelihood") is None:
         raise DataError(f"{folder} does not say its likelihood")
-    return Fitted(predictor, network, extras, load_posterior(folder, device=device).reference or {})
+    return Fitted(predictor, network, extras, _checked_reference(folder, extras))
+
+
+def _checked_reference(folder: Path, extras: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The scores on validation data, which `Fitted.scores` can read."""
+    reference = read_reference(folder) or {}
+    thresholds = extras.get("thresholds") or {}
+    wrong = [n for n, v in thresholds.items() if v["score"] != n]
+    if wrong:
+        raise DataError(f"{folder}: extras.thresholds.{wrong[0]} is that of another score. {ADVICE}")
+    if "positions" in reference and thresholds:
+        try:
+            Reference.from_saved(reference, thresholds)
+        except (AftermapError, RuntimeError, TypeError, ValueError) as error:
+            raise DataError(
+                f"{folder}: reference.safetensors does not fit its thresholds: {error}. {ADVICE}"
+            ) from error
+    return reference
 
 
 def describe_fit(

@@ -40,8 +40,10 @@ class Examples:
     columns: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if len(self.inputs) == 0:
+        if self.inputs.dim() == 0 or len(self.inputs) == 0:
             raise DataError(f"{self.name} holds no example")
+        if self.inputs.numel() == 0:
+            raise DataError(f"{self.name} holds inputs of shape {list(self.inputs.shape)}: there is no number in them")
         if self.targets is not None and len(self.targets) != len(self.inputs):
             raise ShapeError(f"{self.name} holds {len(self.inputs)} inputs, but {len(self.targets)} targets")
 
@@ -85,30 +87,40 @@ def as_inputs(values: npt.NDArray[np.generic], where: str) -> Tensor:
         if pixels.dim() == 3:
             pixels = pixels[:, None]
         return pixels.float().div_(255).contiguous()
-    if values.dtype.kind == "f":
-        inputs = torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-        return inputs
-    if values.dtype.kind in "iub":
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-    raise DataError(f"{where} holds {values.dtype}, which are no numbers")
+    return _numbers(values, where)
 
 
 def as_targets(values: npt.NDArray[np.generic], where: str) -> Tensor:
     """Returns whole numbers as class indices (int64), and other numbers as float32."""
     if values.ndim == 2 and values.shape[1] == 1:
         values = values[:, 0]
-    if values.dtype.kind in "iub":
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
-    if values.dtype.kind == "f":
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
-    raise DataError(f"{where} holds {values.dtype}, which are no numbers")
+    return _numbers(values, where)
+
+
+def _numbers(values: npt.NDArray[np.generic], where: str) -> Tensor:
+    """Whole numbers as int64, others as float32; what does not fit into these is refused."""
+    if values.dtype.kind not in "iubf":
+        raise DataError(f"{where} holds {values.dtype}, which are no numbers")
+    wanted = np.float32 if values.dtype.kind == "f" else np.int64
+    limits = np.finfo(np.float32) if wanted is np.float32 else np.iinfo(np.int64)
+    if not np.can_cast(values.dtype, wanted) and values.dtype.kind in "uf" and values.size:
+        finite = values[np.isfinite(values)]
+        largest = np.abs(finite).max() if finite.size else 0
+        if largest > limits.max:
+            raise DataError(f"{where} holds {largest:g}, a number too large for {np.dtype(wanted)}; scale the numbers")
+    return torch.from_numpy(np.ascontiguousarray(values, dtype=wanted))
 
 
 def existing_file(path: str | Path) -> Path:
-    """Returns the file, and raises an error if it is not there."""
+    """Returns the file, and raises an error if it is not there or larger than the memory."""
     file = Path(path).expanduser()
-    if not file.is_file():
+    try:
+        there, size = file.is_file(), file.stat().st_size if file.is_file() else 0
+    except (OSError, ValueError) as error:  # A name that is too long, or a folder that may not be read.
+        raise DataError(f"there is no file {str(file)[:200]}: {error}") from error
+    if not there:
         raise DataError(f"there is no file {file}" + (": it is a folder" if file.is_dir() else ""))
+    checks.memory(str(file), size)
     return file
 
 

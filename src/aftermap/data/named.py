@@ -16,7 +16,7 @@ import torch
 from aftermap import checks
 from aftermap.data.download import fetch
 from aftermap.data.examples import Examples, as_inputs, part_of, split
-from aftermap.data.readers import read_idx, read_npz
+from aftermap.data.readers import array_names, read_arrays, read_idx, read_npz
 from aftermap.errors import DataError, InputError
 from aftermap.lazy import optional
 
@@ -318,8 +318,7 @@ def _uci(name: str, part: str, at: Path) -> Examples:
         raise DataError(f"{name}: no file of this name in {at}/uci_regression or {at}/uci_classification; {have}")
     file = known[wanted]
     classes = file.parent.name == "uci_classification"
-    with np.load(file, allow_pickle=False) as content:
-        arrays = {k: content[k] for k in content.files}
+    arrays = read_arrays(file, array_names(file))
     try:
         if "X_tr" in arrays:
             whole = {p: _uci_part(arrays[f"X_{p}"], arrays[f"y_{p}"], name, classes) for p in ("tr", "te")}

@@ -7,8 +7,10 @@ import gzip
 import io
 import math
 import struct
+import warnings
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.data.examples import Examples, as_inputs, as_targets, existing_file
 from aftermap.errors import DataError
 from aftermap.lazy import optional
 
-__all__ = ["csv_rows", "read_csv", "read_idx", "read_image_folder", "read_npz"]
+__all__ = ["array_names", "csv_rows", "read_arrays", "read_csv", "read_idx", "read_image_folder", "read_npz"]
 
 _DELIMITERS = ",;\t|"
 _INPUTS = ("x", "X", "inputs", "images", "data", "features", "arr_0")
 _TARGETS = ("y", "Y", "targets", "labels", "target", "label", "arr_1")
 _SUFFIXES = {"train": ("_train", "_tr"), "validation": ("_val", "_validation"), "test": ("_test", "_te")}
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_LARGEST = float(np.finfo(np.float32).max)
+_MOST_DIMENSIONS = 16
+_PACKED = 1100  # No byte of a compressed file stands for more: deflate, which gzip and zip use, reaches 1,032.
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
 
@@ -109,6 +115,8 @@ def _open_table(path: str | Path, *, quick: bool) -> _Table:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{file} is no text in UTF-8: {error}") from error
+    except MemoryError as error:
+        raise DataError(f"{file} does not fit into memory") from error
     first = text.lstrip("\n").split("\n", 1)[0]
     delimiter = max(_DELIMITERS, key=first.count)
     numbered: list[tuple[int, Any]]
@@ -116,7 +124,7 @@ def _open_table(path: str | Path, *, quick: bool) -> _Table:
         lines = enumerate(text.split("\n"), 1)
         numbered = [(number, line) for number, line in lines if line.replace(delimiter, " ").strip()]
     else:
-        numbered = [(number, row) for number, row in _lines(text, delimiter) if any(cell.strip() for cell in row)]
+        numbered = [(number, row) for number, row in _lines(file, text, delimiter) if any(cell.strip() for cell in row)]
     if not numbered:
         raise DataError(f"{file} is empty")
     top = numbered[0][1]
@@ -128,7 +136,7 @@ def _open_table(path: str | Path, *, quick: bool) -> _Table:
         header = [f"column_{i + 1}" for i in range(len(header))]
     if not numbered:
         raise DataError(f"{file} has a header, but no rows")
-    twice = sorted({name for name in header if header.count(name) > 1})
+    twice = sorted(name for name, times in Counter(header).items() if times > 1)
     if twice:
         raise DataError(f"{file} has two columns called {twice[0]!r}; give each its own name")
     for number, row in numbered:
@@ -138,9 +146,12 @@ def _open_table(path: str | Path, *, quick: bool) -> _Table:
     return _Table(file, delimiter, header, [row for _, row in numbered], [number for number, _ in numbered])
 
 
-def _lines(text: str, delimiter: str) -> list[tuple[int, list[str]]]:
+def _lines(file: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]]:
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    return [(reader.line_num, row) for row in reader]
+    try:
+        return [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise DataError(f"{file}, row {reader.line_num}: it is no table of cells: {error}") from error
 
 
 def _number(cell: str) -> float | None:
@@ -225,12 +236,10 @@ def _column(file: Path, header: list[str], wanted: str, *, required: bool) -> st
 
 def _cell(file: Path, number: int, column: str, cell: str) -> float:
     value = _number(cell)
-    with np.errstate(over="ignore"):
-        held = value is not None and np.isfinite(np.float32(value))
-    if value is None or not held:
-        got = f"{cell.strip()!r} is not a finite number" if cell.strip() else "the cell is empty"
+    if value is None or not abs(value) <= _LARGEST:
+        got = f"{cell.strip()[:80]!r} is not a finite number" if cell.strip() else "the cell is empty"
         if value is not None and math.isfinite(value):
-            got = f"{cell.strip()} is too large for float32"
+            got = f"{cell.strip()[:80]!r} is too large for a number of 32 bits"
         raise DataError(
             f"{file}, row {number}, column {column!r}: {got}. Inputs are numbers: fill or correct the cell, "
             "turn words into numbers, or leave the column out with --drop (drop=)"
@@ -244,7 +253,14 @@ def _targets(
     numbers = [_number(c) for c in cells]
     if classes is None and all(n is not None and math.isfinite(n) for n in numbers):
         targets = np.array(numbers, dtype=np.float64)
-        if (targets == np.round(targets)).all() and not any("." in c or "e" in c.lower() for c in cells):
+        far = np.flatnonzero(np.abs(targets) > _LARGEST)
+        if len(far):
+            _cell(file, lines[far[0]], column, cells[far[0]])
+        if (
+            (targets == np.round(targets)).all()
+            and np.abs(targets).max() < 2**53
+            and not any("." in c or "e" in c.lower() for c in cells)
+        ):
             return torch.from_numpy(targets.astype(np.int64)), None
         return torch.from_numpy(targets.astype(np.float32)), None
     words = sum(n is None for n in numbers)
@@ -284,30 +300,97 @@ def read_npz(path: str | Path, *, part: str | None = None, need_targets: bool = 
     tensor([0, 1, 1])
     """
     file = existing_file(path)
-    try:
-        content = np.load(file, allow_pickle=False)
-        if isinstance(content, np.ndarray):
-            raise DataError(f"{file} holds one array, no .npz archive; write it with numpy.savez(path, x=..., y=...)")
-        with content:
-            arrays = {name: content[name] for name in content.files if content[name].ndim}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{file} cannot be read as an .npz file: {error}") from error
-    x, y = _find(arrays, _INPUTS, part), _find(arrays, _TARGETS, part)
+    names = array_names(file)
+    x, y = _find(names, _INPUTS, part), _find(names, _TARGETS, part)
     if x is None:
         raise DataError(
-            f"{file} has no array of inputs: it holds {', '.join(arrays) or 'nothing'}; inputs are called {', '.join(_INPUTS[:-1])}"
+            f"{file} has no array of inputs: it holds {checks.few(names) or 'nothing'}; inputs are called {', '.join(_INPUTS[:-1])}"
         )
     if y is None and need_targets:
         raise DataError(
-            f"{file} has no array of targets: it holds {', '.join(arrays)}; targets are called {', '.join(_TARGETS[:-1])}"
+            f"{file} has no array of targets: it holds {checks.few(names)}; targets are called {', '.join(_TARGETS[:-1])}"
         )
+    arrays = read_arrays(file, [name for name in (x, y) if name is not None])
     targets = None if y is None else as_targets(arrays[y], f"{file}: {y}")
     return Examples(as_inputs(arrays[x], f"{file}: {x}"), targets, file.stem)
 
 
-def _find(arrays: dict[str, np.ndarray], names: tuple[str, ...], part: str | None) -> str | None:
+def array_names(file: Path) -> list[str]:
+    """Returns the names of the arrays in an .npz file, without numbers that stand alone.
+
+    What the headers say is judged, so that no memory is taken for arrays that cannot be in the file.
+
+    Raises:
+        DataError: It is no such file, or damaged, or holds Python objects.
+    """
+    try:
+        return _members(file)
+    except DataError:
+        raise
+    except Exception as error:  # What numpy, zipfile and the decompressors raise for damaged files is of many kinds.
+        raise DataError(f"{file} cannot be read as an .npz file: {_named(error)}") from error
+
+
+def read_arrays(file: Path, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns arrays of an .npz file whose headers `array_names` has judged.
+
+    Raises:
+        DataError: They are damaged.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as content:
+            return {name: content[name] for name in names}
+    except Exception as error:
+        raise DataError(f"{file} cannot be read as an .npz file: {_named(error)}") from error
+
+
+def _members(file: Path) -> list[str]:
+    if not zipfile.is_zipfile(file):
+        with file.open("rb") as stream:
+            if stream.read(6) == b"\x93NUMPY":
+                raise DataError(
+                    f"{file} holds one array, no .npz archive; write it with numpy.savez(path, x=..., y=...)"
+                )
+        raise DataError(f"{file} cannot be read as an .npz file: it is no zip archive")
+    names, total = [], 0
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if not entry.filename.endswith(".npy"):
+                continue
+            name = entry.filename.removesuffix(".npy")
+            shape, size = _header(archive, entry)
+            deflated = entry.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            if size != entry.file_size or (deflated and size > _PACKED * max(entry.compress_size, 1)):
+                raise DataError(
+                    f"{file}: {name} says that it has shape {list(shape)[:8]}, but what is in the file is not as large. It is damaged: "
+                    "copy it again"
+                )
+            total += size
+            if shape:
+                names.append(name)
+    checks.memory(str(file), total)
+    return names
+
+
+def _header(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], int]:
+    """The shape of an array, and the bytes that it takes with its header."""
+    with archive.open(entry) as stream:
+        version = np.lib.format.read_magic(stream)
+        # Version 3 is version 2 with names in UTF-8.
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(stream)
+        if dtype.hasobject:
+            raise ValueError("it holds Python objects, which could run code")
+        if any(n < 0 for n in shape):
+            raise ValueError(f"the shape {shape} has a negative number")
+        return shape, stream.tell() + math.prod(shape) * dtype.itemsize
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:200]}" if str(error) else type(error).__name__
+
+
+def _find(arrays: Sequence[str], names: tuple[str, ...], part: str | None) -> str | None:
     endings = _SUFFIXES.get(part or "", ())
     wanted = [n + e for e in endings for n in names] + list(names)
     return next((n for n in wanted if n in arrays), None)
@@ -328,29 +411,39 @@ def read_idx(path: str | Path) -> Tensor:
     References:
         LeCun, Cortes, Burges: The MNIST database (file formats).
     """
-    file = Path(path)
-    if not file.is_file():
-        raise DataError(f"there is no file {file}")
-    content = file.read_bytes()
-    if content[:2] == b"\x1f\x8b":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{file} is a damaged gzip file: {error}") from error
-    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPES or content[3] == 0:
-        raise DataError(f"{file} is not an idx file: it begins with {content[:4].hex(' ') or 'nothing'}")
-    kind, dimensions = np.dtype(_TYPES[content[2]]), content[3]
-    start = 4 + 4 * dimensions
-    if len(content) < start:
-        raise DataError(f"{file} is cut short: its shape of {dimensions} numbers is missing")
-    shape = struct.unpack(f">{dimensions}I", content[4:start])
-    expected = math.prod(shape) * kind.itemsize
-    if len(content) - start != expected:
+    file = existing_file(path)
+    with file.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+    size = file.stat().st_size
+    try:
+        with gzip.open(file) if packed else file.open("rb") as stream:
+            kind, shape = _idx_header(file, stream.read(4), stream)
+            expected, there = math.prod(shape) * kind.itemsize, size - 4 - 4 * len(shape)
+            if expected > (_PACKED * size if packed else there):
+                content, held = b"", f"a part of {size:,}" if packed else f"{there:,}"
+            else:  # One byte more, to see whether there are too many.
+                content = stream.read(checks.memory(str(file), expected) + 1)
+                held = f"{there:,}" if not packed else f"{len(content):,}" if len(content) <= expected else "more"
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
+        what = "is a damaged gzip file" if packed else "cannot be read"
+        raise DataError(f"{file} {what}: {_named(error)}") from error
+    if len(content) != expected:
         raise DataError(
-            f"{file} says that its shape is {list(shape)}, which takes {expected:,} bytes, but holds {len(content) - start:,}"
+            f"{file} says that its shape is {list(shape)}, which takes {expected:,} bytes, but holds {held}"
         )
-    values = np.frombuffer(content, kind, offset=start).reshape(shape)
+    values = np.frombuffer(content, kind).reshape(shape)
     return torch.from_numpy(values.astype(kind.newbyteorder("="), copy=True))
+
+
+def _idx_header(
+    file: Path, start: bytes, stream: gzip.GzipFile | io.BufferedReader
+) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    if len(start) < 4 or start[:2] != b"\0\0" or start[2] not in _TYPES or not 0 < start[3] <= _MOST_DIMENSIONS:
+        raise DataError(f"{file} is not an idx file: it begins with {start.hex(' ') or 'nothing'}")
+    shape = stream.read(4 * start[3])
+    if len(shape) < 4 * start[3]:
+        raise DataError(f"{file} is cut short: its shape of {start[3]} numbers is missing")
+    return np.dtype(_TYPES[start[2]]), struct.unpack(f">{start[3]}I", shape)
 
 
 def read_image_folder(
@@ -400,7 +493,7 @@ def read_image_folder(
     opened = [_open(image, p, size) for p, _ in files]
     grey = channels == 1 or (channels is None and all(p.mode in ("1", "L", "I", "I;16") for p in opened))
     for (file, _), picture in zip(files, opened, strict=True):
-        pixels = np.asarray(picture.convert("L" if grey else "RGB"), dtype=np.uint8)
+        pixels = _pixels(picture, file, "L" if grey else "RGB")
         if arrays and pixels.shape != arrays[0].shape:
             one, other = ("×".join(map(str, s[:2])) for s in (pixels.shape, arrays[0].shape))
             raise DataError(
@@ -419,10 +512,20 @@ def _images(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in _ENDINGS)
 
 
-def _open(image: object, file: Path, size: tuple[int, int] | None):  # type: ignore[no-untyped-def]
+def _open(image: Any, file: Path, size: tuple[int, int] | None) -> Any:
+    existing_file(file)
     try:
-        with image.open(file) as picture:  # type: ignore[attr-defined]
-            picture.load()
-            return picture if size is None else picture.resize((size[1], size[0]))
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{file} cannot be read as an image: {error}") from error
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", image.DecompressionBombWarning)  # Far more pixels than bytes: refused, too.
+            with image.open(file) as picture:
+                picture.load()
+                return picture if size is None else picture.resize((size[1], size[0]))
+    except Exception as error:  # Each of Pillow's readers has its own kinds of errors for damaged files.
+        raise DataError(f"{file} cannot be read as an image: {_named(error)}") from error
+
+
+def _pixels(picture: Any, file: Path, mode: str) -> np.ndarray:
+    try:
+        return np.asarray(picture.convert(mode), dtype=np.uint8)
+    except Exception as error:
+        raise DataError(f"{file} cannot be read as an image: {_named(error)}") from error

@@ -19,7 +19,9 @@ from aftermap.errors import DataError, InputError, NumericalError, ShapeError, U
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.saving import load_laplace, save_laplace
 from aftermap.likelihoods import Likelihood
+from aftermap.posteriors.files import existing_folder, plain_file, read_json, sealed, unsealed
 from aftermap.posteriors.io import replaced_folder
+from aftermap.posteriors.records import ADVICE, ListOf, Number, OrNone, Record, Text, Whole
 from aftermap.predictive import Prediction
 from aftermap.predictive.quadrature import poisson_lognormal_rates
 
@@ -27,7 +29,19 @@ __all__ = ["WEIGHTS", "Mixture", "load_mixture", "mix"]
 
 WEIGHTS = ("evidence", "uniform")
 _CONFIG = "mixture.json"
-_SCHEMA = 1
+_SCHEMA = 2
+_READABLE = (1, 2)  # The first has no checksum.
+_RECORD = Record(
+    {
+        "schema": Whole(),
+        "method": Text(),
+        "components": ListOf(
+            Text(pattern=r"component_\d{1,6}", example="the name of a component, such as component_0")
+        ),
+        "weights": ListOf(Number(least=0, most=1)),
+        "log_evidences": OrNone(ListOf(Number())),
+    }
+)
 
 
 @final
@@ -224,7 +238,7 @@ class Mixture:
         with replaced_folder(place, overwrite=overwrite, known=known) as temporary:
             for name, part in zip(names, self.components, strict=True):
                 save_laplace(part, temporary / name)
-            (temporary / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            (temporary / _CONFIG).write_text(json.dumps(sealed(config), indent=2, allow_nan=False) + "\n")
         return place
 
     def __repr__(self) -> str:
@@ -246,22 +260,33 @@ def load_mixture(
         InputError: The number of networks is another one, or a network does not fit.
         DataError: The folder is damaged or foreign.
     """
-    file = Path(folder) / _CONFIG
-    try:
-        config = json.loads(file.read_text())
-        names, weights = list(config["components"]), [float(w) for w in config["weights"]]
-        evidences, method, schema = config["log_evidences"], config["method"], config["schema"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{folder} does not hold a saved mixture: {file.name} cannot be read ({error})") from error
-    if method != "laplace_mixture" or schema != _SCHEMA or len(names) != len(weights):
-        raise DataError(f"{folder} holds method {method!r} of schema {schema!r}, not a mixture of schema {_SCHEMA}")
+    place = existing_folder(folder, "mixture")
+    file = plain_file(place, _CONFIG, "a mixture's folder has it")
+    config = read_json(file)
+    if (
+        not isinstance(config, dict)
+        or config.get("method") != "laplace_mixture"
+        or config.get("schema") not in _READABLE
+    ):
+        found = {k: config.get(k) for k in ("method", "schema")} if isinstance(config, dict) else {}
+        raise DataError(
+            f"{folder} does not hold a saved mixture: {file.name} says method {str(found.get('method'))[:40]!r} and schema "
+            f"{str(found.get('schema'))[:40]!r}; read are 'laplace_mixture' and {', '.join(map(str, _READABLE))}"
+        )
+    config = _RECORD.read(config if config["schema"] == 1 else unsealed(config, file), f"{file}:")
+    names, weights, evidences = config["components"], config["weights"], config["log_evidences"]
+    if len(set(names)) != len(names) or not len(names) == len(weights) == len(evidences or names):
+        raise DataError(f"{file}: components, weights and log_evidences must be equally many. {ADVICE}")
     given = list(models) if isinstance(models, Sequence | nn.ModuleList) else [models]
     if len(given) != len(names):
         raise InputError(
             f"{folder} holds {len(names)} components, but {len(given)} models were given; pass one for each, in order"
         )
-    parts = [load_laplace(Path(folder) / name, model, device=device) for name, model in zip(names, given, strict=True)]
-    mixture = Mixture(parts, weights)
+    parts = [load_laplace(place / name, model, device=device) for name, model in zip(names, given, strict=True)]
+    try:
+        mixture = Mixture(parts, weights)
+    except InputError as error:
+        raise DataError(f"{file} does not fit its components: {error}. {ADVICE}") from error
     mixture.weights = torch.tensor(weights, dtype=torch.float64)  # Scaling them again would move the last bit.
     if evidences is not None:
         mixture.log_evidences = torch.tensor(evidences, dtype=torch.float64)

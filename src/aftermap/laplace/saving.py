@@ -11,16 +11,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.errors import DataError, InputError, NumericalWarning, UnsupportedError
+from aftermap.curvature.structures.eigenbasis import DAMPINGS
+from aftermap.errors import AftermapError, DataError, InputError, NumericalWarning, UnsupportedError
 from aftermap.laplace.laplace import Laplace
-from aftermap.likelihoods import likelihood_from_config
+from aftermap.likelihoods import Likelihood, likelihood_from_config
 from aftermap.params import named_parameters, weights_hash
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters
-from aftermap.posteriors.io import LoadedPosterior, load_posterior, read_saved_config, save_posterior
+from aftermap.posteriors.encoding import described
+from aftermap.posteriors.io import LoadedPosterior, load_posterior, read_parameters, read_saved_config, save_posterior
+from aftermap.posteriors.records import ADVICE, Anything, Flag, ListOf, MapOf, Number, OrNone, Record, Text, Whole
 from aftermap.predictive import TrainedPosterior
 
 __all__ = ["load", "load_laplace", "read_extras", "save_laplace"]
+
+_EXTRAS = {"extras": MapOf(Anything())}
+_LAPLACE = Record(
+    {
+        "method": Text(("laplace",)),
+        "likelihood": MapOf(Anything()),
+        "noise_level": Number(above=0),
+        "structure": Text(),
+        "params": ListOf(Text()),
+        "curvature": Text(),
+        "data_scale": Number(above=0),
+        "temperature": Number(above=0),
+        "damping": Text(DAMPINGS),
+        "approach": Text(("expand", "reduce")),
+        "rank": OrNone(Whole(1)),
+        "strict": Flag(),
+    },
+    {  # Folders of former versions do not have these.
+        "output_temperature": Number(above=0),
+        "narrowing": Number(above=0),
+        "subset_size": Whole(1),
+        **_EXTRAS,
+    },
+)
+_TRAINED = Record(
+    {
+        "method": Text(pattern=r"[A-Za-z_]\w*", example="the name of an optimiser"),
+        "likelihood": OrNone(MapOf(Anything())),
+    },
+    {"damping": MapOf(Number(least=0)), **_EXTRAS},
+)
 
 
 def save_laplace(
@@ -83,7 +117,7 @@ def read_extras(folder: str | Path) -> dict[str, Any]:
     Raises:
         DataError: No saved posterior is there.
     """
-    return dict(read_saved_config(folder).get("extras", {}))
+    return dict(MapOf(Anything()).read(read_saved_config(folder).get("extras", {}), f"{folder}: extras"))
 
 
 def load(
@@ -106,21 +140,42 @@ def load(
     parameters = named_parameters(model)
     if device is None:
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
+    _check_parameters(parameters, read_parameters(folder), folder)
     loaded = load_posterior(folder, device=device)
-    config = loaded.config
-    method = config.get("method")
+    method = loaded.config.get("method")
     if not isinstance(method, str):
         raise DataError(f"{folder} does not say which method made its posterior; aftermap writes this as 'method'")
+    config = (_LAPLACE if method == "laplace" else _TRAINED).read(loaded.config, f"{folder}:")
     _check_model(model, loaded, folder)
-    if method != "laplace":
-        description = config.get("likelihood")
-        likelihood = None if description is None else likelihood_from_config(description)
+    likelihood = _likelihood(config["likelihood"], folder)
+    if likelihood is None or method != "laplace":
         damping = config.get("damping", {})
+        if damping and set(damping) != set(loaded.posterior.names):
+            raise DataError(f"{folder}: damping does not have one entry for each parameter. {ADVICE}")
         return TrainedPosterior(model, loaded.posterior, loaded.factors, likelihood, method, damping)
+    if config["params"] != list(loaded.posterior.names):
+        raise DataError(f"{folder}: params are not the parameters of the posterior. {ADVICE}")
+    try:
+        return _restored(model, loaded, config, likelihood, folder)
+    except InputError as error:
+        raise DataError(f"{folder} holds what cannot be: {error}. {ADVICE}") from error
+
+
+def _likelihood(config: Mapping[str, Any] | None, folder: str | Path) -> Likelihood | None:
+    try:
+        return None if config is None else likelihood_from_config(config)
+    except (AftermapError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise DataError(f"{folder}: likelihood cannot be made from what is saved: {error}. {ADVICE}") from error
+
+
+def _restored(
+    model: nn.Module, loaded: LoadedPosterior, config: Mapping[str, Any], likelihood: Likelihood, folder: str | Path
+) -> Laplace:
+    """The approximation as it was, from its parts."""
     noise = torch.tensor(config["noise_level"], dtype=torch.float64)
     laplace = Laplace(
         model,
-        likelihood_from_config(config["likelihood"]),
+        likelihood,
         structure=config["structure"],
         params=config["params"],
         curvature=config["curvature"],
@@ -189,21 +244,27 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_model(model: nn.Module, loaded: LoadedPosterior, folder: str | Path) -> None:
-    own = named_parameters(model)
+def _check_parameters(own: Mapping[str, Tensor], saved: Mapping[str, Mapping[str, Any]], folder: str | Path) -> None:
+    """Names, shapes and dtypes, before anything large is read."""
     problems = []
-    for name, value in loaded.posterior.mean.items():
+    for name, entry in saved.items():
+        shape, dtype = tuple(entry["shape"]), f"torch.{entry['dtype']}"
         if name not in own:
-            problems.append(f"{name} {tuple(value.shape)} is missing in the model")
-        elif own[name].shape != value.shape:
-            problems.append(f"{name} is {tuple(own[name].shape)} in the model, {tuple(value.shape)} in the file")
-        elif own[name].dtype != value.dtype:
-            problems.append(f"{name} is {own[name].dtype} in the model, {value.dtype} in the file")
+            problems.append(f"{name} {shape} is missing in the model")
+        elif tuple(own[name].shape) != shape:
+            problems.append(f"{name} is {tuple(own[name].shape)} in the model, {shape} in the file")
+        elif described(own[name])["dtype"] != entry["dtype"]:
+            problems.append(f"{name} is {own[name].dtype} in the model, {dtype} in the file")
     if problems:
-        listed = "\n".join(f"  {p}" for p in problems)
+        more = [f"… and {len(problems) - 20} more"] if len(problems) > 20 else []
+        listed = "\n".join(f"  {p}" for p in [*problems[:20], *more])
         raise InputError(
             f"the model does not fit the posterior in {folder}:\n{listed}\nBuild the model that it was fitted for"
         )
+
+
+def _check_model(model: nn.Module, loaded: LoadedPosterior, folder: str | Path) -> None:
+    own = named_parameters(model)
     changed = [n for n, v in loaded.posterior.mean.items() if not torch.equal(own[n].detach().cpu(), v.cpu())]
     if changed or weights_hash(_state(model)) != loaded.weights_hash:
         which = (

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,11 +24,21 @@ from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior
 from aftermap.curvature.structures.kron import KronBlock, KronBlockPosterior, KroneckerEigenvalues
 from aftermap.curvature.structures.low_rank import LowRankBlock, LowRankBlockPosterior
 from aftermap.curvature.structures.subnetwork import SubnetworkBlock, SubnetworkBlockPosterior
-from aftermap.errors import DataError, InputError
+from aftermap.errors import AftermapError, DataError, InputError
 from aftermap.posteriors.base import GaussianPosterior
+from aftermap.posteriors.records import ADVICE, Anything, Flag, Kind, ListOf, MapOf, Number, Record, Text, Whole, shown
 from aftermap.prior import Prior
 
-__all__ = ["BLOCK_KINDS", "SAVED", "StateReader", "StateWriter", "described", "saved_classes"]
+__all__ = [
+    "BLOCK_KINDS",
+    "FROM_VERSION_1",
+    "SAVED",
+    "StateReader",
+    "StateWriter",
+    "declared",
+    "described",
+    "saved_classes",
+]
 
 SAVED: dict[str, type[Any]] = {
     saved.__name__: saved
@@ -59,6 +70,28 @@ BLOCK_KINDS: dict[str, tuple[str, ...]] = {
     "LowRankBlock": ("low_rank",),
     "SubnetworkBlock": ("subset",),
 }
+_PLAIN: dict[Any, Kind] = {float: Number(), int: Whole(), str: Text(), bool: Flag()}
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_DECLARED: dict[type[Any], dict[str, Any]] = {}
+_TAGS: dict[Any, str] = {Tensor: "$tensor", torch.dtype: "$dtype", Layout: "$layout"}
+_TAG_WORDS = {"$tensor": "a tensor", "$dtype": "a dtype", "$layout": "a layout", "$map": "a mapping"}
+_LAYOUT = Record(
+    {
+        "name": Text(),
+        "groups": Whole(1),
+        "out": Whole(1),
+        "in": Whole(1),
+        "pieces": ListOf(ListOf(Anything(), length=6)),
+    }
+)
+_PIECE: dict[str, Kind] = {
+    "name": Text(),
+    "shape": ListOf(Whole()),
+    "view": ListOf(Whole()),
+    "order": ListOf(Whole()),
+    "start": Whole(),
+    "stop": Whole(),
+}
 
 
 def _with_basis(value: Mapping[str, Any], inputs: str, outputs: str) -> dict[str, Any]:
@@ -70,7 +103,7 @@ def _with_basis(value: Mapping[str, Any], inputs: str, outputs: str) -> dict[str
 
 
 # These are classes and entries that version 1 named differently.
-_FROM_VERSION_1: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+FROM_VERSION_1: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "EigenTable": lambda value: {**value, "$class": "KroneckerEigenvalues"},
     "EigenBlock": lambda value: {**_with_basis(value, "input_vectors", "output_vectors"), "$class": "EkfacBlock"},
     "KronBlockPosterior": lambda value: _with_basis(value, "inner", "outer"),
@@ -145,6 +178,10 @@ class StateWriter:
         if id(tensor) in self._keys:
             return self._keys[id(tensor)]
         value = tensor.detach()
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise InputError(
+                f"{key} has entries that are not finite, which cannot be saved; a fit should have only finite numbers"
+            )
         strides = value.stride()
         order = sorted(range(value.dim()), key=lambda d: -strides[d])
         if not value.permute(order).is_contiguous():  # An expanded or strided view is copied anyway.
@@ -166,101 +203,170 @@ class StateWriter:
 
 @dataclass(frozen=True)
 class StateReader:
-    """Reads what a :class:`StateWriter` wrote.
+    """Reads what a :class:`StateWriter` wrote, each entry as the type that its class declares.
 
     Attributes:
         tensors: The tensors by key, as they lay in the file.
         table: The shape, dtype and order of each tensor, by key.
         where: The file that the values come from, for messages.
-        version: The version of the format that the values were written in, 1 or 2.
+        version: The version of the format that the values were written in.
     """
 
     tensors: Mapping[str, Tensor]
     table: Mapping[str, Mapping[str, Any]]
     where: str
-    version: int = 2
+    version: int = 3
     _tensors_read: dict[str, Tensor] = field(default_factory=dict)
 
-    def decode(self, value: Any, path: str) -> Any:
+    def decode(self, value: Any, path: str, hint: Any = Any) -> Any:
         """Returns the object that JSON stands for.
+
+        Args:
+            value: The JSON value.
+            path: Its place in the file, for messages.
+            hint: The type that it must have, as annotations write it; with Any the value says by itself what it is.
 
         Raises:
             DataError: Something does not fit; the message says what, and where.
         """
+        origin, inner = get_origin(hint), get_args(hint)
+        if origin in (Union, UnionType):
+            kinds = [h for h in inner if h is not NoneType]
+            if value is None and NoneType in inner:
+                return None
+            return self.decode(value, path, kinds[0] if len(kinds) == 1 else Any)
+        if hint in _PLAIN:
+            return _PLAIN[hint].read(value, f"{self.where}: {path}")
+        if origin in (tuple, list, Sequence) and (origin is not tuple or inner[1:] == (Ellipsis,)):
+            entries = ListOf(Anything()).read(value, f"{self.where}: {path}")
+            return tuple(self.decode(v, f"{path}.{i}", inner[0]) for i, v in enumerate(entries))
+        if origin in (dict, Mapping):
+            return self._map(self._tagged(value, "$map", path), path, inner[1])
+        if hint in _TAGS:
+            return self._by_tag(_TAGS[hint], self._tagged(value, _TAGS[hint], path), path)
+        if isinstance(hint, type):
+            found = self._object(value, path)
+            if not isinstance(found, hint):
+                raise DataError(
+                    f"{self.where}: {path} should be a {hint.__name__}, got a {type(found).__name__}. {ADVICE}"
+                )
+            return found
+        return self._untyped(value, path)
+
+    def _untyped(self, value: Any, path: str) -> Any:
+        """Reads a value whose class does not say what it is."""
         if isinstance(value, list):
-            return tuple(self.decode(v, f"{path}.{i}") for i, v in enumerate(value))
+            return tuple(self._untyped(v, f"{path}.{i}") for i, v in enumerate(value))
         if not isinstance(value, dict):
             return value
-        readers: dict[str, Callable[[Any, str], Any]] = {
-            "$tensor": self._tensor,
-            "$dtype": self._dtype,
-            "$layout": self._layout,
-            "$map": self._map,
-        }
         if "$class" in value:
             return self._object(value, path)
         if len(value) == 1:
             tag, content = next(iter(value.items()))
-            if tag in readers:
-                return readers[tag](content, path)
-        raise DataError(f"{self.where}: {path} is an object without a known tag ({', '.join(readers)}, $class)")
+            if tag == "$map":
+                return self._map(content, path, Any)
+            if tag in _TAGS.values():
+                return self._by_tag(tag, content, path)
+        tags = ", ".join((*_TAGS.values(), "$map", "$class"))
+        raise DataError(f"{self.where}: {path} is an object without a known tag ({tags}). {ADVICE}")
+
+    def _tagged(self, value: Any, tag: str, path: str) -> Any:
+        if not isinstance(value, dict) or list(value) != [tag]:
+            raise DataError(f"{self.where}: {path} should be {_TAG_WORDS[tag]}, got {shown(value)}. {ADVICE}")
+        return value[tag]
+
+    def _by_tag(self, tag: str, content: Any, path: str) -> Any:
+        return {"$tensor": self._tensor, "$dtype": self._dtype, "$layout": self._layout}[tag](content, path)
 
     def _tensor(self, key: Any, path: str) -> Tensor:
         if not isinstance(key, str) or key not in self.tensors:
-            raise DataError(f"{self.where}: {path} refers to the tensor {key!r}, which is not in the file of tensors")
+            raise DataError(
+                f"{self.where}: {path} refers to {shown(key).replace('the text', 'the tensor')}, which is not in the file of tensors. {ADVICE}"
+            )
         if key not in self._tensors_read:
             tensor = self.tensors[key]
             order = self.table[key].get("order", list(range(tensor.dim())))
-            if not isinstance(order, list) or sorted(order) != list(range(tensor.dim())):
-                raise DataError(f"{self.where}: the order {order!r} of {key} is no order of {tensor.dim()} dimensions")
+            if sorted(order) != list(range(tensor.dim())):
+                raise DataError(
+                    f"{self.where}: the order {order[:8]!r} of {key} is no order of {tensor.dim()} dimensions. {ADVICE}"
+                )
             inverse = sorted(range(len(order)), key=order.__getitem__)
             self._tensors_read[key] = tensor.permute(inverse)
         return self._tensors_read[key]
 
     def _dtype(self, name: Any, path: str) -> torch.dtype:
-        dtype = getattr(torch, name, None) if isinstance(name, str) else None
-        if not isinstance(dtype, torch.dtype):
-            raise DataError(f"{self.where}: {path} is the dtype {name!r}, which torch does not know")
-        return dtype
+        if not isinstance(name, str) or name not in _DTYPES:
+            raise DataError(f"{self.where}: {path} is the dtype {name!r}, which torch does not know. {ADVICE}")
+        return _DTYPES[name]
 
     def _layout(self, config: Any, path: str) -> Layout:
-        try:
-            return Layout.from_config(config)
-        except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{self.where}: {path} is no layout of a block ({error!r})") from error
+        found = _LAYOUT.read(config, f"{self.where}: {path}")
+        names = ("name", "shape", "view", "order", "start", "stop")
+        pieces = [
+            [_PIECE[n].read(v, f"{self.where}: {path}.pieces.{i}.{n}") for n, v in zip(names, piece, strict=True)]
+            for i, piece in enumerate(found["pieces"])
+        ]
+        layout = Layout.from_config({**found, "pieces": pieces})
+        end = 0
+        for piece in layout.pieces:
+            columns, numbers = piece.stop - piece.start, math.prod(piece.shape)
+            fits = piece.start == end and sorted(piece.order) == list(range(len(piece.view)))
+            if not fits or not numbers == math.prod(piece.view) == layout.groups * layout.out * columns:
+                raise DataError(
+                    f"{self.where}: {path} is no layout of a block: its piece {piece.name!r} does not fit. {ADVICE}"
+                )
+            end = piece.stop
+        if end != layout.in_ or not layout.pieces or len(layout.shapes) != len(layout.pieces):
+            raise DataError(f"{self.where}: {path} is no layout of a block: its pieces do not fill it. {ADVICE}")
+        return layout
 
-    def _map(self, content: Any, path: str) -> dict[str, Any]:
-        if not isinstance(content, dict):
-            raise DataError(f"{self.where}: {path} should be a mapping, got {type(content).__name__}")
-        return {k: self.decode(v, f"{path}.{k}") for k, v in content.items()}
+    def _map(self, content: Any, path: str, hint: Any) -> dict[str, Any]:
+        entries = MapOf(Anything()).read(content, f"{self.where}: {path}")
+        return {k: self.decode(v, f"{path}.{k}", hint) for k, v in entries.items()}
 
-    def _object(self, value: Mapping[str, Any], path: str) -> Any:
-        if self.version == 1 and value["$class"] in _FROM_VERSION_1:
-            value = _FROM_VERSION_1[value["$class"]](value)
-        name, classes = value["$class"], saved_classes()
+    def _object(self, value: Any, path: str) -> Any:
+        name = value.get("$class") if isinstance(value, dict) else None
+        if not isinstance(name, str):
+            raise DataError(f"{self.where}: {path} should be an object with a $class, got {shown(value)}. {ADVICE}")
+        if self.version == 1 and name in FROM_VERSION_1:
+            value = FROM_VERSION_1[name](value)
+            name = value["$class"]
+        classes = saved_classes()
         if name not in classes:
             raise DataError(
                 f"{self.where}: {path} is a {name!r}, a kind that this version does not know; known are "
                 f"{', '.join(classes)}. If it is of a structure of your own, import the file that registers it before loading"
             )
-        wanted = {f.name: str(f.type) for f in fields(classes[name])}
+        wanted = declared(classes[name])
         entries = {k for k in value if k != "$class"}
         if entries != set(wanted):
             raise DataError(
                 f"{self.where}: {path} ({name}) lacks {sorted(set(wanted) - entries) or 'nothing'} and has unknown "
-                f"{sorted(entries - set(wanted)) or 'nothing'}"
+                f"{sorted(entries - set(wanted)) or 'nothing'}. {ADVICE}"
             )
         if name in BLOCK_KINDS and value["kind"] not in BLOCK_KINDS[name]:
             raise DataError(
                 f"{self.where}: {path} is a {name} of the unknown kind {value['kind']!r}; known are "
-                f"{', '.join(map(repr, BLOCK_KINDS[name]))}"
+                f"{', '.join(map(repr, BLOCK_KINDS[name]))}. {ADVICE}"
             )
-        parts = {k: self.decode(value[k], f"{path}.{k}") for k in wanted}
-        for key, kind in wanted.items():
-            if (
-                kind.startswith("Tensor")
-                and not isinstance(parts[key], Tensor)
-                and not (parts[key] is None and kind.endswith("None"))
-            ):
-                raise DataError(f"{self.where}: {path}.{key} should be a tensor, got {parts[key]!r}")
-        return classes[name](**parts)
+        parts = {k: self.decode(value[k], f"{path}.{k}", hint) for k, hint in wanted.items()}
+        try:
+            return classes[name](**parts)
+        except (
+            AftermapError,
+            TypeError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # A class of your own may judge its entries.
+            raise DataError(f"{self.where}: {path} is no {name}: {error}. {ADVICE}") from error
+
+
+def declared(saved: type[Any]) -> dict[str, Any]:
+    """Returns the types of the entries of a class; Any for all of them where its annotations cannot be read."""
+    if saved not in _DECLARED:
+        try:
+            hints = get_type_hints(saved)
+        except (NameError, TypeError):
+            hints = {}
+        _DECLARED[saved] = {f.name: hints.get(f.name, Any) for f in fields(saved)}
+    return _DECLARED[saved]

@@ -8,7 +8,6 @@ over data, so that a fit can go on after loading; reference.safetensors what the
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import json
 import os
 import shutil
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -30,7 +29,22 @@ from aftermap.curvature.structures.base import Factors
 from aftermap.errors import DataError, InputError
 from aftermap.params import Params, weights_hash
 from aftermap.posteriors.base import GaussianPosterior
-from aftermap.posteriors.encoding import StateReader, StateWriter, described
+from aftermap.posteriors.consistency import check_agreement, check_values
+from aftermap.posteriors.encoding import FROM_VERSION_1, SAVED, StateReader, StateWriter, described
+from aftermap.posteriors.files import (
+    DTYPES,
+    MAX_JSON_BYTES,
+    check_file,
+    check_tensor_header,
+    existing_folder,
+    file_record,
+    parse_json,
+    plain_file,
+    read_json,
+    sealed,
+    unsealed,
+)
+from aftermap.posteriors.records import ADVICE, Anything, ListOf, MapOf, OrNone, Record, Text, Whole, shown
 
 __all__ = [
     "FORMAT",
@@ -38,6 +52,8 @@ __all__ = [
     "LoadedPosterior",
     "load_posterior",
     "read_model_state",
+    "read_parameters",
+    "read_reference",
     "read_saved_config",
     "replaced_folder",
     "save_posterior",
@@ -46,12 +62,33 @@ __all__ = [
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 FORMAT = "aftermap posterior"
-SCHEMA = 2
-# Version 1 named some classes differently; `encoding` reads both.
-_READABLE = (1, 2)
+SCHEMA = 3
+# Version 1 named some classes differently; `encoding` reads both. From version 3 on config.json has a checksum of itself.
+_READABLE = (1, 2, 3)
+_FIRST_SEALED = 3
 _CONFIG, _POSTERIOR, _REFERENCE = "config.json", "posterior.safetensors", "reference.safetensors"
 _MODEL = "model.safetensors"
 _FILES = (_CONFIG, _POSTERIOR, _REFERENCE, _MODEL, "report.html")
+_PARTS: dict[str, type[Any]] = {"posterior": GaussianPosterior, "factors": Factors}
+_DTYPES = {str(d).removeprefix("torch."): d for d in DTYPES.values()}
+_TENSOR = {"shape": ListOf(Whole()), "dtype": Text(tuple(_DTYPES))}
+_HASH = Text(pattern="[0-9a-f]{64}", example="a SHA-256 checksum in 64 hexadecimal digits")
+_FILE = Record({"bytes": Whole(), "sha256": _HASH})
+_RECORD = Record(
+    {
+        "format": Text((FORMAT,)),
+        "schema": Whole(),
+        "versions": MapOf(Text()),
+        "weights_hash": Text(pattern="sha256:[0-9a-f]{64}", example="the SHA-256 checksum of the weights"),
+        "parameters": MapOf(Record(_TENSOR)),
+        "laplace": MapOf(Anything()),
+        "posterior": MapOf(Anything()),
+        "factors": MapOf(Anything()),
+        "tensors": MapOf(Record(_TENSOR, {"order": ListOf(Whole())})),
+        "reference": OrNone(MapOf(Record(_TENSOR))),
+        "files": Record({_POSTERIOR: _FILE}, {_REFERENCE: _FILE, _MODEL: _FILE}),
+    }
+)
 
 
 @contextmanager
@@ -242,7 +279,11 @@ def save_posterior(
         if model_state is not None:  # Copies: safetensors refuses the shared memory of tied weights.
             state = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in model_state.items()}
             description["files"][_MODEL] = _write(place / _MODEL, state)
-        text = json.dumps(description, indent=1, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(sealed(description), indent=1, ensure_ascii=False, allow_nan=False)
+        if len(text) > MAX_JSON_BYTES // 4:  # A sign takes up to four bytes.
+            raise InputError(
+                f"{_CONFIG} would have {len(text):,} signs, too many to be read again; keep less in the configuration"
+            )
         (place / _CONFIG).write_text(text + "\n", encoding="utf-8")
     return Path(folder)
 
@@ -256,8 +297,8 @@ def _version() -> str:
 
 def _plain(config: Mapping[str, Any]) -> Any:
     try:
-        return json.loads(json.dumps(config, allow_nan=False))
-    except (TypeError, ValueError) as error:
+        return parse_json(json.dumps(config, allow_nan=False), "the configuration")
+    except (TypeError, ValueError, RecursionError) as error:
         raise InputError(
             f"the configuration must be of plain JSON values (text, finite numbers, lists, mappings), but {error}"
         ) from error
@@ -268,15 +309,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
         save_file(tensors, file)
     except SafetensorError as error:  # A full disk comes as this.
         raise OSError(f"{file.name} could not be written: {error}") from error
-    return {"bytes": file.stat().st_size, "sha256": _digest(file)}
-
-
-def _digest(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while part := stream.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+    return file_record(file)
 
 
 def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | None = None) -> LoadedPosterior:
@@ -297,24 +330,25 @@ def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | 
         target = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"device={device!r} is no device of torch, such as 'cpu' or 'cuda:0': {error}") from error
-    place = Path(folder).expanduser()
-    if not place.is_dir():
-        raise DataError(f"there is no posterior at {place}: {'it is a file' if place.exists() else 'no such folder'}")
-    config = _read_config(place / _CONFIG)
-    where = str(place / _CONFIG)
-    table, parameters = config["tensors"], config["parameters"]
-    tensors = _read_tensors(place, _POSTERIOR, table, config["files"], target)
+    place = existing_folder(folder)
+    config = _read_config(place)
+    where, table, parameters = str(place / _CONFIG), config["tensors"], config["parameters"]
+    _check_shapes(config, where)
+    for name, record in config["files"].items():
+        if name != _MODEL:  # Whoever has the network need not have its weights here; `read_model_state` checks them.
+            check_file(plain_file(place, name, f"{_CONFIG} says that it was saved"), record)
+    tensors = _read_tensors(place / _POSTERIOR, table, target)
     reader = StateReader(tensors, table, where, config["schema"])
-    posterior, factors = (reader.decode(config[k], k) for k in ("posterior", "factors"))
-    for loaded, wanted, key in ((posterior, GaussianPosterior, "posterior"), (factors, Factors, "factors")):
-        if not isinstance(loaded, wanted):
-            raise DataError(f"{where}: {key} should be a {wanted.__name__}, got a {type(loaded).__name__}")
-    _check_agreement(posterior, factors, parameters, where)
-    reference = None
-    if config["reference"] is not None:
-        reference = _read_tensors(place, _REFERENCE, config["reference"], config["files"], target)
+    posterior, factors = (reader.decode(config[k], k, kind) for k, kind in _PARTS.items())
+    check_agreement(posterior, factors, parameters, where)
+    check_values(posterior, factors, tensors, where)
     return LoadedPosterior(
-        posterior, factors, config["laplace"], reference, config["weights_hash"], dict(config["versions"])
+        posterior,
+        factors,
+        config["laplace"],
+        _read_reference(place, config, target),
+        config["weights_hash"],
+        dict(config["versions"]),
     )
 
 
@@ -324,11 +358,18 @@ def read_saved_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         DataError: There is no such folder, or no saved posterior in it.
     """
-    place = Path(folder).expanduser()
-    if not place.is_dir():
-        raise DataError(f"there is no posterior at {place}: {'it is a file' if place.exists() else 'no such folder'}")
-    config: dict[str, Any] = _read_config(place / _CONFIG)["laplace"]
+    config: dict[str, Any] = _read_config(existing_folder(folder))["laplace"]
     return config
+
+
+def read_parameters(folder: str | os.PathLike[str]) -> dict[str, dict[str, Any]]:
+    """Returns the shape and the dtype of each parameter that a saved posterior is over, without reading the posterior.
+
+    Raises:
+        DataError: There is no such folder, or no saved posterior in it.
+    """
+    parameters: dict[str, dict[str, Any]] = _read_config(existing_folder(folder))["parameters"]
+    return parameters
 
 
 def read_model_state(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
@@ -337,113 +378,92 @@ def read_model_state(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None
     Raises:
         DataError: The file is missing or damaged.
     """
-    place = Path(folder).expanduser()
-    expected = _read_config(place / _CONFIG)["files"].get(_MODEL)
-    if expected is None:
+    place = existing_folder(folder)
+    record = _read_config(place)["files"].get(_MODEL)
+    if record is None:
         return None
-    file = place / _MODEL
-    if not file.is_file():
-        raise DataError(f"{file} is missing; {_CONFIG} says that it was saved")
-    if _digest(file) != expected.get("sha256"):
-        raise DataError(
-            f"{file} is not the file that was saved with {_CONFIG}: its checksum differs. It is damaged or from another fit"
-        )
-    tensors: dict[str, Tensor] = load_file(file)
-    return tensors
+    file = plain_file(place, _MODEL, f"{_CONFIG} says that it was saved")
+    check_file(file, record)
+    return _read_tensors(file, None, torch.device("cpu"))
 
 
-def _read_config(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        raise DataError(f"{file} is missing; a posterior's folder has {_CONFIG} and {_POSTERIOR}")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{file} is damaged: it is no JSON ({error})") from error
+def read_reference(folder: str | os.PathLike[str]) -> dict[str, Tensor] | None:
+    """Returns the reference tensors that were saved beside a posterior, checked; None if there are none.
+
+    Raises:
+        DataError: The file is missing or damaged.
+    """
+    place = existing_folder(folder)
+    config = _read_config(place)
+    if config["reference"] is not None:
+        file = plain_file(place, _REFERENCE, f"{_CONFIG} says that it was saved")
+        check_file(file, config["files"][_REFERENCE])
+    return _read_reference(place, config, torch.device("cpu"))
+
+
+def _read_reference(place: Path, config: Mapping[str, Any], device: torch.device) -> dict[str, Tensor] | None:
+    table = config["reference"]
+    return None if table is None else _read_tensors(place / _REFERENCE, table, device)
+
+
+def _read_config(place: Path) -> dict[str, Any]:
+    """The configuration of a folder: its checksum first, then every entry as it must be."""
+    file = plain_file(place, _CONFIG, f"a posterior's folder has {_CONFIG} and {_POSTERIOR}")
+    config = read_json(file)
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise DataError(f'{file} does not belong to a saved posterior: it has no entry "format": "{FORMAT}"')
-    if config.get("schema") not in _READABLE:
+    schema = config.get("schema")
+    if not isinstance(schema, int) or schema not in _READABLE:
         versions = config.get("versions")
+        writer = versions.get("aftermap") if isinstance(versions, dict) else None
         raise DataError(
-            f"{file} has schema version {config.get('schema')!r}, written by {versions}; aftermap {_version()} reads versions "
-            f"{' and '.join(map(str, _READABLE))}. Load it with the version that wrote it, or fit again"
+            f"{file} has schema version {shown(schema)}, written by aftermap {str(writer)[:40]}; aftermap {_version()} reads versions "
+            f"{', '.join(map(str, _READABLE))}. Load it with the version that wrote it, or fit again"
         )
-    wanted: dict[str, tuple[type, ...]] = {
-        "versions": (dict,),
-        "weights_hash": (str,),
-        "parameters": (dict,),
-        "laplace": (dict,),
-        "posterior": (dict,),
-        "factors": (dict,),
-        "tensors": (dict,),
-        "reference": (dict, type(None)),
-        "files": (dict,),
-    }
-    wrong = [k for k, kinds in wanted.items() if k not in config or not isinstance(config[k], kinds)]
-    if wrong:
-        raise DataError(f"{file} is damaged: missing or of the wrong type are {', '.join(wrong)}")
-    return config
+    if schema >= _FIRST_SEALED:
+        config = unsealed(config, file)
+    found = _RECORD.read(config, f"{file}:")
+    wanted = {_POSTERIOR} | ({_REFERENCE} if found["reference"] is not None else set())
+    if set(found["files"]) - {_MODEL} != wanted:
+        raise DataError(
+            f"{file}: files names {', '.join(sorted(found['files'])) or 'nothing'}, but should name {', '.join(sorted(wanted))}. {ADVICE}"
+        )
+    return found
 
 
-def _read_tensors(
-    place: Path,
-    name: str,
-    table: Mapping[str, Mapping[str, Any]],
-    files: Mapping[str, Mapping[str, Any]],
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Returns the tensors of one file, checked from the plainest fault to the subtlest."""
-    file = place / name
-    if not file.is_file():
-        raise DataError(f"{file} is missing, but {_CONFIG} says that it was saved")
-    expected = files.get(name, {})
-    size = file.stat().st_size
-    if size < expected.get("bytes", size):
-        raise DataError(
-            f"{file} is truncated: {size:,} bytes instead of {expected['bytes']:,}. Copy it again, or fit again"
-        )
+def _check_shapes(config: Mapping[str, Any], where: str) -> None:
+    """Refuses tensors that do not fit together by their shapes alone, before any of them is read.
+
+    A class of your own may compute when it is made, so a folder with one of these is judged when its tensors are there.
+    """
+    if not _classes(config["posterior"]) | _classes(config["factors"]) <= {*SAVED, *FROM_VERSION_1}:
+        return
+    table = config["tensors"]
+    shapes = {k: torch.empty(v["shape"], dtype=_DTYPES[v["dtype"]], device="meta") for k, v in table.items()}
+    reader = StateReader(shapes, table, where, config["schema"])
+    posterior, factors = (reader.decode(config[k], k, kind) for k, kind in _PARTS.items())
+    check_agreement(posterior, factors, config["parameters"], where)
+
+
+def _classes(value: Any) -> set[str]:
+    """The names of all classes in a value."""
+    if isinstance(value, list):
+        return {name for v in value for name in _classes(v)}
+    if not isinstance(value, dict):
+        return set()
+    inside = {name for v in value.values() for name in _classes(v)}
+    return inside | {str(value["$class"])} if "$class" in value else inside
+
+
+def _read_tensors(file: Path, table: Mapping[str, Mapping[str, Any]] | None, device: torch.device) -> dict[str, Tensor]:
+    """Returns the tensors of a file whose checksum was compared, in the order of the table if there is one."""
+    check_tensor_header(file, table)
     try:
-        with safe_open(file, framework="pt") as opened:
-            keys = set(opened.keys())
         tensors = load_file(file)
+        # Copies of their own, aligned as torch aligns them: products may depend on that in their last bit, and the file may
+        # be replaced while they are in use.
+        return {key: tensors[key].to(device, copy=True) for key in (tensors if table is None else table)}
     except SafetensorError as error:
-        raise DataError(f"{file} is damaged or foreign: it is no safetensors file ({error})") from error
-    if keys != set(table):
-        missing, extra = sorted(set(table) - keys), sorted(keys - set(table))
-        raise DataError(
-            f"{file} does not fit {_CONFIG}: it lacks {missing[:5] or 'nothing'} and has unknown {extra[:5] or 'nothing'}"
-        )
-    wrong = []
-    for key, tensor in tensors.items():
-        description = {k: v for k, v in table[key].items() if k != "order"}
-        if described(tensor) != description:
-            wrong.append(f"{key} is {_short(described(tensor))}, should be {_short(description)}")
-    if wrong:
-        raise DataError(f"{file} does not fit {_CONFIG}: " + "; ".join(wrong[:5]))
-    if _digest(file) != expected.get("sha256"):
-        raise DataError(
-            f"{file} is not the file that was saved with {_CONFIG}: its checksum differs. It is damaged or from another fit"
-        )
-    # In the order of the configuration; copies of their own, aligned as torch aligns them: products may depend on that in
-    # their last bit, and the file may be replaced while they are in use.
-    return {key: tensors[key].to(device, copy=True) for key in table}
-
-
-def _short(description: Mapping[str, Any]) -> str:
-    return f"{description.get('dtype')} {description.get('shape')}"
-
-
-def _check_agreement(
-    posterior: GaussianPosterior, factors: Factors, parameters: Mapping[str, Mapping[str, Any]], where: str
-) -> None:
-    saved = {n: described(v) for n, v in posterior.mean.items()}
-    if saved != parameters or list(saved) != list(parameters):
-        wrong = sorted(n for n in {*saved, *parameters} if saved.get(n) != parameters.get(n))
-        raise DataError(
-            f"{where}: the mean does not fit the list of parameters: {', '.join(wrong[:5]) or 'their order'}"
-        )
-    covered = {n: s for b in posterior.blocks for n, s in b.shapes.items()}
-    summed = {n: s for b in factors.blocks for n, s in b.shapes.items()}
-    for what, shapes in (("blocks of the posterior", covered), ("blocks of the factors", summed)):
-        wrong = sorted(n for n in {*shapes, *posterior.names} if shapes.get(n) != posterior.shapes.get(n))
-        if wrong:
-            raise DataError(f"{where}: the {what} do not fit the parameters: {', '.join(wrong[:5])}")
+        raise DataError(f"{file} is damaged or foreign: it is no safetensors file ({error}). {ADVICE}") from error
+    except (MemoryError, OSError) as error:
+        raise DataError(f"{file} cannot be read: {error}. {ADVICE}") from error

@@ -1,0 +1,131 @@
+"""Writes docs/reliability.md from what the programs of faults have counted; no number on it is typed by hand.
+
+`python -m tests.faults.page` after `make test-faults`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from aftermap.posteriors.files import MAX_DEPTH, MAX_JSON_BYTES
+from aftermap.posteriors.io import SCHEMA
+from tests.faults.harness import MEMORY, RESULTS
+
+__all__ = ["PAGE", "page_of", "results"]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reliability.md"
+FOLDERS = ROOT / "benchmarks" / "results" / "faults_folders.json"
+DATA = ROOT / "benchmarks" / "results" / "faults_data.json"
+
+TEXT = """# Damaged and hostile files
+
+A file that was cut short, swapped or written by somebody who means harm leads to a clear error, or to exactly what was saved; never to another
+answer, to a crash, or to code that runs. This page says what is done for it, what is tried, and what happened. It is written by
+`python -m tests.faults.page` from what `make test-faults` counted.
+
+## Posterior folders
+
+What `save` writes, `load` checks in this order:
+
+1. The files lie in the folder itself. Links, devices and names with a path are refused, and so is `config.json` above {json_size} MiB.
+2. `config.json` is JSON within bounds: at most {depth} levels deep, finite numbers of 64 bits, no name twice in an object.
+3. Its `checksum` is that of its content (SHA-256; spaces and line breaks do not count). Who wants to change what a folder says loads it, and saves it again.
+4. Every entry has its type: what is missing, unknown, of the wrong type or out of range is named with its place, such as
+   `posterior.blocks.0.basis.outputs`.
+5. The shapes of all tensors fit together and to the network, before any of them is read.
+6. Each tensor file has the size and then the checksum that `config.json` says. A file that is larger than the memory is refused by its size.
+7. The header of a tensor file lists the tensors that `config.json` lists.
+8. Numbers are finite, precisions and scales are positive, and the posterior's precision is positive definite.
+
+All refusals are a `DataError` that names the folder or file, and an `InputError` where the network is another one.
+
+Folders have had the checksum of `config.json` since schema {schema}. Folders of earlier versions load as before, through the same reader; a digit
+that was changed in the `config.json` of such a folder cannot be told from one that was saved. `load` it and `save` it again to give it a checksum.
+
+A checksum is no signature. Who writes a whole folder writes its checksums, too, and may then say what he likes about a network, as the author of any model can.
+What he cannot do is to have code run, or to have the reader fail in another way than with a clear error.
+
+### What is tried
+
+`python -m tests.faults.folders` saves a posterior of every structure with its network, extras and reference, changes one thing about it, and compares all that comes
+back with what was saved: predictions, draws, variances, evidence, hyperparameters, extras. A case is made by the seed and its number alone (`--only` makes it again).
+Each runs with {memory} GiB of memory at most, in a process whose death is counted.
+
+- **damaged**: bits flipped, parts zeroed, cut out or repeated, files truncated, extended, emptied, deleted, exchanged with others, replaced by links, folders
+  or sparse giants, and any value of `config.json` changed;
+- **forged**: values, tensors and headers changed, and all checksums made to fit;
+- **earlier**: values changed in a folder of the version before, which has no checksum of `config.json`.
+
+{folder_cases} cases with seed {folder_seed}:
+
+{folder_groups}
+
+"As written" counts folders that load as what they say now; it is possible only where nothing tells that they were changed, so never for the first row.
+"Unclear error" counts errors of the library that do not say which file is meant.
+
+By what was saved:
+
+{folder_subjects}
+
+By the kind of damage:
+
+{folder_damages}
+
+## Code in a folder
+
+`tests/faults/test_hostile_specs.py` puts names such as `evil.py:build`, `os:system`, `builtin:../x`, absolute paths, and names with line breaks and control signs, into
+the places where a folder says how its network is built and what it was trained on, in a working folder that has code under each of these names. `predict`, `evaluate`,
+`report`, `tune` and `where` refuse them, and nothing runs. [What may run, and when](how_to/command_line.md#folders-from-somebody-else).
+
+## Data files
+
+Tables, arrays and images are files of other programs. The checksums that their formats have (`.npz`, `.gz` and `.png`) are compared; what a header says about
+sizes (`.npz`, idx) is judged before memory is taken for it, and so is a file that would not fit into memory at all. A format without checksums cannot
+tell a digit that was changed: such files are read as what they say now.
+
+`python -m tests.faults.data_files` damages files of every format in the ways above, and in their own: cells that are no numbers, headers of arrays that claim other shapes
+or hold Python objects, archives with bombs, idx headers. {data_cases} cases with seed {data_seed}:
+
+{data_subjects}
+"""
+
+
+def _table(first: str, rows: Mapping[str, Mapping[str, int]]) -> str:
+    lines = [f"| {first} | cases | {' | '.join(RESULTS)} |", "|---" * (len(RESULTS) + 2) + "|"]
+    total = {r: sum(counts[r] for counts in rows.values()) for r in RESULTS}
+    for name, counts in {**rows, "**all**": total}.items():
+        numbers = " | ".join(f"{counts[r]:,}" for r in RESULTS)
+        lines.append(f"| {name} | {sum(counts.values()):,} | {numbers} |")
+    return "\n".join(lines)
+
+
+def results() -> tuple[dict[str, Any], dict[str, Any]]:
+    """What was counted for folders and for data."""
+    folders, data = (json.loads(f.read_text(encoding="utf-8")) for f in (FOLDERS, DATA))
+    return folders, data
+
+
+def page_of(folders: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """The page as Markdown."""
+    return TEXT.format(
+        json_size=MAX_JSON_BYTES >> 20,
+        depth=MAX_DEPTH,
+        schema=SCHEMA,
+        memory=MEMORY >> 30,
+        folder_cases=f"{folders['cases']:,}",
+        folder_seed=folders["seed"],
+        folder_groups=_table("folders", folders["by_group"]),
+        folder_subjects=_table("what was saved", folders["by_subject"]),
+        folder_damages=_table("damage", folders["by_damage"]),
+        data_cases=f"{data['cases']:,}",
+        data_seed=data["seed"],
+        data_subjects=_table("format", data["by_subject"]),
+    )
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_of(*results()), encoding="utf-8")
