@@ -237,13 +237,31 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def content(**values: dict[str, float]) -> dict[str, Any]:
     """Results with one task of each half, whose network has an NLL of .5 and whose default call has the given d."""
-    facts = {"group": "table", "about": "", "overfitted": False, "parameters": 1, "train": 1, "pool": 1, "test": 1}
+    facts = {
+        "group": "table",
+        "about": "",
+        "likelihood": "classification",
+        "overfitted": False,
+        "parameters": 1,
+        "train": 1,
+        "pool": 1,
+        "test": 1,
+    }
     rows: list[dict[str, Any]] = []
     for name, numbers in values.items():
-        rows.append({"task": name, "method": "network", "n": 0, "values": [0.5, 0.0], "ood": {"far": {"entropy": 0.5}}})
+        rows.append(
+            {
+                "task": name,
+                "method": "network",
+                "n": 0,
+                "sets": 1,
+                "values": [0.5, 0.0],
+                "ood": {"far": {"entropy": 0.5}},
+            }
+        )
         for n in (30, 300, 1000):
             area = {"far": {"entropy": numbers["auroc"]}}
-            rows.append({"task": name, "method": "fit", "n": n, "values": [0.5, numbers["d"]], "ood": area})
+            rows.append({"task": name, "method": "fit", "n": n, "sets": 3, "values": [0.5, numbers["d"]], "ood": area})
     tasks = {
         name: facts | {"part": part, "ood": {"far": 9}, "training_seconds": [1.0]}
         for name, part in zip(values, ("development", "held-out"), strict=True)
@@ -282,6 +300,14 @@ def test_tables_have_a_cell_for_every_column() -> None:
     assert {t.title for t in found} >= {"The classifications", "With validation labels: held-out tasks"}
     for table in found:
         assert {len(row) for row in table.rows} == {len(table.header)}
+
+
+def test_the_page_says_what_is_not_on_it() -> None:
+    page = page_of(content(one={"d": 0.0, "auroc": 0.7}, two={"d": 0.0, "auroc": 0.7}))
+    assert f"{len(TASKS)} of {len(TASKS)} tasks: mnist2k_mlp" in page
+    assert "- temperature scaling: not run on any task" in page
+    assert "- network: not run" not in page
+    assert "3 to 3; with fewer than 5 it is noisy" in page
 
 
 # The stored results.

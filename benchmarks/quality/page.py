@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.targets import targets_table
+from benchmarks.quality.tasks import TASKS
 
 __all__ = ["page_of", "write_page"]
 
@@ -61,11 +62,29 @@ def page_of(results: Mapping[str, Any]) -> str:
 
 
 def _left_out(results: Mapping[str, Any]) -> list[str]:
-    """What was not measured, and why."""
+    """What was not measured, and why: tasks and methods without a result, few validation sets, methods that do not apply, failures."""
+    measured = {(row["task"], row["method"]) for row in results["rows"]}
     lines = []
-    for method, reasons in results["skipped"].items():
-        for why, names in reasons.items():
-            lines.append(f"- {METHODS[method].label}: {why} ({len(names)} tasks)")
+    missing = [name for name in TASKS if name not in results["tasks"]]
+    if missing:
+        lines.append(f"- {len(missing)} of {len(TASKS)} tasks: {', '.join(missing)}")
+    for method, facts in METHODS.items():
+        reasons = results["skipped"].get(method, {})
+        lines += [f"- {facts.label}: {why} ({len(names)} tasks)" for why, names in reasons.items()]
+        known = {name for names in reasons.values() for name in names}
+        without = [
+            name
+            for name, task in results["tasks"].items()
+            if task["likelihood"] in facts.likelihoods and (name, method) not in measured and name not in known
+        ]
+        if without:
+            which = "any task" if not any(m == method for _, m in measured) and not known else ", ".join(without)
+            lines.append(f"- {facts.label}: not run on {which}")
+    few = sorted({row["sets"] for row in results["rows"] if row["n"]})
+    if few and few[0] < 5:
+        lines.append(
+            f"- validation sets behind a number, over all seeds: {few[0]} to {few[-1]}; with fewer than 5 it is noisy"
+        )
     lines += [f"- failed: {what}: {error}" for what, error in results["failed"].items()]
     return ["## Not measured\n\n" + "\n".join(lines) + "\n"] if lines else []
 
