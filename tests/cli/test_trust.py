@@ -264,3 +264,29 @@ def test_pickled_weights_run_nothing(files: Files, posterior: Path, marker: Path
     assert not marker.exists()
     torch.load(bomb, weights_only=False)
     assert marker.exists()  # the bomb is one
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seed": "x"}, "extras.seed should be a whole number"),
+        ({"thresholds": {"entropy": {"value": 1}}}, "extras.thresholds.entropy lacks score, false_alarm_rate"),
+        ({"thresholds": [1]}, "extras.thresholds should be an object or null, got a list of 1"),
+        ({"data": {"classes": "abc"}}, "extras.data.classes should be a list or null, got the text 'abc'"),
+        ({"data": {"image_size": [28]}}, "extras.data.image_size should be a list of 2 or null"),
+        ({"model": {"spec": "a\nb:c"}}, "extras.model.spec should be one line, such as builtin:cnn"),
+        (
+            {"model": {"spec": "builtin:mlp", "options": {"shape": [2**40], "outputs": 3}}},
+            "the network of .* cannot be built",
+        ),
+        (
+            {"model": {"spec": "builtin:mlp", "options": {"shape": [2]}}},
+            "the network of .* cannot be built: outputs=None",
+        ),
+    ],
+)
+def test_extras_that_are_wrong(posterior: Path, change: dict[str, Any], message: str) -> None:
+    edit(posterior, lambda config: config["laplace"]["extras"].update(change))
+    with pytest.raises(InputError, match=message) as found:
+        load_fitted(posterior)
+    assert str(posterior) in str(found.value)

@@ -46,3 +46,19 @@ def test_damaged(tmp_path):
             read_idx(tmp_path / name)
     with pytest.raises(DataError, match="there is no file"):
         read_idx(tmp_path / "nowhere")
+
+
+def test_a_shape_that_cannot_be_in_the_file(tmp_path):
+    raw = content(0x08, (2**32 - 1, 2**32 - 1, 255), bytes(100))
+    (tmp_path / "plain").write_bytes(raw)
+    with pytest.raises(DataError, match="but holds 100"):
+        read_idx(tmp_path / "plain")
+    (tmp_path / "packed").write_bytes(gzip.compress(raw))
+    with pytest.raises(DataError, match=r"takes [\d,]{20,} bytes, but holds a part of"):
+        read_idx(tmp_path / "packed")
+    (tmp_path / "bomb").write_bytes(gzip.compress(content(0x08, (2, 3), bytes(10**7))))
+    with pytest.raises(DataError, match="which takes 6 bytes, but holds more"):
+        read_idx(tmp_path / "bomb")
+    (tmp_path / "deep").write_bytes(content(0x08, (1,) * 70, bytes(1)))
+    with pytest.raises(DataError, match="not an idx file"):
+        read_idx(tmp_path / "deep")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +20,7 @@ from aftermap.data import (
     part_of,
     photograph_patches,
     read_csv,
+    read_idx,
     read_image_folder,
     read_npz,
     split,
@@ -291,3 +296,97 @@ def test_examples_must_agree() -> None:
     with pytest.raises(DataError, match="holds no example"):
         Examples(torch.zeros(0, 2), None, "nothing")
     assert [len(x) for x, _ in Examples(torch.zeros(5, 2), None, "five").batches(2)] == [2, 2, 1]
+
+
+# What a damaged file says about its size is judged before memory is taken.
+
+
+def archive(file: Path, header: str, content: bytes = bytes(48), compression: int = zipfile.ZIP_STORED) -> Path:
+    """An .npz file whose x has a header of its own."""
+    start = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header) + 1) + header.encode() + b"\n"
+    stream = io.BytesIO()
+    np.save(stream, np.zeros(2))
+    with zipfile.ZipFile(file, "w", compression) as made:
+        made.writestr("x.npy", start + content)
+        made.writestr("y.npy", stream.getvalue())
+    return file
+
+
+@pytest.mark.parametrize(
+    "header, message",
+    [
+        ("{'descr': '<f8', 'fortran_order': False, 'shape': (2, 3)}", None),
+        (
+            "{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776, 3)}",
+            "shape .1099511627776, 3., but what is in",
+        ),
+        ("{'descr': '<f8', 'fortran_order': False, 'shape': (-2, -3)}", "has a negative number"),
+        ("{'descr': '|O', 'fortran_order': False, 'shape': (6,)}", "Python objects, which could run code"),
+        ("{'descr': '<c16', 'fortran_order': False, 'shape': (3,)}", "complex128, which are no numbers"),
+        ("__import__('os').abort()", "cannot be read as an .npz file: ValueError"),
+    ],
+)
+def test_npz_headers(tmp_path: Path, header: str, message: str | None) -> None:
+    file = archive(tmp_path / "data.npz", header)
+    if message is None:
+        assert read_npz(file).inputs.shape == (2, 3)
+        return
+    with pytest.raises(DataError, match=message) as found:
+        read_npz(file)
+    assert str(file) in str(found.value)
+
+
+def test_npz_that_claims_more_than_it_can_hold(tmp_path: Path) -> None:
+    header = "{'descr': '<f8', 'fortran_order': False, 'shape': (2, 3)}"
+    file = archive(tmp_path / "data.npz", header, compression=zipfile.ZIP_DEFLATED)
+    whole = file.read_bytes()
+    for place in range(len(whole) - 200, len(whole)):  # the directory at the end, with sizes and checksums
+        data = bytearray(whole)
+        data[place] ^= 0x41
+        file.write_bytes(bytes(data))
+        with contextlib.suppress(DataError):  # Any other error fails.
+            assert read_npz(file).inputs.shape == (2, 3)
+
+
+def test_numbers_that_do_not_fit(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.full((2, 3), 1e300), y=np.zeros(2))
+    with pytest.raises(DataError, match=r"a.npz: x holds 1e\+300, a number too large for float32; scale the numbers"):
+        read_npz(tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", x=np.zeros((2, 3)), y=np.full(2, 2**64 - 1, np.uint64))
+    with pytest.raises(DataError, match=r"b.npz: y holds 1.84467e\+19, a number too large for int64"):
+        read_npz(tmp_path / "b.npz")
+    for text in ("a,y\n1e300,0\n", "a,y\n1,1e300\n", "a,y\n1,-9" + "0" * 40 + "\n"):
+        with pytest.raises(DataError, match="row 2, column '[ay]': '.*' is too large for a number of 32 bits"):
+            read_csv(write(tmp_path, text), target="y")
+    large = read_csv(write(tmp_path, "a,y\n1,123456789012345678\n"), target="y")
+    assert large.targets is not None
+    assert large.targets.is_floating_point()  # no class has such an index, and float64 does not hold it
+
+
+def test_cells_that_csv_refuses(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"table.csv, row \d: it is no table of cells: field larger than field limit"):
+        read_csv(write(tmp_path, "a,y\n" + "1" * 200_000 + ",0\n"), target="y")
+
+
+def test_inputs_without_numbers(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.zeros((3, 0)), y=np.zeros(3))
+    with pytest.raises(DataError, match=r"a holds inputs of shape \[3, 0\]: there is no number in them"):
+        read_npz(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("name", ["giant.csv", "giant.npz", "giant-idx"])
+def test_a_giant_file(tmp_path: Path, name: str) -> None:
+    with (tmp_path / name).open("wb") as stream:
+        stream.truncate(1 << 42)  # It is sparse: nothing is written.
+    readers = {"giant.csv": read_csv, "giant.npz": read_npz, "giant-idx": read_idx}
+    with pytest.raises(DataError, match=f"{name} needs 4,398,046,511,104 bytes, more than the"):
+        readers[name](tmp_path / name)
+
+
+def test_an_image_with_far_more_pixels_than_bytes(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    for side, word in ((13_000, "DecompressionBombWarning"), (20_000, "DecompressionBombError")):
+        header = f"P5 {side} {side} 255\n"  # a .pgm file without its pixels
+        (tmp_path / "cat" / "a.pgm").write_text(header)
+        with pytest.raises(DataError, match=f"a.pgm cannot be read as an image: {word}"):
+            read_image_folder(tmp_path)

@@ -14,6 +14,7 @@ from aftermap.errors import DataError, InputError
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
+from tests.faults.sealing import edit
 from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded
 
 STRUCTURES = ["kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset"]
@@ -144,3 +145,52 @@ def test_float32_models(tmp_path: Path) -> None:
     again = am.load(laplace.save(tmp_path / "posterior"), model)
     assert torch.equal(again.predict(data[0][0]).latent_cov, laplace.predict(data[0][0]).latent_cov)
     assert again.predict(normal(2, 3).float()).mean.dtype == torch.float32
+
+
+WRONG = [
+    ({"noise_level": -1.0}, "noise_level should be a finite number above 0, got -1.0"),
+    ({"temperature": "1"}, "temperature should be a finite number above 0, got the text '1'"),
+    ({"damping": [[[[[]]]]]}, "damping should be one of 'exact', .*, got a list of 1"),
+    ({"rank": 0}, "rank should be a whole number of at least 1 or null, got 0"),
+    ({"strict": 1}, "strict should be true or false, got 1"),
+    ({"params": ["0.weight"]}, "params are not the parameters of the posterior"),
+    ({"structure": "krn"}, "holds what cannot be: .*krn"),
+    ({"likelihood": {"name": ["categorical"]}}, "likelihood cannot be made from what is saved"),
+    ({"likelihood": {"name": "categorical", "weight": "heavy"}}, "likelihood cannot be made from what is saved"),
+    ({"surprise": 1}, "has the unknown entries 'surprise'"),
+    ({"method": None}, "does not say which method made its posterior"),
+    ({"method": "VOGN"}, "has the unknown entries 'noise_level', 'structure'"),
+    ({"extras": [1]}, "extras should be an object, got a list of 1"),
+]
+
+
+@pytest.mark.parametrize("change, message", WRONG, ids=[next(iter(c)) + str(i) for i, (c, _) in enumerate(WRONG)])
+def test_what_is_wrong_in_a_folder_is_named(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    """Also where its author made the checksums fit."""
+    place = Laplace(mlp(), "classification").fit(classes(), progress=False).save(tmp_path / "posterior")
+    edit(place, lambda config: config["laplace"].update(change))
+    with pytest.raises(DataError, match=message) as found:
+        am.load(place, mlp())
+    assert str(place) in str(found.value)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_large_is_read(tmp_path: Path) -> None:
+    place = fitted().save(tmp_path / "posterior")
+    (place / "posterior.safetensors").unlink()
+    with pytest.raises(InputError, match="0.weight is .* in the model"):
+        am.load(place, mlp(3, 6, 4))
+
+
+def test_damping_of_a_trained_posterior(tmp_path: Path) -> None:
+    model, (x, y) = mlp(), classes()[0]
+    optimizer = am.optim.VOGN(model, n_data=60)
+    optimizer.step(lambda: nn.functional.cross_entropy(model(x), y))
+    place = optimizer.posterior("classification").save(tmp_path / "posterior")
+    for change, message in (
+        ({"0.weight": 0.1}, "damping does not have one entry for each parameter"),
+        ({"0.weight": [[[[[]]]]]}, "damping.0.weight should be a finite number of at least 0, got a list of 1"),
+        ({"0.weight": -1}, "damping.0.weight should be a finite number of at least 0, got -1"),
+    ):
+        edit(place, lambda config, change=change: config["laplace"].update(damping=change))  # type: ignore[misc]
+        with pytest.raises(DataError, match=message):
+            am.load(place, model)
