@@ -339,7 +339,7 @@ def _regularisation(results: Results) -> Verdict:
     still = sum(all(r[m]["mean_deviation"] < 0.2 for m in METHODS) for r in rows)
     reason = (
         f"twenty validation data decide little: the tuned likelihoods of the four differ by {spread:.2f} nats in the median, and in {still} "
-        "seed(s) all are best without uncertainty; with the exact prior the Kronecker posterior is as wide as the others to begin with (R4)"
+        "seed(s) all are best without uncertainty; with the exact prior the Kronecker posterior is wider than the diagonal one to begin with (R4)"
     )
     return Verdict.of("R3", conditions, "; ".join(words), reason, len(rows))
 
