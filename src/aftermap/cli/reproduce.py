@@ -55,7 +55,9 @@ def reproduce(
         o.option("How large: stated is what is committed, small is enough to see that it runs."),
         o.OneOf(BUDGETS),
     ] = "stated",
-    data_dir: Annotated[Path | None, o.option("The folder with the data sets. [AFTERMAP_DATA]")] = None,
+    data_dir: Annotated[
+        Path | None, o.option("The folder with the data sets, instead of the one that AFTERMAP_DATA names.")
+    ] = None,
 ) -> int:
     """Run an experiment of a document again: claims with their verdicts, and figures. `list` shows all, `all` runs all.
 

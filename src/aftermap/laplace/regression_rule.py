@@ -50,7 +50,7 @@ class RegressionResult:
 
     Attributes:
         precision: The prior precision, r / noise², before the covariance is divided by ``narrowing``.
-        ratio: r, the prior precision in units of the noise's.
+        ratio: The ratio r, the prior precision in units of the noise's.
         noise: The noise σ, in units of the likelihood that the curvature is of.
         gamma: The effective number of parameters at r for all data.
         determined: γ as a share of the numbers in the data; near 1 the network has learned them by heart.
@@ -142,10 +142,10 @@ class LinearModel:
     Attributes:
         values: The eigenvalues S [R] of K, not negative.
         vectors: The eigenvectors U [R, R].
-        targets: t [R], whitened, multiplied by the roots of the weights.
-        residuals: y − f [R], the same.
+        targets: The targets t [R], whitened, multiplied by the roots of the weights.
+        residuals: The residuals y − f [R], in the same units.
         weights: How many data each example stands for [n].
-        distance: ‖θ − μ₀‖².
+        distance: The squared distance ‖θ − μ₀‖² of the weights from their prior mean.
         n_params: The length of a row.
     """
 
@@ -161,14 +161,14 @@ class LinearModel:
     def make(
         kernel: Tensor, shift: Tensor, residuals: Tensor, weights: Tensor, distance: float, n_params: int
     ) -> LinearModel:
-        """Decomposes K.
+        """Makes the model by decomposing K.
 
         Args:
             kernel: K = JJᵀ [R, R] of whitened rows, the M rows of an example together.
-            shift: J(θ − μ₀) [R].
-            residuals: y − f [R], whitened.
+            shift: The linear part J(θ − μ₀) of the outputs [R].
+            residuals: The residuals y − f [R], whitened.
             weights: How many data each example stands for [n]; positive.
-            distance: ‖θ − μ₀‖².
+            distance: The squared distance ‖θ − μ₀‖² of the weights from their prior mean.
             n_params: The length of a row.
 
         Raises:
@@ -297,7 +297,7 @@ def evidence_ratio(model: LinearModel, mean_square: float | None = None) -> tupl
         mean_square: The mean squared residual; None takes that of the model's own data.
 
     Returns:
-        r, which is infinite at the upper edge (the weights are at their prior mean), and whether there is no zero within the numbers that
+        The ratio r, which is infinite at the upper edge (the weights are at their prior mean), and whether there is no zero within the numbers that
         rounding allows.
     """
     count, distance, largest = model.count, model.distance, float(model.values.max())
@@ -382,9 +382,9 @@ def match_width(leverage: Tensor, model: LinearModel, ratio: float, copies: floa
     data is carried on along its learning curve to all data.
 
     Args:
-        leverage: jᵀΣj/σ² of the same rows under the covariance Σ at r [n, M].
+        leverage: The leverages jᵀΣj/σ² of the same rows under the covariance Σ at r [n, M].
         model: The linear model of the sample.
-        ratio: r.
+        ratio: The ratio r of the rule.
         copies: How many data each example of the sample stands for.
     """
     wanted = model.leave_one_out(ratio).leverage
@@ -454,12 +454,12 @@ def fit_scale(residuals: Tensor, leverage: Tensor, noise: float, weights: Tensor
 
     Args:
         residuals: Of the validation data [n, M], whitened.
-        leverage: h [n, M].
-        noise: s.
+        leverage: The leverages h [n, M].
+        noise: The noise s of the rule.
         weights: How many data each example stands for [n]; None means one.
 
     Returns:
-        (factor, k).
+        The factor of the predictive variance, and the share k of the posterior's variance.
     """
     weights = residuals.new_ones(len(residuals)) if weights is None else weights
     share = (weights / weights.sum())[:, None] / residuals.shape[1]

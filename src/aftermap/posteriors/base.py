@@ -385,7 +385,7 @@ def likelihood_with(base: Likelihood, noise: Tensor, output_temperature: float |
 
     Args:
         base: The likelihood that the curvature is of (`split_noise`).
-        noise: σ.
+        noise: The noise σ.
         output_temperature: T; None leaves logits at the temperature that they have.
 
     >>> likelihood_with(Categorical(), torch.tensor(1.0), 2.0).temperature
