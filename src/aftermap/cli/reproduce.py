@@ -49,7 +49,6 @@ def reproduce(
             metavar="list|all|NAME", help="The word list, the word all, or an experiment such as mcinerney2024."
         ),
     ],
-    run: o.RunOptions,
     budget: Annotated[
         str,
         o.option("How large: stated is what is committed, small is enough to see that it runs."),
@@ -58,6 +57,8 @@ def reproduce(
     data_dir: Annotated[
         Path | None, o.option("The folder with the data sets, instead of the one that AFTERMAP_DATA names.")
     ] = None,
+    *,
+    run: o.RunOptions,
 ) -> int:
     """Run an experiment of a document again: claims with their verdicts, and figures. `list` shows all, `all` runs all.
 
