@@ -5,7 +5,8 @@ An experiment is a module ``experiments/NAME/run.py`` with
 - ``TITLE``: what is tried, in a few words;
 - ``BUDGETS``: settings by name, at least "small" (everything at a tiny size, for the tests) and "stated" (what is committed);
 - ``jobs(settings, data_dir)``: yields a `Job` for each part, method and seed; a job returns plain numbers;
-- ``verdicts(results)``: a `Verdict` for every claim of `claims.toml` that names this experiment;
+- ``verdicts(results)``: a `Verdict` for every claim of `claims.toml` that names this experiment; with --partial it may leave out
+  claims whose jobs are not done, which then count as not run yet;
 - ``figures(results, folder)``: draws into a folder, and may return captions by file name;
 - optionally ``tables(results)``: Markdown that goes below the table of claims;
 - optionally ``DATA``: the folders or files that it needs in the data folder.
@@ -256,6 +257,9 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         help="where results, figures and table go [the experiment's folder, for the stated budget]",
     )
     parser.add_argument("--hours", type=float, default=math.inf, help="begin no further job after so many hours")
+    parser.add_argument(
+        "--partial", action="store_true", help="begin no job; judge what can be judged from those that are done"
+    )
     options = parser.parse_args(arguments)
     settings = experiment.BUDGETS[options.budget]
     missing_files = missing_data(experiment, options.data_dir)
@@ -275,7 +279,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         if path.is_file():
             values[job.key] = json.loads(path.read_text(encoding="utf-8"))
             continue
-        if time.monotonic() - began > 3600 * options.hours:
+        if options.partial or time.monotonic() - began > 3600 * options.hours:
             missing += 1
             continue
         start = time.process_time()
@@ -286,8 +290,10 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         done += 1
         print(f"{job.key}: {result['seconds']:.0f} s", flush=True)
     if missing:
-        print(f"{missing} jobs are left; run the same command again to go on", flush=True)
-        return 0
+        again = "run the same command without --partial" if options.partial else "run the same command again"
+        print(f"{missing} jobs are left; {again} to go on", flush=True)
+        if not options.partial:
+            return 0
     if options.only:
         return 0
     folder = options.output or (ROOT / "experiments" / name if options.budget == "stated" else work / "output")
@@ -295,7 +301,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     results = Results(values, settings)
     verdicts = experiment.verdicts(results)
     claims = [claim for claim in read_claims() if claim.experiment == name]
-    _check_ids(claims, verdicts)
+    _check_ids(claims, verdicts, partial=options.partial)
     captions = experiment.figures(results, folder) or {}
     content = {
         "experiment": name,
@@ -330,9 +336,9 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "aftermap-experiments"
 
 
-def _check_ids(claims: Sequence[Claim], verdicts: Sequence[Verdict]) -> None:
+def _check_ids(claims: Sequence[Claim], verdicts: Sequence[Verdict], *, partial: bool) -> None:
     wanted, got = {c.id for c in claims}, {v.id for v in verdicts}
-    if wanted != got or len(got) != len(verdicts):
+    if got - wanted or (wanted - got and not partial) or len(got) != len(verdicts):
         raise ValueError(f"verdicts and register differ: {sorted(wanted ^ got)}")
 
 
