@@ -5,7 +5,8 @@ An experiment is a module ``experiments/NAME/run.py`` with
 - ``TITLE``: what is tried, in a few words;
 - ``BUDGETS``: settings by name, at least "small" (everything at a tiny size, for the tests) and "stated" (what is committed);
 - ``jobs(settings, data_dir)``: yields a `Job` for each part, method and seed; a job returns plain numbers;
-- ``verdicts(results)``: a `Verdict` for every claim of `claims.toml` that names this experiment;
+- ``verdicts(results)``: a `Verdict` for every claim of `claims.toml` that names this experiment; with --partial it may leave out
+  claims whose jobs are not done, which then count as not run yet;
 - ``figures(results, folder)``: draws into a folder, and may return captions by file name;
 - optionally ``tables(results)``: Markdown that goes below the table of claims;
 - optionally ``DATA``: the folders or files that it needs in the data folder.
@@ -322,7 +323,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     results = Results(values, settings)
     verdicts = experiment.verdicts(results)
     claims = [claim for claim in read_claims() if claim.experiment == name]
-    _check_ids(claims, verdicts)
+    _check_ids(claims, verdicts, partial=options.partial)
     captions = experiment.figures(results, folder) or {}
     content = {
         "experiment": name,
@@ -370,9 +371,9 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "aftermap-experiments"
 
 
-def _check_ids(claims: Sequence[Claim], verdicts: Sequence[Verdict]) -> None:
+def _check_ids(claims: Sequence[Claim], verdicts: Sequence[Verdict], *, partial: bool) -> None:
     wanted, got = {c.id for c in claims}, {v.id for v in verdicts}
-    if wanted != got or len(got) != len(verdicts):
+    if got - wanted or (wanted - got and not partial) or len(got) != len(verdicts):
         raise ValueError(f"verdicts and register differ: {sorted(wanted ^ got)}")
 
 

@@ -31,12 +31,13 @@ def draw(results: Results, folder: Path, names: Mapping[str, str]) -> dict[str, 
             _gap_coverage(results, names),
             "UCI sets whose middle third by one feature was left out: coverage of 95 % intervals there, mean over gaps.",
         ),
-        "amortised.svg": (
+    }
+    if results.among("wide/*"):
+        drawn["amortised.svg"] = (
             _amortised(results),
             "The large network, all seeds: standard deviations by two fine-tunings per query, and roots of the amortised score, "
             "against the exact Hessian. Each is divided by its mean.",
-        ),
-    }
+        )
     for file, (figure, _) in drawn.items():
         (folder / file).write_text(save_svg(figure), encoding="utf-8")
     return {file: caption for file, (_, caption) in drawn.items()}

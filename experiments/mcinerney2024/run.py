@@ -82,7 +82,7 @@ class Settings:
     gap_rows: int = 200
     gap_hidden: int = 10
     wide: int = 220
-    wide_rows: int = 100
+    wide_rows: int = 40
     wide_queries: int = 12
     wide_seeds: int = 3
     steps: int = 1000
@@ -114,7 +114,7 @@ BUDGETS = {
     ),
 }
 # Where fine-tuning stops: its gradient relative to the push.
-TOLERANCE, WIDE_TOLERANCE = 1e-5, 1e-4
+TOLERANCE, WIDE_TOLERANCE = 1e-5, 1e-3
 
 
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
@@ -233,8 +233,9 @@ def _errors(results: Results, method: str) -> torch.Tensor:
 
 
 def verdicts(results: Results) -> list[Verdict]:
-    """The six claims."""
-    return [_h1(results), _h2(results), _h3(results), _h4(results), _h5(results), _h6(results)]
+    """The six claims; a part that was not run yet is left out."""
+    parts = {_h1: "sine/*", _h2: "table/*/*/*", _h3: "sine/*", _h4: "gap/*/*", _h5: "wide/*", _h6: "table/*/*/*"}
+    return [judge(results) for judge, part in parts.items() if results.among(part)]
 
 
 def _h1(results: Results) -> Verdict:

@@ -49,7 +49,7 @@ def test_every_claim_is_judged_once_or_not_yet() -> None:
     assert [id for id, count in judged.items() if count > 1] == []
     for name, content in RESULTS.items():
         own = {c.id for c in CLAIMS if c.experiment == name}
-        assert {v["id"] for v in content["verdicts"]} == own, name
+        assert {v["id"] for v in content["verdicts"]} <= own, name
 
 
 @pytest.mark.parametrize("name", list(RESULTS))
