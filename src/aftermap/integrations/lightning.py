@@ -96,8 +96,8 @@ class LaplaceCallback(_SavingCallback):
             ``default_root_dir``.
         module: The path of the network inside the LightningModule, such as "net". None means the LightningModule
             itself, whose ``forward`` must give the outputs.
-        validation: Whether to tune on the Trainer's (first) validation data if there are any; False tunes by the
-            evidence.
+        validation: Whether to tune on the Trainer's (first) validation data if there are any; False tunes on
+            the training data.
         structure: The structure of the posterior. None chooses by the cost; see `fit`.
         params: The weights that are uncertain; see `Laplace`.
         unpack: A function that turns a batch of another form into (inputs, targets).
