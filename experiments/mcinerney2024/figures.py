@@ -54,6 +54,8 @@ def _variances(results: Results, names: Mapping[str, str]) -> Any:
     ax.plot(ends, ends, color="0.5", linewidth=0.8)
     ax.set_xscale("log")
     ax.set_yscale("log")
+    for axis in (ax.xaxis, ax.yaxis):  # less than two decades, whose small ticks would otherwise be labelled, too
+        axis.set_minor_formatter("")
     return finish(ax, x="standard deviation, exact Hessian", y="standard deviation", legend=True).figure
 
 
