@@ -81,7 +81,7 @@ class Fit:
                 schedule.step()
         model.eval()
         laplace = Laplace(model, "classification", params="last_layer", prior_precision=PRIOR)
-        return laplace.fit([(x, y)], progress=False).tune()
+        return laplace.fit([(x, y)], progress=False).tune(method="evidence")
 
 
 def run(acquisition: str, seed: int, train: Split, test: Split, budget: argparse.Namespace) -> dict[str, Any]:

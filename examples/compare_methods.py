@@ -159,7 +159,9 @@ def methods(
         held_out = (validation[0][:500], validation[1][:500]) if kind == "sampling" else validation
         grid = {"precisions": (1.0, 10.0, 100.0, 1000.0), "scales": (1.0,), "samples": 5} if kind == "sampling" else {}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", StatisticalWarning)  # a grid's edge is said in the numbers
+            warnings.simplefilter(
+                "ignore", StatisticalWarning
+            )  # the edge of the grid of sampling is said in the numbers
             la.tune(in_order(held_out), kind=kind, **grid)
         return la, options
 

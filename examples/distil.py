@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import time
-import warnings
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from aftermap import metrics
 from aftermap.applications import distil
 from aftermap.baselines import Deterministic
-from aftermap.errors import StatisticalWarning
 from aftermap.laplace import Laplace
 from aftermap.laplace.mixture import Mixture
 
@@ -92,11 +90,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         for _ in range(options.members):
             model = train(network(16), *data["train"], options.training, generator)
             laplace = Laplace(model, "classification").fit([data["train"]])
-            with warnings.catch_warnings():
-                warnings.simplefilter(
-                    "ignore", StatisticalWarning
-                )  # with little training the best point is the grid's edge
-                parts.append(laplace.tune([tuple(part[: options.validation] for part in data["validation"])]))
+            parts.append(laplace.tune([tuple(part[: options.validation] for part in data["validation"])]))
         teacher = Mixture(parts, weights="uniform")
         student = network(8)
     known = torch.cat([data["train"][0], data["unlabelled"][0]])

@@ -87,9 +87,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
             )
         )
     print(laplace.factors.summary())
-    print(
-        f"\nfitted and tuned in {seconds:.1f} s: {laplace.tuning.precision:g} prior precision, data scale {laplace.tuning.data_scale:g}\n"
-    )
+    print(f"\nfitted and tuned in {seconds:.1f} s; {laplace.tuning}\n")
     print(f"{'':10}{'accuracy':>10}{'NLL':>8}{'ECE':>8}{'AUROC turned':>14}")
     for name, accuracy, nll, ece, auroc in table:
         print(f"{name:10}{accuracy:10.3f}{nll:8.3f}{ece:8.3f}{auroc:14.3f}")

@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> Where:
     model.eval()
 
     la = am.Laplace(model, "classification", structure=options.structure).fit(batches(*data["train"]))
-    la.tune()  # by evidence: one prior precision per layer, without held-out data
+    la.tune()  # without held-out data
     x, y = data["test"]
     x = torch.cat([x[: 3 * len(x) // 4], torch.rot90(x[3 * len(x) // 4 :], 1, (2, 3))])
     some = tuple(part[:1000] for part in data["train"])
