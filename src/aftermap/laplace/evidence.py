@@ -44,8 +44,8 @@ def squared_error(likelihood: Likelihood, factors: Factors) -> float:
     """Σ (y − f)²/v² over the data of the factors, with v the noise of the likelihood that they are of.
 
     Args:
-        likelihood: A `Gaussian`.
-        factors: Its curvature, with the loss.
+        likelihood: The `Gaussian` likelihood that the factors are of.
+        factors: The curvature of this likelihood, with its loss.
     """
     return max(0.0, 2 * (factors.loss - _log_normaliser(likelihood, factors)))
 
@@ -62,9 +62,9 @@ def log_likelihood(likelihood: Likelihood, factors: Factors, noise: Tensor) -> T
     """Σ log p(y_n | f_n) at noise σ, differentiable in it; no pass over the data.
 
     Args:
-        likelihood: The one that the curvature is of (`split_noise`).
-        factors: Its curvature, with the loss.
-        noise: σ; without effect for likelihoods without noise.
+        likelihood: The likelihood that the curvature is of (`split_noise`).
+        factors: The curvature of this likelihood, with its loss.
+        noise: The noise σ. It has no effect for likelihoods without noise.
     """
     if not has_noise(likelihood):
         return torch.tensor(-factors.loss, dtype=torch.float64)
@@ -127,8 +127,8 @@ class EvidenceResult:
         """Hyperparameters with these precisions and this noise.
 
         Args:
-            hyperparameters: Those to change.
-            layers: Layer name -> its parameters, as the posterior has them.
+            hyperparameters: The hyperparameters to change.
+            layers: The parameters of each layer, as the posterior has them.
         """
         values = {k: torch.tensor(v, dtype=torch.float64) for k, v in self.precision.items()}
         precision = {n: values[k] for k, names in layers.items() for n in names}  # type: ignore[attr-defined]
@@ -151,10 +151,10 @@ def maximise_evidence(
     """Finds prior precisions (one, or one per layer) and the noise that maximise the evidence.
 
     Args:
-        posterior: The starting point.
-        factors: Its curvature.
+        posterior: The posterior to start from.
+        factors: The curvature of the data.
         likelihood: The likelihood that the curvature is of; its noise is tuned where it has one and ``noise`` is True.
-        hyperparameters: Those of the starting point.
+        hyperparameters: The hyperparameters that the posterior was formed with.
         method: "mackay" (fixed point with a line search) or "lbfgs" (gradients in log precision and log noise; any damping).
         per_layer: Whether each layer has a precision of its own, or all have the same.
         noise: Whether to tune the noise.
@@ -323,9 +323,9 @@ def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
         steps = [(slopes.step, 1.0)] if previous is None else [(_secant(logs, slopes.step, *previous), 1.0)]
         steps += [(slopes.step, 0.5**k) for k in range(0 if previous is not None else 1, _HALVINGS)]
         for step, length in steps:
-            moved = objective.inside(logs + length * step)
-            moved_posterior, evidence = objective.evaluate(moved)
-            rise = 1e-4 * float((slopes.gradient * (moved - logs)).sum())
+            trial = objective.inside(logs + length * step)
+            trial_posterior, evidence = objective.evaluate(trial)
+            rise = 1e-4 * float((slopes.gradient * (trial - logs)).sum())
             if float(evidence.detach()) >= value + rise - _ROUNDING * (1 + abs(value)):
                 break
         else:
@@ -333,7 +333,7 @@ def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
             tolerance = _ESTIMATED if estimated else tolerance
             break
         previous = (logs, slopes.step)
-        logs, posterior, value = moved, moved_posterior, float(evidence.detach())
+        logs, posterior, value = trial, trial_posterior, float(evidence.detach())
         history.append(value)
         slopes = objective.slopes(posterior, logs)
     if iterations > _FIXED_POINT and not estimated and not slopes.are_flat(tolerance):
@@ -346,8 +346,8 @@ def _secant(logs: Tensor, step: Tensor, logs_before: Tensor, step_before: Tensor
 
     The plain iteration contracts with a slope near 1 where a layer is barely determined by the data, and crawls there.
     """
-    moved = logs - logs_before
-    slope = torch.where(moved.abs() > 1e-12, (step_before - step) / moved, 1.0)
+    change = logs - logs_before
+    slope = torch.where(change.abs() > 1e-12, (step_before - step) / change, 1.0)
     length = torch.where(slope > 0.01, step.abs() / slope.clamp_min(0.01), _LONGEST).clamp_max(_LONGEST)
     return torch.copysign(length, step).where(step != 0, 0.0)
 

@@ -213,7 +213,7 @@ class Laplace(NotebookView):
 
     @property
     def n_data(self) -> float:
-        """How many data were seen."""
+        """The number of data that the curvature was summed over."""
         return self.factors.n_data
 
     @property
@@ -266,7 +266,7 @@ class Laplace(NotebookView):
             progress: Whether to show a bar; None shows it on a terminal.
 
         Returns:
-            self.
+            This object, so that calls can be chained.
         """
         before = self.fitted if update else None
         if before is not None:
@@ -339,9 +339,9 @@ class Laplace(NotebookView):
 
         Args:
             factors: The curvature of the data.
-            posterior: The posterior.
-            hyperparameters: Those that the posterior was formed with.
-            narrowing: See `Fitted`.
+            posterior: The posterior over the weights.
+            hyperparameters: The hyperparameters that the posterior was formed with.
+            narrowing: The factor that tuning divided the covariance by; see `Fitted`.
         """
         self._initial = replace(self._initial, noise=hyperparameters.noise)
         self._fitted = Fitted(
@@ -408,7 +408,7 @@ class Laplace(NotebookView):
             generator: The source of random draws and samples of the data; None takes the same ones every time.
 
         Returns:
-            self; details are in ``tuning``, and ``print(la.tuning)`` says what the data could decide.
+            This object, so that calls can be chained; details are in ``tuning``, and ``print(la.tuning)`` says what the data could decide.
 
         Warns:
             StatisticalWarning: What was found is not to be relied on; the message says why.
@@ -494,9 +494,9 @@ class Laplace(NotebookView):
         previous = self._predictor[1] if self._predictor is not None and same else None
         if previous is None or previous.posterior is not fitted.posterior:
             fitted.weights.check(self.model)
-            base, found = self.base_likelihood, fitted.hyperparameters
-            likelihood = likelihood_with(base, found.noise, found.output_temperature)
-            network = likelihood_with(base, found.noise)  # at the temperature that it was trained with
+            base, noise = self.base_likelihood, fitted.hyperparameters.noise
+            likelihood = likelihood_with(base, noise, fitted.hyperparameters.output_temperature)
+            network = likelihood_with(base, noise)  # at the temperature that it was trained with
             previous = PosteriorPredictor(self.model, fitted.posterior, likelihood, previous, fitted.weights, network)
             self._predictor = (fitted.weights, previous)
         return previous
