@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ from aftermap.errors import InputError
 __all__ = [
     "Params",
     "Selection",
+    "by_module",
     "describe_names",
     "flatten",
     "named_parameters",
@@ -33,6 +34,18 @@ Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter once, under the first of its names, in the order of registration."""
     return dict(model.named_parameters())
+
+
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """The parameters of each module, by the names alone; a parameter of the network itself stands for itself.
+
+    >>> by_module(["fc.weight", "fc.bias", "gain"])
+    {'fc': ['fc.weight', 'fc.bias'], 'gain': ['gain']}
+    """
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return modules
 
 
 def select(model: nn.Module, selection: Selection = "all") -> list[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,9 +31,36 @@ from aftermap.distributed import fail_together
 from aftermap.errors import DataError, InputError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Bernoulli, Likelihood, parse_likelihood
 from aftermap.models import check_device
-from aftermap.params import Selection, named_parameters, select
+from aftermap.params import Selection, by_module, named_parameters, select
 
-__all__ = ["fit_curvature"]
+__all__ = ["PlannedLayers", "fit_curvature"]
+
+
+@dataclass(frozen=True)
+class PlannedLayers:
+    """The layers of a fit, known before its pass over the data.
+
+    Attributes:
+        names: For each layer the names of its parameters.
+        shapes: The shapes of all parameters, by name.
+        with_one_precision: The layers whose block can have only one prior precision.
+    """
+
+    names: Mapping[str, Sequence[str]]
+    shapes: Mapping[str, tuple[int, ...]]
+    with_one_precision: frozenset[str]
+
+    @staticmethod
+    def of(structure: Structure, plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> PlannedLayers:
+        """Returns the layers that a structure will have blocks for, as long as no batch contradicts the plan."""
+        if structure.blocks and all(block.joins_layers for block in structure.blocks):
+            return PlannedLayers(by_module(shapes), shapes, frozenset())
+        whole = [plan.layers[number] for number in plan.whole_layers]
+        names = {layer.layout.name: list(layer.layout.names) for layer in whole}
+        covered = {name for members in names.values() for name in members}
+        names.update({name: [name] for name in shapes if name not in covered})
+        one = any(block.one_precision for block in structure.blocks)
+        return PlannedLayers(names, shapes, frozenset(x.layout.name for x in whole if one and x.rule.matrix))
 
 
 @torch.inference_mode(False)
@@ -56,6 +84,7 @@ def fit_curvature(
     unpack: Unpack | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
+    check_layers: Callable[[PlannedLayers], None] | None = None,
 ) -> Factors:
     """Σ_n of the curvature of −log p(y_n | f(x_n, θ)) in the parameters θ.
 
@@ -81,6 +110,7 @@ def fit_curvature(
         unpack: Turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
         generator: For rademacher and sampled, and for the examples of "subset"; None: PyTorch's default generator.
         progress: Show a bar; None: on a terminal.
+        check_layers: Is called with the layers before the pass over the data, to refuse what does not fit them.
 
     Returns:
         The factors, with the number of data seen, the loss and how each parameter was treated. In an initialised
@@ -117,6 +147,8 @@ def fit_curvature(
     with fail_together("looking at the first batch"):
         plan = plan_model(model, names, first_batch(model, data, unpack))
     plan = plan.agree_over_processes(names)
+    if check_layers is not None:
+        check_layers(PlannedLayers.of(entry, plan, shapes))
     dtype = check_device(model)[1]
     # Sums in half precision stop growing after a few hundred data.
     sums_dtype = accumulate or (torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)

@@ -25,8 +25,7 @@ from torch import Tensor
 from aftermap.curvature.structures.base import Factors
 from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
-from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.base import Hyperparameters, has_noise, noise_exponent
+from aftermap.posteriors.base import CurvaturePosterior, Hyperparameters, has_noise, noise_exponent
 
 __all__ = ["EvidenceResult", "log_evidence", "log_likelihood", "maximise_evidence", "squared_error"]
 
@@ -73,7 +72,7 @@ def log_likelihood(likelihood: Likelihood, factors: Factors, noise: Tensor) -> T
 
 
 def log_evidence(
-    posterior: GaussianPosterior, factors: Factors, likelihood: Likelihood, hyperparameters: Hyperparameters
+    posterior: CurvaturePosterior, factors: Factors, likelihood: Likelihood, hyperparameters: Hyperparameters
 ) -> Tensor:
     """log q(D) of a posterior that was formed with these hyperparameters; differentiable in prior and noise.
 
@@ -137,7 +136,7 @@ class EvidenceResult:
 
 
 def maximise_evidence(
-    posterior: GaussianPosterior,
+    posterior: CurvaturePosterior,
     factors: Factors,
     likelihood: Likelihood,
     hyperparameters: Hyperparameters,
@@ -167,8 +166,7 @@ def maximise_evidence(
     """
     if method not in ("mackay", "lbfgs"):
         raise InputError(f"method={method!r} is not known; allowed are 'mackay' and 'lbfgs'")
-    exact = not isinstance(posterior, GaussianPosterior) or posterior.damping == "exact"
-    if method == "mackay" and not exact:
+    if method == "mackay" and posterior.damping != "exact":
         raise InputError("MacKay's fixed point holds for damping='exact'; use method='lbfgs' with factored damping")
     groups = {k: list(v) for k, v in posterior.layers.items()} if per_layer else {"all": list(posterior.names)}
     objective = _Objective(
@@ -189,7 +187,7 @@ class _Objective:
         tolerance: See `maximise_evidence`.
     """
 
-    posterior: GaussianPosterior
+    posterior: CurvaturePosterior
     factors: Factors
     likelihood: Likelihood
     start: Hyperparameters
@@ -211,8 +209,7 @@ class _Objective:
     def upper(self) -> Tensor:
         """The upper ends of the ranges."""
         upper = torch.full((len(self.groups) + self.tune_noise,), _RANGE[1], dtype=torch.float64)
-        posterior = self.posterior
-        if self.tune_noise and isinstance(posterior, GaussianPosterior) and len(posterior.blocks) > 1:
+        if self.tune_noise and len(self.posterior.block_names) > 1:
             squares = squared_error(self.likelihood, self.factors)
             if squares > 0:
                 count = self.factors.n_data * self.factors.n_outputs
@@ -223,7 +220,7 @@ class _Objective:
         """The nearest logarithms within their ranges."""
         return torch.minimum(logs.clamp_min(_RANGE[0]), self.upper)
 
-    def evaluate(self, logs: Tensor) -> tuple[GaussianPosterior, Tensor]:
+    def evaluate(self, logs: Tensor) -> tuple[CurvaturePosterior, Tensor]:
         """The posterior at these logarithms and its log evidence, differentiable in them."""
         values = logs.exp()
         precision = {n: values[i] for i, names in enumerate(self.groups.values()) for n in names}
@@ -237,7 +234,7 @@ class _Objective:
         prior, mean = self.start.prior, self.posterior.mean
         return torch.tensor([prior.squared_distance(mean, n) for n in self.groups.values()], dtype=torch.float64)
 
-    def slopes(self, posterior: GaussianPosterior, logs: Tensor) -> _Slopes:
+    def slopes(self, posterior: CurvaturePosterior, logs: Tensor) -> _Slopes:
         """The derivatives at these logarithms from the effective numbers of parameters, and MacKay's step."""
         by_layer = posterior.effective_parameters()
         gammas = torch.tensor(
@@ -309,7 +306,7 @@ class _Slopes:
 
 def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
     """MacKay's fixed point with secant steps; every step is shortened until the evidence rises."""
-    estimated = not isinstance(objective.posterior, GaussianPosterior)
+    estimated = objective.posterior.is_estimated
     tolerance = objective.tolerance
     logs = objective.start_logs()
     posterior, start = objective.evaluate(logs)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from aftermap.batches import Unpack
 from aftermap.curvature import Factors
+from aftermap.curvature.fit import PlannedLayers
 from aftermap.errors import InputError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult
@@ -22,8 +23,11 @@ from aftermap.laplace.subnetwork import with_fixed_means
 from aftermap.laplace.validation import ValidationResult
 from aftermap.models import WeightsFingerprint
 from aftermap.params import Params
-from aftermap.posteriors.base import Hyperparameters, layers_of
+from aftermap.posteriors.base import CurvaturePosterior, Hyperparameters, layers_of
 from aftermap.prior import Prior, PriorSpec
+
+if TYPE_CHECKING:
+    from aftermap.laplace.auto import FitReport
 
 __all__ = [
     "ChainedBatches",
@@ -52,7 +56,7 @@ class Tuned:
         narrowing: By what the covariance was divided after the evidence had been maximised.
     """
 
-    posterior: Any
+    posterior: CurvaturePosterior
     hyperparameters: Hyperparameters
     result: TuningResult
     narrowing: float = 1.0
@@ -94,6 +98,12 @@ class Initial:
         """What the curvature is multiplied by before there is a fit; see `Hyperparameters.curvature_scale`."""
         nothing = Prior({}, {}, {})
         return Hyperparameters(nothing, self.noise, self.data_scale, self.temperature).curvature_scale(curvature)
+
+    def check_layers(self, layers: PlannedLayers) -> None:
+        """Raises unless the prior fits the layers of a fit, before the pass over the data."""
+        prior = Prior.make(self.prior_precision, self.prior_mean, layers.names, layers.shapes)
+        for layer in layers.with_one_precision:
+            prior.scalar(list(layers.names[layer]))
 
     def resolve(self, factors: Factors, weights: Params) -> Hyperparameters:
         """The hyperparameters of a new fit: the prior is spread over the layers of the curvature.
@@ -141,14 +151,14 @@ class Fitted:
     """
 
     factors: Factors
-    posterior: Any
+    posterior: CurvaturePosterior
     hyperparameters: Hyperparameters
     weights: WeightsFingerprint
     data: Iterable[Any] | None = None
     unpack: Unpack | None = None
     tuning: TuningResult | None = None
     narrowing: float = 1.0
-    report: Any = None
+    report: FitReport | None = None
 
     def without_narrowing(self) -> Fitted:
         """The same fit with the covariance that the evidence is of."""

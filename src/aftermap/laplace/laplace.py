@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,13 @@ from aftermap.laplace.tune import choose_method, tune_by, tune_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
 from aftermap.models import check_not_causal, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
-from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors import CurvaturePosterior, GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise
-from aftermap.predictive import PosteriorPredictor, Prediction, WeightsFingerprint, draw_weights
+from aftermap.predictive import Functional, PosteriorPredictor, Prediction, WeightsFingerprint, draw_weights
 from aftermap.prior import PriorSpec
+
+if TYPE_CHECKING:
+    from aftermap.laplace.auto import FitReport
 
 __all__ = ["Laplace"]
 
@@ -128,7 +131,7 @@ class Laplace(NotebookView):
         return self._fitted
 
     @property
-    def posterior(self) -> Any:
+    def posterior(self) -> CurvaturePosterior:
         """The posterior over the weights: a `GaussianPosterior`, or a `MatrixFreePosterior`."""
         return self.fitted.posterior
 
@@ -203,12 +206,12 @@ class Laplace(NotebookView):
         return None if self._fitted is None else self._fitted.unpack
 
     @property
-    def report(self) -> Any:
+    def report(self) -> FitReport | None:
         """How `aftermap.fit` chose and checked this fit; None where `Laplace.fit` made it."""
         return None if self._fitted is None else self._fitted.report
 
     @report.setter
-    def report(self, report: Any) -> None:
+    def report(self, report: FitReport | None) -> None:
         self._fitted = replace(self.fitted, report=report)
 
     @property
@@ -279,7 +282,7 @@ class Laplace(NotebookView):
         parameters = named_parameters(self.model)
         weights: Params = {n: parameters[n].detach() for n in factors.names}
         hyperparameters = self._initial.resolve(factors, weights) if before is None else before.hyperparameters
-        posterior: Any = GaussianPosterior.from_factors(
+        posterior: CurvaturePosterior = GaussianPosterior.from_factors(
             factors,
             weights,
             hyperparameters.prior,
@@ -329,6 +332,7 @@ class Laplace(NotebookView):
             rank=self.rank,
             subset_size=self.subset_size,
             strict=self.strict,
+            check_layers=self._initial.check_layers if before is None else None,
             **options,
         )
 
@@ -557,7 +561,7 @@ class Laplace(NotebookView):
 
     where = PosteriorPredictor.where
 
-    def variance_of(self, functional: Any) -> Tensor:
+    def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
         """The variance of a scalar functional of the network, or the covariance of several; see `PosteriorPredictor`."""
         return self.predictor.variance_of(functional)
 

@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from aftermap.batches import Batch
 from aftermap.errors import DataError
-from aftermap.predictive import PosteriorPredictor, Prediction
+from aftermap.predictive import PosteriorPredictor, Prediction, TrainedPosterior
+
+if TYPE_CHECKING:
+    from aftermap.laplace.laplace import Laplace
 
 __all__ = ["SelfCheck", "check_predictive"]
 
@@ -67,7 +70,7 @@ class SelfCheck:
 
 
 def check_predictive(
-    laplace: Any,
+    laplace: Laplace | TrainedPosterior | PosteriorPredictor,
     batches: Iterable[Batch],
     *,
     limit: int = 1000,

@@ -118,7 +118,7 @@ def chosen_entries(
 
 
 def fit_subnetwork(
-    subnetwork: Any,
+    subnetwork: Subnetwork,
     previous: Factors | None,
     model: nn.Module,
     data: Iterable[Any],

@@ -35,7 +35,7 @@ from aftermap.laplace.self_consistent import (
 from aftermap.laplace.validation import RATIOS, ValidationResult, search_family
 from aftermap.likelihoods import Likelihood, temperature_of
 from aftermap.models import check_device
-from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors import GaussianPosterior, Posterior
 from aftermap.posteriors.base import has_noise, with_noise
 from aftermap.predictive import PosteriorPredictor
 from aftermap.prior import Prior
@@ -337,7 +337,7 @@ def tune_by_validation(
     return Tuned(found.applied_to(posterior, fitted.factors.curvature), found, result, narrowing)
 
 
-def _in_blocks(posterior: Any) -> GaussianPosterior:
+def _in_blocks(posterior: Posterior) -> GaussianPosterior:
     if not isinstance(posterior, GaussianPosterior):
         raise InputError(
             f"tuning on validation data compares priors, which needs a Gaussian posterior in blocks, got a {type(posterior).__name__}"

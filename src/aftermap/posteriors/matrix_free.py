@@ -23,14 +23,12 @@ from torch import Tensor, nn
 
 from aftermap import checks
 from aftermap.batches import Unpack
-from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.structures.base import (
     Block,
     Structure,
-    covariances_by_example,
     join_flat,
     paired_products,
     register_structure,
@@ -42,8 +40,8 @@ from aftermap.errors import InputError, ShapeError
 from aftermap.krylov import TraceEstimate
 from aftermap.likelihoods import Likelihood
 from aftermap.linalg import safe_cholesky, symmetrise
-from aftermap.params import Params, flatten
-from aftermap.posteriors.base import GaussianPosterior, Posterior, by_module, check_scale
+from aftermap.params import Params, by_module, flatten
+from aftermap.posteriors.base import CurvaturePosterior, GaussianPosterior, check_scale
 from aftermap.posteriors.solver import (
     SOLVE_NUMBERS,
     LinearSystem,
@@ -232,7 +230,7 @@ class _Own:
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixFreePosterior(Posterior):
+class MatrixFreePosterior(CurvaturePosterior):
     r"""The posterior N(θ*, (s·G + P₀)⁻¹) with the full generalised Gauss-Newton matrix G, cross-layer terms included.
 
     In a group of processes every method that passes over the data must be called by all of them with the same values;
@@ -260,6 +258,10 @@ class MatrixFreePosterior(Posterior):
     settings: MatrixFreeSettings = field(default_factory=MatrixFreeSettings)
     _shared: _Shared = field(default_factory=_Shared, repr=False)
     _own: _Own = field(default_factory=_Own, repr=False)
+    is_estimated = True
+    working_numbers = (
+        SOLVE_NUMBERS  # Every solve passes over the data again and again, whatever the number of its rows.
+    )
 
     @staticmethod
     def from_operator(
@@ -309,20 +311,11 @@ class MatrixFreePosterior(Posterior):
             settings = replace(settings, seed=common_seed(generator))
         return MatrixFreePosterior(mean, operator, parsed, factor, layers, helper, settings)
 
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        """The names of the blocks, of which there is one."""
-        return ("all",)
-
     def with_prior(
         self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None
     ) -> MatrixFreePosterior:
         """Returns the same curvature under another prior or scale; the random numbers stay, solves are done anew when asked."""
-        if prior is None:
-            prior = self.prior
-            if precision is not None:
-                prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
-        factor = self.scale if scale is None else check_scale(scale)
+        prior, factor = self._new_prior_and_scale(precision, scale, prior)
         helper = Preconditioner.make(self.preconditioner.posterior, prior, factor, self.shapes, self.operator.device)
         return replace(self, prior=prior, scale=factor, preconditioner=helper, _own=_Own())
 
@@ -464,7 +457,6 @@ class MatrixFreePosterior(Posterior):
         return value + slope + along * (scale - scale.detach())
 
     def log_det_ratio(self) -> Tensor:
-        """Returns log |P| − log |P₀|, twice the information gained from the data, in nats."""
         return self.log_det_precision() - self._prior_vector().log().sum().cpu()
 
     def log_prob(self, params: Params) -> Tensor:
@@ -528,41 +520,19 @@ class MatrixFreePosterior(Posterior):
             self._own.shares = prior_shares(self._system, self.settings.samples, self.settings.seed)
         return self._own.shares
 
-    def functional_covariance(
-        self,
-        gradients: LayerGradients,
-        variants: Sequence[MatrixFreePosterior] | None = None,
-        *,
-        diagonal: bool = False,
-    ) -> list[list[Tensor]]:
-        """Returns J Σ Jᵀ as one part, for this posterior or for variants of it (made by `with_prior`).
-
-        Args:
-            gradients: The gradients of the outputs' unit vectors at every layer.
-            variants: The variants, each treated by its own ``settings.kind``. None means only this posterior.
-            diagonal: Whether to compute only the variances.
-
-        Returns:
-            For each variant a list of one [b, v, v] (or [b, v]).
-        """
-        variants = [self] if variants is None else list(variants)
-        stride = max(1, SOLVE_NUMBERS // (gradients.n_vectors * self.n_params))
-
-        def rows(by_name: Params) -> Tensor:
-            return join_flat(by_name, self.names, 2).detach()
-
-        return [[c] for c in covariances_by_example(gradients, self.names, stride, rows, variants, diagonal)]
+    def times_covariance(self, rows: Tensor) -> Tensor:
+        """Returns rows [..., P] times the covariance, by solves, or from the fixed samples with ``settings.kind="samples"``."""
+        if self.settings.kind != "samples":
+            return super().times_covariance(rows)
+        samples = self.fixed_samples()
+        return (rows @ samples.T) @ samples / len(samples)
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """Returns J Σ Jᵀ for the gradients of some outputs [v, b, P], by solves or fixed samples: [b, v, v], or [b, v]."""
-        left = gradients.to(torch.float64)
-        if self.settings.kind == "samples":
-            moved = left @ self.fixed_samples().T / math.sqrt(self.settings.samples)  # [v, b, S]
-            left = right = moved
-        else:
-            right = self._system.solve(left.reshape(-1, self.n_params))[0].reshape(left.shape)
-        covariance = paired_products(left, right, diagonal)
-        return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)
+        if self.settings.kind != "samples":
+            return super().output_covariance(gradients, diagonal)
+        samples = self.fixed_samples()
+        deviations = gradients.to(torch.float64) @ samples.T / math.sqrt(len(samples))  # of the outputs [v, b, S]
+        return paired_products(deviations, deviations, diagonal).to(gradients.dtype)
 
 
 def fit_no_blocks(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:

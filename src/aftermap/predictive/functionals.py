@@ -24,7 +24,7 @@ from aftermap.errors import InputError
 from aftermap.linalg import symmetrise
 from aftermap.models import evaluating, functional_outputs
 from aftermap.params import Params, named_parameters
-from aftermap.posteriors import MatrixFreePosterior
+from aftermap.posteriors import Posterior
 
 __all__ = [
     "Functional",
@@ -204,8 +204,8 @@ def functional_gradients(
     return values.detach(), gradients
 
 
-def functional_covariance(posterior: Any, gradients: Params) -> Tensor:
-    """Returns g Σ gᵀ [Q, Q], in float64, for any posterior with `covariance_mv`.
+def functional_covariance(posterior: Posterior, gradients: Params) -> Tensor:
+    """Returns g Σ gᵀ [Q, Q], in float64, for any posterior.
 
     A matrix-free posterior with ``kind="samples"`` answers from its fixed samples (sample-then-optimise), which is
     unbiased, with relative standard deviation √(2/S).
@@ -215,9 +215,5 @@ def functional_covariance(posterior: Any, gradients: Params) -> Tensor:
         gradients: The gradients [Q, *shape] by name.
     """
     wide = {n: g.to(torch.float64) for n, g in gradients.items()}
-    left = join_flat(wide, posterior.names, 1)
-    if isinstance(posterior, MatrixFreePosterior) and posterior.settings.kind == "samples":
-        drawn = posterior.fixed_samples()
-        moved = left @ drawn.T / len(drawn) ** 0.5
-        return moved @ moved.T
-    return symmetrise(left @ join_flat(posterior.covariance_mv(wide), posterior.names, 1).T)
+    rows = join_flat(wide, posterior.names, 1)
+    return symmetrise(rows @ posterior.times_covariance(rows).T)

@@ -22,6 +22,7 @@ from aftermap.models import (
     explain_model_errors,
 )
 from aftermap.params import Params
+from aftermap.posteriors import Posterior
 from aftermap.predictive.functionals import Functional, functional_covariance, functional_gradients, parse_functionals
 from aftermap.predictive.linearised import (
     check_chosen,
@@ -44,7 +45,7 @@ class PosteriorPredictor:
 
     Args:
         model: The network at the posterior's mean, in eval mode.
-        posterior: A `Posterior` over its parameters; for linearised predictions one with `functional_covariance`.
+        posterior: The posterior over its parameters.
         likelihood: The likelihood, with its noise.
         previous: A predictor of the same model and parameters whose knowledge of the model is reused.
         weights: The weights that the model must still have. None means those that it has now.
@@ -55,7 +56,7 @@ class PosteriorPredictor:
     def __init__(
         self,
         model: nn.Module,
-        posterior: Any,
+        posterior: Posterior,
         likelihood: Likelihood,
         previous: PosteriorPredictor | None = None,
         weights: WeightsFingerprint | None = None,

@@ -94,7 +94,9 @@ class ModelPlan:
         uncovered: The reason for each selected parameter that no rule covers.
         batch_dimensions: For each (layer number, id of the module) the dimension of the batch in its inputs.
         unused: The parameters that the outputs of the first examples do not depend on.
-        numbers: The number of numbers that the recorded layers put out for one example, which its gradients take.
+        numbers: The number of numbers that the recorded layers put out for one of the first examples.
+        input_numbers: The number of numbers in the inputs of one of the first examples.
+        width: The number C of outputs at one position.
         whole_inputs: The places among the inputs of tensors that belong to all examples together.
         verified: The signature of the examples on which the rules were compared with autograd.
     """
@@ -107,6 +109,8 @@ class ModelPlan:
     batch_dimensions: Mapping[tuple[int, int], int] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     numbers: int = 0
+    input_numbers: int = 1
+    width: int = 0
     whole_inputs: frozenset[Path] = frozenset()
     verified: Signature = ()
 
@@ -151,6 +155,10 @@ class ModelPlan:
             layers = self.layers_of_parameter.get(name)
             groups.setdefault(-1 if layers is None else group_of[layers[0]], []).append(name)
         return list(groups.values())
+
+    def numbers_per_example(self, batch: Batch) -> int:
+        """How many numbers the recorded layers put out for one example, which its gradients take; longer inputs take more."""
+        return max(1, math.ceil(self.numbers * batch.numbers_per_example / max(1, self.input_numbers)))
 
     def without(self, reasons: Mapping[str, str]) -> ModelPlan:
         """Returns the same plan with these parameters uncovered."""
@@ -464,7 +472,13 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
         dimensions, unbatched = _find_batch_dimensions(shapes_of_pair, calls, plan)
         reason = "its layer is called without a batch dimension"
         plan = plan.without({n: reason for k in unbatched for n in plan.layers[k].layout.names})
-        plan = replace(plan, batch_dimensions=dimensions, numbers=sum(math.prod(c.out_shape) for c in calls) // 3)
+        plan = replace(
+            plan,
+            batch_dimensions=dimensions,
+            numbers=sum(math.prod(c.out_shape) for c in calls) // 3,
+            input_numbers=three.numbers_per_example,
+            width=outputs.shape[-1],
+        )
         record = ForwardRecord.make(model, three, outputs, plan, calls)
         wrong = dict(record.misfits)
         wrong.update({name: USED_OUTSIDE for name, calls, uses, _ in record.signature if uses > calls})

@@ -206,9 +206,10 @@ class CurvatureProblem:
 
     def _pieces(self, description: str, whole_batches: bool, choose: Choose | None = None) -> Iterator[Batch]:
         """Yields batches in pieces whose gradients take little memory; sums over data do not notice."""
-        size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, self.plan.numbers)))
         batches = self._batches(description)
         for batch in batches if choose is None else filter(None, map(choose, batches)):
+            fitting = _PIECE_NUMBERS // self.plan.numbers_per_example(batch)
+            size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, fitting))
             if whole_batches or batch.size <= size:
                 yield batch
             else:

@@ -33,13 +33,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from aftermap.curvature.passes.backward import Accumulator, LayerGradients
-from aftermap.curvature.passes.record import ForwardRecord
+from aftermap.curvature.passes.record import ForwardRecord, LayerCall
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import Layout, MatrixRows, add_grad_gram_
 from aftermap.curvature.structures.assign import layer_accumulators
@@ -61,13 +60,10 @@ from aftermap.curvature.structures.eigenbasis import (
 from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
 from aftermap.draws import normal_like
-from aftermap.errors import InputError
+from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import GramSum, kron
 from aftermap.params import Params
 from aftermap.prior import Prior
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "APPROACHES",
@@ -107,6 +103,7 @@ class KronBlock(Block):
     kind: str = "kron"
     approach: str = "expand"
     dampings = DAMPINGS
+    one_precision = True
 
     def __add__(self, other: Block) -> Block:
         if isinstance(other, KronBlock) and other.approach != self.approach:
@@ -247,7 +244,7 @@ class KronAccumulator(Accumulator):
 
     def start_batch(self, record: ForwardRecord) -> None:
         weight = record.batch.weight
-        rows = [r for r in (call.fresh_rows() for call in record.calls[self.layer]) if isinstance(r, MatrixRows)]
+        rows = [self._matrix_rows(call) for call in record.calls[self.layer]]
         if not rows:
             return
         count = record.size if weight is None else float(weight.sum())
@@ -262,6 +259,15 @@ class KronAccumulator(Accumulator):
             total = total * weight.to(total.dtype).sqrt()[:, None, None]
         self.inputs.add(total.transpose(0, 1))
         self.rows = [r + count * n**2 for r, n in zip(self.rows, lengths, strict=True)]
+
+    def _matrix_rows(self, call: LayerCall) -> MatrixRows:
+        rows = call.fresh_rows()
+        if not isinstance(rows, MatrixRows):
+            raise UnsupportedError(
+                f"the rule of {self.layout.name} says that its block is a weight matrix, but its rows ({type(rows).__name__}) have no "
+                "Gram matrix. Derive them from MatrixRows, or set matrix = False in the rule"
+            )
+        return rows
 
     def add(self, gradients: LayerGradients) -> None:
         arrived = [g for _, g in gradients.by_layer[self.layer]]
