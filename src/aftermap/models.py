@@ -446,9 +446,9 @@ class WeightsFingerprint:
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    found = {n: p.detach() for n, p in model.named_parameters()}
-    found.update({n: b for n, b in model.named_buffers() if b.is_floating_point()})
-    return found
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    state.update({n: b for n, b in model.named_buffers() if b.is_floating_point()})
+    return state
 
 
 def _some(tensor: Tensor) -> Tensor:

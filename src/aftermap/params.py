@@ -148,26 +148,26 @@ def describe_names(model: nn.Module, names: Sequence[str]) -> str:
     """
     own = named_parameters(model)
     wanted, known = {id(own[n]) for n in names}, {id(p): n for n, p in own.items()}
-    found: list[str] = []
+    described: list[str] = []
     done: set[int] = set()
 
     def walk(path: str, module: nn.Module) -> None:
-        held = {id(p) for p in module.parameters() if p.is_floating_point()}
-        if not (held & wanted) - done:
+        members = {id(p) for p in module.parameters() if p.is_floating_point()}
+        if not (members & wanted) - done:
             return
-        if held <= wanted:
-            found.append(path or "all parameters")
-            done.update(held)
+        if members <= wanted:
+            described.append(path or "all parameters")
+            done.update(members)
             return
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) in wanted - done:
-                found.append(known[id(parameter)])
+                described.append(known[id(parameter)])
                 done.add(id(parameter))
         for name, child in module.named_children():
             walk(f"{path}.{name}" if path else name, child)
 
     walk("", model)
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
+    return described[0] if len(described) == 1 else f"{', '.join(described[:-1])} and {described[-1]}"
 
 
 def flatten(params: Params, names: Sequence[str] | None = None) -> Tensor:

@@ -256,10 +256,10 @@ def _treatment(
             if not entry.reads_layers:
                 rule, note = "products", ""
             treatment[name] = Treatment(block.kind, rule, note)
-    held = [name for block in blocks for name in block.shapes]
-    if sorted(held) != sorted(shapes):
+    named = [name for block in blocks for name in block.shapes]
+    if sorted(named) != sorted(shapes):
         raise InputError(
-            f"the fit of structure={entry.name!r} returned blocks over {sorted(held)}, but its blocks must hold each of "
+            f"the fit of structure={entry.name!r} returned blocks over {sorted(named)}, but its blocks must hold each of "
             f"{sorted(shapes)} once; aftermap.testing.check_structure({entry.name!r}) checks a structure"
         )
     return {n: treatment[n] for n in shapes}

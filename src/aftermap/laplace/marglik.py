@@ -452,12 +452,12 @@ class _Run:
             # Every temperature gets the same draws, or their noise would decide.
             seed = torch.initial_seed() if generator is None else generator.initial_seed()
             base = laplace.likelihood
-            moved = self.search.improve(
+            tempered = self.search.improve(
                 laplace,
                 lambda t: self._fitted(at_temperature(base, t), options, torch.Generator().manual_seed(seed)),
             )
-            if moved is not laplace:
-                laplace, result = moved, self._tuned(moved, per_layer, noise, steps)
+            if tempered is not laplace:
+                laplace, result = tempered, self._tuned(tempered, per_layer, noise, steps)
         self.base_likelihood, self.noise = laplace.base_likelihood, laplace.hyperparameters.noise
         gamma = sum(laplace.posterior.effective_parameters().values())
         level = float(self.noise) if laplace.has_noise else None

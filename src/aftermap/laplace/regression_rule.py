@@ -107,11 +107,11 @@ class RegressionResult:
 
     def sentence(self) -> str:
         """What was done, in plain English."""
-        found = (
+        origin = (
             f"Noise {self.noise:.3g} and prior precision {self.precision:.3g} come from leave-one-out residuals and the evidence of "
             f"{self.n_data:,} training examples, which determine about {self.gamma:.0f} numbers"
         )
-        parts = [found]
+        parts = [origin]
         if self.n_labels:
             parts.append(
                 f"{self.n_labels:,} validation examples multiplied the predictive variance by {self.factor:.3g} and left "
@@ -356,8 +356,8 @@ def _golden(function: Callable[[float], float], low: float, high: float, best: f
             low, left, at_left = left, right, at_right
             right = low + shrink * (high - low)
             at_right = function(right)
-    found = left if at_left <= at_right else right
-    return found if function(found) <= function(best) else best
+    minimum = left if at_left <= at_right else right
+    return minimum if function(minimum) <= function(best) else best
 
 
 def learning_slope(model: LinearModel, ratio: float) -> float:
@@ -466,10 +466,10 @@ def fit_scale(residuals: Tensor, leverage: Tensor, noise: float, weights: Tensor
     examples = float(weights.sum().square() / weights.square().sum())
     believed = noise**2 * (1 + leverage)
     squares = (examples * residuals.square() + _PSEUDO * believed) / (examples + _PSEUDO)
-    found = []
+    candidates = []
     for width in _WIDTHS:
         base = noise**2 * (1 + width * leverage)
         factor = float((share * squares / base).sum())
-        found.append((0.5 * math.log(factor) + 0.5 * float((share * base.log()).sum()), factor, width))
-    best = min(nll for nll, _, _ in found)
-    return next((factor, width) for nll, factor, width in found if nll <= best + _BUDGET)
+        candidates.append((0.5 * math.log(factor) + 0.5 * float((share * base.log()).sum()), factor, width))
+    best = min(nll for nll, _, _ in candidates)
+    return next((factor, width) for nll, factor, width in candidates if nll <= best + _BUDGET)

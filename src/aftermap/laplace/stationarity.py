@@ -112,8 +112,8 @@ def check_stationarity(
                     slope[name] += part.to(torch.float64)
     pull = _prior_gradient(posterior, posterior.mean)
     gradient = {n: slope[n] + pull[n] for n in slope}
-    moved = posterior.covariance_mv(gradient)
-    gain = 0.5 * sum(float((gradient[n] * moved[n]).sum()) for n in gradient)
+    newton_step = posterior.covariance_mv(gradient)
+    gain = 0.5 * sum(float((gradient[n] * newton_step[n]).sum()) for n in gradient)
     norm, data_norm, prior_norm = (float(flatten(v).norm()) for v in (gradient, slope, pull))
     allowed = limit if limit is not None else max(_GAIN, _GAIN_PER_DATUM * laplace.n_data)
     return Stationarity(norm, norm / max(data_norm + prior_norm, 1e-300), gain, allowed)
@@ -240,10 +240,10 @@ def refined_evidence(
         for batch in batches:
             params = {n: v.clone().requires_grad_() for n, v in start.items()}
             with torch.no_grad():
-                moved = offsets(direction, batch)
+                offset = offsets(direction, batch)
             with torch.enable_grad():
                 f = functional_outputs(model, params, batch.inputs)
-                shifted = (f.detach() + moved).requires_grad_()
+                shifted = (f.detach() + offset).requires_grad_()
                 loss = weight * _loss(likelihood, shifted, batch)
                 (pull,) = torch.autograd.grad(loss, shifted)
                 parts = torch.autograd.grad(f, list(params.values()), pull, allow_unused=True, materialize_grads=True)
@@ -258,8 +258,8 @@ def refined_evidence(
         shifted = []
         for batch in batches:
             with torch.no_grad():
-                moved = offsets(direction, batch)
-            shifted.append((_with_offset(batch.inputs, moved), batch.targets, batch.weight))
+                offset = offsets(direction, batch)
+            shifted.append((_with_offset(batch.inputs, offset), batch.targets, batch.weight))
         value, refined = _evidence_at(laplace, fitted, shifted, start, direction)
     mean = {n: start[n] + direction[n] for n in names}
     return RefinedEvidence(value, mean, refined, gain, converged)
@@ -300,10 +300,10 @@ def _minimise(
             length /= 2
         else:
             break
-        moved, change = length * step, new_slope - slope
-        if float(moved @ change) > 0:
-            pairs = [*pairs, (moved, change)][-10:]
-        at, value, slope = at + moved, new_value, new_slope
+        displacement, change = length * step, new_slope - slope
+        if float(displacement @ change) > 0:
+            pairs = [*pairs, (displacement, change)][-10:]
+        at, value, slope = at + displacement, new_value, new_slope
     return at, first - value, converged
 
 

@@ -326,7 +326,7 @@ def tune_by_validation(
     result = search_family(gaussians, likelihood, link=link)
     _warn_of_labels(result)
     prior = Prior.make(result.precision, dict(posterior.prior.mean), posterior.layers, posterior.shapes)
-    found = replace(
+    tuned = replace(
         hyperparameters,
         prior=prior,
         data_scale=result.data_scale,
@@ -334,7 +334,7 @@ def tune_by_validation(
     )
     # The evidence is that of the data as they are.
     narrowing = result.data_scale / fitted.without_narrowing().hyperparameters.data_scale
-    return Tuned(found.applied_to(posterior, fitted.factors.curvature), found, result, narrowing)
+    return Tuned(tuned.applied_to(posterior, fitted.factors.curvature), tuned, result, narrowing)
 
 
 def _in_blocks(posterior: Posterior) -> GaussianPosterior:
@@ -377,11 +377,11 @@ def _warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
         seen += batch.size
         if seen >= _LOOKED_AT:
             break
-    found = sum(key in among for key in wanted)
+    shared = sum(key in among for key in wanted)
     expected = min(1.0, seen / max(fitted.factors.n_data, 1.0)) * len(wanted)
-    if found >= 3 and found > 0.5 * expected:
+    if shared >= 3 and shared > 0.5 * expected:
         warn_caller(
-            f"{found} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
+            f"{shared} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
             "What they say of the predictive is too good, and the posterior will be too sure. Hold out data that the network has not seen",
             StatisticalWarning,
         )

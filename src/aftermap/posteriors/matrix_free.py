@@ -202,11 +202,11 @@ def prior_shares(system: LinearSystem, count: int, seed: int) -> tuple[Tensor, T
     like = torch.empty(count, system.operator.size, dtype=torch.float64, device=system.operator.device)
     signs = signs_like(like, torch.Generator().manual_seed(seed))
     root = system.prior.sqrt()
-    moved = root * system.solve(root * signs)[0]
+    shares = root * system.solve(root * signs)[0]
     guess = root * system.preconditioner.solve(root * signs)
     options = [
-        (torch.ones_like(root), signs * (moved - signs)),
-        (system.prior * system.preconditioner.marginal_variance(), signs * (moved - guess)),
+        (torch.ones_like(root), signs * (shares - signs)),
+        (system.prior * system.preconditioner.marginal_variance(), signs * (shares - guess)),
     ]
     return min(options, key=lambda pair: float(pair[1].var(0, correction=0).sum()))
 
@@ -359,8 +359,8 @@ class MatrixFreePosterior(CurvaturePosterior):
 
     def _apply(self, values: Params, function: Callable[[Tensor], Tensor]) -> Params:
         rows, lead = self._rows(values)
-        found = symmetric_product(rows, function)
-        parts = split_flat(found.reshape(*lead, -1), self.shapes)
+        products = symmetric_product(rows, function)
+        parts = split_flat(products.reshape(*lead, -1), self.shapes)
         return {n: v.to(values[n].dtype) for n, v in parts.items()}
 
     def precision_mv(self, values: Params) -> Params:
@@ -377,8 +377,8 @@ class MatrixFreePosterior(CurvaturePosterior):
     def solve(self, values: Params) -> tuple[Params, SolveReport]:
         """Solves like `covariance_mv`, and returns a report of what was reached."""
         rows, lead = self._rows(values)
-        found, report = self._system.solve(rows)
-        parts = split_flat(found.reshape(*lead, -1), self.shapes)
+        solutions, report = self._system.solve(rows)
+        parts = split_flat(solutions.reshape(*lead, -1), self.shapes)
         return {n: v.to(values[n].dtype) for n, v in parts.items()}, report
 
     # Samples.

@@ -201,9 +201,9 @@ class LinearSystem:
             gains = [torch.zeros((), dtype=torch.float64, device=part.device)]
 
             def product(v: Tensor, gains: list[Tensor] = gains) -> Tensor:
-                moved = self.precision(v.T).T
-                gains.append((moved.norm(dim=0) / v.norm(dim=0).clamp_min(1e-300)).max())
-                return moved
+                product_with_v = self.precision(v.T).T
+                gains.append((product_with_v.norm(dim=0) / v.norm(dim=0).clamp_min(1e-300)).max())
+                return product_with_v
 
             result = conjugate_gradient(
                 product,

@@ -188,15 +188,17 @@ def functional_gradients(
         lines: dict[str, list[Tensor]] = {n: [] for n in leaves}
         for place, value in enumerate(values.unbind()):
             # A stack of values has a graph as soon as one of them has: only the gradients tell which.
-            found: list[Tensor | None] = [None] * len(leaves)
+            gradients_of_value: list[Tensor | None] = [None] * len(leaves)
             if value.requires_grad:
-                found = list(torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True))
-            if not allow_zero and all(g is None or not bool(g.any()) for g in found):
+                gradients_of_value = list(
+                    torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True)
+                )
+            if not allow_zero and all(g is None or not bool(g.any()) for g in gradients_of_value):
                 raise InputError(
                     f"functional {place} does not depend on the parameters {checks.few(leaves, 4)}: its gradient is zero. "
                     "Compute it from what is passed in, f(x), not from the model itself, and without detach()"
                 )
-            for (name, leaf), g in zip(leaves.items(), found, strict=True):
+            for (name, leaf), g in zip(leaves.items(), gradients_of_value, strict=True):
                 lines[name].append(torch.zeros_like(leaf) if g is None else g)
     gradients = {n: torch.stack(v) for n, v in lines.items()}
     if not all(bool(t.isfinite().all()) for t in (values, *tensors_of(gradients))):
