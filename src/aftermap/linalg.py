@@ -36,9 +36,9 @@ __all__ = [
 TERMS_PER_PART = 4096
 # Eigenvalues this many times further below zero than rounding alone would put them mean that a matrix is not p.s.d.
 _ROUNDING_MARGIN = 16.0
-# Rows of a strip: narrower ones save more of the lower triangle, but make thinner products (measured on CPU).
+# Rows of a strip: narrower ones save more of the lower triangle, but make thinner products. Strips start, and their rows lie, at
+# multiples of so many numbers: products into other places are slower. `python -m benchmarks.gram` measures both.
 _STRIP = 128
-# Strips start, and their rows lie, at multiples of so many numbers: products into other places are slower (measured on CPU).
 _ALIGNED = 16
 
 

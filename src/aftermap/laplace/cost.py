@@ -34,7 +34,7 @@ from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs"]
 
-_EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition on one modest machine
+_EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition: the order of magnitude of one core
 _CANDIDATES = (
     ("kron", "all"),
     ("ekfac", "all"),

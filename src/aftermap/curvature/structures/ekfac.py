@@ -133,7 +133,7 @@ def _pieces(batch: int, numbers: int) -> Iterator[tuple[int, int]]:
 
 
 def _rows(call: LayerCall) -> InputRows:
-    """Returns the rows of a call, kept for the next vector except where windows are small and many (4 % of a fit's time)."""
+    """Returns the rows of a call, kept for the next vector except where windows are small and many: those are made anew."""
     fresh = call.fresh_rows()
     return call.rows if fresh.shared <= fresh.features else fresh
 
