@@ -146,7 +146,7 @@ class _WhereSums:
 
 def _inner(predictor: Any) -> PosteriorPredictor:
     """Returns the model with its posterior and likelihood, behind a facade or as it is."""
-    inner = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
+    inner = getattr(predictor, "predictor", None)
     if not isinstance(inner, PosteriorPredictor):
         raise InputError(
             f"where() needs a Gaussian posterior over weights, which a {type(predictor).__name__} does not have. Allowed are a "

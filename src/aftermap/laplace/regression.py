@@ -28,7 +28,6 @@ from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.likelihoods.base import aligned
 from aftermap.models import call_model, check_device
 from aftermap.params import named_parameters, select
-from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior
 from aftermap.posteriors.base import Hyperparameters
 from aftermap.predictive import PosteriorPredictor, latent_gaussians
 from aftermap.predictive.linearised import output_gradients
@@ -375,9 +374,7 @@ def _is_the_model(tuned: Tuned, fitted: Fitted, names: Sequence[str]) -> bool:
     posterior = tuned.posterior
     if set(posterior.names) != set(names) or fitted.factors.curvature != "exact":
         return False
-    if isinstance(posterior, MatrixFreePosterior):
-        return True
-    return isinstance(posterior, GaussianPosterior) and [b.source.kind for b in posterior.blocks] == ["full"]
+    return posterior.has_every_term and fitted.factors.structure != "hessian"
 
 
 def _leverage(

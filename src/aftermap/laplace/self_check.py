@@ -88,7 +88,7 @@ def check_predictive(
         link: How the linearised predictive turns the Gaussian over logits into probabilities.
         samples: The number of draws that the predictive averages over.
     """
-    predictor = laplace if isinstance(laplace, PosteriorPredictor) else laplace.predictor
+    predictor = laplace.predictor
     plain: list[Prediction] = []
     bayes: list[Prediction] = []
     targets: list[Tensor] = []

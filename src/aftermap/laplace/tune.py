@@ -15,7 +15,6 @@ from torch.utils.data import Subset
 
 from aftermap.batches import Batch, iterate, tensors_of
 from aftermap.curvature import Factors
-from aftermap.curvature.structures.low_rank import LowRankBlock
 from aftermap.distributed import fail_together, rank, world_size
 from aftermap.errors import InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.dimension import match_dimension
@@ -433,7 +432,7 @@ def tune_self_consistently(
     assert isinstance(tuned.result, EvidenceResult)
     hyperparameters, posterior = tuned.hyperparameters, tuned.posterior
     matched = None
-    if not _has_every_term(posterior):
+    if not posterior.has_every_term:
         matched = match_dimension(
             model,
             iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
@@ -478,12 +477,6 @@ def tune_self_consistently(
     )
     applied = hyperparameters.applied_to(posterior, fitted.factors.curvature)
     return Tuned(applied, hyperparameters, result, narrowing=dimension * curvature)
-
-
-def _has_every_term(posterior: GaussianPosterior) -> bool:
-    """Whether the posterior is that of the whole matrix: all terms between layers, and no direction left to the prior."""
-    sources = [block.source for block in posterior.blocks]
-    return len(sources) == 1 and sources[0].joins_layers and not isinstance(sources[0], LowRankBlock)
 
 
 def _warn_of_cavities(message: str) -> None:

@@ -167,6 +167,11 @@ class CurvaturePosterior(Posterior):
             prior: A whole prior, instead of a precision.
         """
 
+    @property
+    @abstractmethod
+    def has_every_term(self) -> bool:
+        """Whether H is the whole matrix: all terms between layers, and no direction left to the prior."""
+
     @abstractmethod
     def log_det_ratio(self) -> Tensor:
         """Returns log |P| − log |P₀|, twice the information gained from the data, in nats."""
@@ -314,6 +319,10 @@ class GaussianPosterior(CurvaturePosterior):
     @property
     def block_names(self) -> tuple[str, ...]:
         return tuple(b.source.name for b in self.blocks)
+
+    @property
+    def has_every_term(self) -> bool:
+        return len(self.blocks) == 1 and self.blocks[0].source.is_complete
 
     def log_det_ratio(self) -> Tensor:
         return torch.stack([b.log_det_ratio().cpu() for b in self.blocks]).sum()

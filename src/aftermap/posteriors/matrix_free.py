@@ -259,6 +259,7 @@ class MatrixFreePosterior(CurvaturePosterior):
     _shared: _Shared = field(default_factory=_Shared, repr=False)
     _own: _Own = field(default_factory=_Own, repr=False)
     is_estimated = True
+    has_every_term = True
     working_numbers = (
         SOLVE_NUMBERS  # Every solve passes over the data again and again, whatever the number of its rows.
     )

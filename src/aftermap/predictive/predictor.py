@@ -72,6 +72,11 @@ class PosteriorPredictor:
         # What was found out goes by the identity of modules, which a copy does not share: it looks anew.
         return {**self.__dict__, "_plan": None}
 
+    @property
+    def predictor(self) -> PosteriorPredictor:
+        """This object: a Laplace approximation and the posterior of an optimiser answer to the same name."""
+        return self
+
     def plan(self, batch: Batch) -> CheckedPlan:
         """Returns how the model's layers are read; made from the first batch, and checked on every one."""
         if self._plan is None:
