@@ -96,7 +96,10 @@ def where(
             seen.add(batch, contributed, likelihood, samples, torch.Generator().manual_seed(seed))
         inputs = seen.inputs.result(inner, saliency, torch.Generator().manual_seed(seed))
         if train is not None:
-            power, n_data = _power(predictor, inner), getattr(getattr(predictor, "factors", None), "n_data", None)
+            power, n_data = (
+                _likelihood_weight(predictor, inner),
+                getattr(getattr(predictor, "factors", None), "n_data", None),
+            )
             again = partial(_batches, inner, train, unpack)
             tested = perturbations(inner, parts, layers, again, draws, power, n_data, generator)
 
@@ -169,11 +172,11 @@ def _batches(inner: PosteriorPredictor, data: Iterable[Any], unpack: Unpack | No
         yield batch
 
 
-def _power(predictor: Any, inner: PosteriorPredictor) -> float:
+def _likelihood_weight(predictor: Any, inner: PosteriorPredictor) -> float:
     """Returns what multiplies the log-likelihood in the posterior: the data scale over the temperature."""
-    power = getattr(predictor, "likelihood_weight", None)
-    if power is not None:
-        return float(power)
+    weight = getattr(predictor, "likelihood_weight", None)
+    if weight is not None:
+        return float(weight)
     scale = float(torch.as_tensor(getattr(inner.posterior, "scale", 1.0)).detach())
     noise = inner.likelihood.noise if isinstance(inner.likelihood, Gaussian) else None
     trained = getattr(predictor, "method", None) is not None  # An optimiser's curvature holds the noise already.

@@ -98,26 +98,27 @@ def fit_curvature(
         curvature: What is back-propagated: "exact", "rademacher", "sampled", "empirical", "jacobian", or "auto" (exact up
             to 20 outputs, rademacher above).
         approach: How Kronecker factors treat shared weights: "expand" or "reduce".
-        samples: Draws for each datum, for rademacher and sampled.
-        passes: How often to go through data that augment themselves; the scale stays that of one pass.
-        chunk: Vectors that are back-propagated at a time; None chooses by memory.
-        rank: How many directions "low_rank" and "subset" keep; None keeps all of "subset".
-        subset_size: How many examples "subset" draws.
-        small_block: Norm layers and parameters without a rule get a full block up to this size, else a diagonal.
-        accumulate: The dtype of the sums; None: the model's own, at least float32. Long sums are totalled in float64; dense
-            blocks and decompositions are in float64 in any case.
-        strict: Raise if a selected parameter has no layer rule, instead of treating it by per-example gradients.
-        unpack: Turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
-        generator: For rademacher and sampled, and for the examples of "subset"; None: PyTorch's default generator.
-        progress: Show a bar; None: on a terminal.
-        check_layers: Is called with the layers before the pass over the data, to refuse what does not fit them.
+        samples: The number of draws for each datum, for rademacher and sampled.
+        passes: The number of times to go through data that augment themselves; the scale stays that of one pass.
+        chunk: The number of vectors that are back-propagated at a time; None chooses by memory.
+        rank: The number of directions that "low_rank" and "subset" keep; None keeps all of "subset".
+        subset_size: The number of examples that "subset" draws.
+        small_block: The size up to which norm layers and parameters without a rule get a full block; larger ones get a
+            diagonal.
+        accumulate: The dtype of the sums; None takes the model's own, at least float32. Long sums are totalled in float64;
+            dense blocks and decompositions are in float64 in any case.
+        strict: Whether to refuse a selected parameter without a layer rule, instead of treating it by per-example gradients.
+        unpack: A function that turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
+        generator: The source of random vectors, and of the examples of "subset"; None takes PyTorch's default generator.
+        progress: Whether to show a bar; None shows it on a terminal.
+        check_layers: A function that is called with the layers before the pass over the data, to refuse what does not fit them.
 
     Returns:
-        The factors, with the number of data seen, the loss and how each parameter was treated. In an initialised
-        process group: of the data of all processes.
+        The factors, with the number of data seen, the loss and how each parameter was treated. In an initialised process
+        group they are those of the data of all processes.
 
     Raises:
-        InputError, DataError, UnsupportedError: With what is wrong and what to do; the model is unchanged.
+        InputError, DataError, UnsupportedError: Something is wrong, and the message says what to do; the model is unchanged.
 
     Warns:
         StatisticalWarning: The network returns probabilities where logits are needed, or a layer rule did not hold.

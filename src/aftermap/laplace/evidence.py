@@ -22,6 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.curvature.structures.base import Factors
 from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
@@ -164,8 +165,7 @@ def maximise_evidence(
     Returns:
         The best values within their ranges: 1e-8 to 1e12, and for the noise of several blocks √(SSE / (0.1·N·D)) at most.
     """
-    if method not in ("mackay", "lbfgs"):
-        raise InputError(f"method={method!r} is not known; allowed are 'mackay' and 'lbfgs'")
+    checks.choice("method", method, ("mackay", "lbfgs"))
     if method == "mackay" and posterior.damping != "exact":
         raise InputError("MacKay's fixed point holds for damping='exact'; use method='lbfgs' with factored damping")
     groups = {k: list(v) for k, v in posterior.layers.items()} if per_layer else {"all": list(posterior.names)}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import Unpack
 from aftermap.curvature import Factors
 from aftermap.curvature.fit import PlannedLayers
@@ -84,9 +85,7 @@ class Initial:
 
     def __post_init__(self) -> None:
         for name in ("data_scale", "temperature"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise InputError(f"{name}={value!r} must be a positive and finite number")
+            checks.number(name, getattr(self, name), above=0)
         # Which layers there are is known from the first batch on; what is no number at all is refused now.
         precisions, means = self.prior_precision, self.prior_mean
         for key, value in (precisions if isinstance(precisions, Mapping) else {"all layers": precisions}).items():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.structures.full import MAX_FULL
 from aftermap.curvature.structures.subnetwork import SubnetworkBlock
@@ -56,8 +57,7 @@ class Subnetwork:
             raise InputError(
                 f"a subnetwork needs a whole number of weights from 1 to {MAX_FULL:,}, got size={self.size!r}"
             )
-        if self.score not in SCORES:
-            raise InputError(f"score={self.score!r} is not known; allowed are {', '.join(map(repr, SCORES))}")
+        checks.choice("score", self.score, SCORES)
 
 
 def is_subnetwork(factors: Factors) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
+from aftermap import checks
 from aftermap.batches import Batch, iterate, tensors_of
 from aftermap.curvature import Factors
 from aftermap.distributed import fail_together, rank, world_size
@@ -92,9 +93,7 @@ def choose_method(
             return "self_consistent"
         return "leave_one_out" if regression else "evidence"
     method = "evidence" if method == "mackay" else method
-    if method not in METHODS:
-        listed = ", ".join(map(repr, METHODS[:-1]))
-        raise InputError(f"method={method!r} is not known; allowed are {listed} and {METHODS[-1]!r}")
+    checks.choice("method", method, METHODS)
     if method in ("validation", "grid") and val_loader is None:
         raise InputError(f"method={method!r} needs validation data: tune(val_loader, method={method!r})")
     if method == "leave_one_out" and not (has_noise(likelihood) and noise):

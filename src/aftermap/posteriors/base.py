@@ -248,8 +248,7 @@ class GaussianPosterior(CurvaturePosterior):
             damping: The way in which the prior is added: "exact", or for Kronecker factors "factored" (Ritter et al.
                 2018, eq. 9) or "pi".
         """
-        if damping not in DAMPINGS:
-            raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
+        checks.choice("damping", damping, DAMPINGS)
         shapes = factors.shapes
         missing = [n for n in shapes if n not in mean]
         if missing:

@@ -58,7 +58,6 @@ __all__ = [
     "MatrixFreePosterior",
     "MatrixFreeSettings",
     "SampleNoise",
-    "check_estimator",
     "common_seed",
     "draw_noise",
     "fit_no_blocks",
@@ -101,8 +100,7 @@ class MatrixFreeSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in FUNCTIONAL_KINDS:
-            raise InputError(f"kind={self.kind!r} is not known; allowed are {', '.join(map(repr, FUNCTIONAL_KINDS))}")
+        checks.choice("kind", self.kind, FUNCTIONAL_KINDS)
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise InputError(f"the tolerance must be between 0 and 1, or None, got {self.tolerance!r}")
         for name in ("max_iterations", "samples", "probes", "steps"):
@@ -162,17 +160,6 @@ def draw_noise(operator: GGNOperator, count: int, seed: int) -> SampleNoise:
     # The seed is offset by one, since the noise of the data must not repeat that of the prior.
     data = operator.noise(count, torch.Generator().manual_seed(seed + 1 + rank())).T
     return SampleNoise(prior, data)
-
-
-def check_estimator(method: str) -> str:
-    """Returns the method, if it is known.
-
-    Raises:
-        InputError: The method is not known.
-    """
-    if method not in ESTIMATORS:
-        raise InputError(f"method={method!r} is not known; allowed are {', '.join(map(repr, ESTIMATORS))}")
-    return method
 
 
 def mean_estimate(values: Tensor) -> TraceEstimate:
@@ -476,7 +463,7 @@ class MatrixFreePosterior(CurvaturePosterior):
                 too; "samples" takes the mean of wᵀ s·G w over the fixed samples w, one pass over the data: as good in
                 total, but poor by layer, where terms between layers cancel only in the sum.
         """
-        if check_estimator(method) == "samples":
+        if checks.choice("method", method, ESTIMATORS) == "samples":
             rows = self.fixed_samples()
             each = rows * self._system.curvature(rows)
         else:
@@ -502,7 +489,7 @@ class MatrixFreePosterior(CurvaturePosterior):
                 standard deviation √(2/S) and never negative; "hutchinson" uses random signs, which is better where the
                 data say little, but may be negative where they say much.
         """
-        if check_estimator(method) == "samples":
+        if checks.choice("method", method, ESTIMATORS) == "samples":
             each = self.fixed_samples().square()
         else:
             base, noise = self._prior_shares()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, check_inputs, unpack_inputs
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.errors import DataError, InputError
@@ -126,8 +127,7 @@ class PosteriorPredictor:
             differentiable: Whether to keep the gradient in x (small batches).
             generator: The source of the random samples.
         """
-        if kind not in KINDS:
-            raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
+        checks.choice("kind", kind, KINDS)
         if local and (kind != "sampling" or weights is not None):
             raise InputError(
                 "local=True draws layer outputs for kind='sampling'; it has no use for weights= or other kinds"
