@@ -83,6 +83,7 @@ def where(
     inner = _inner(predictor)
     model, posterior, likelihood = inner.model, inner.posterior, inner.likelihood
     parts = split_by_layer(posterior, model)
+    prior: Any = getattr(posterior, "prior", None)  # It has one, or it could not be split.
     structure = str(getattr(predictor, "structure", getattr(getattr(predictor, "factors", None), "structure", "full")))
     layers = layers_of(parts, model, posterior.names, structure)
     train = _training_data(loader, calibration)
@@ -105,7 +106,7 @@ def where(
 
     def maps(name: str) -> Iterator[Any]:
         layer = next(k for k in layers if k.name == name)
-        return weight_maps(name, layer.parameters, parts, posterior.mean, posterior.prior, model)
+        return weight_maps(name, layer.parameters, parts, posterior.mean, prior, model)
 
     weights = [summarise(maps(layer.name)) for layer in layers]
     results, information = layer_results(layers, parts, weights, seen.layers, seen.calls)

@@ -28,7 +28,7 @@ from aftermap.curvature.structures import (  # noqa: F401 (every module register
 from aftermap.curvature.structures.base import Block, Factors, Structure, Treatment, find_structure
 from aftermap.curvature.structures.kron import APPROACHES
 from aftermap.distributed import fail_together
-from aftermap.errors import DataError, InputError, StatisticalWarning, UnsupportedError
+from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Bernoulli, Likelihood, parse_likelihood
 from aftermap.models import check_device
 from aftermap.params import Selection, by_module, named_parameters, select
@@ -136,7 +136,9 @@ def fit_curvature(
     rank, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
     subset_size = checks.count("subset_size", subset_size)
     chunk = None if chunk is None else checks.count("chunk", chunk)
-    _check_options(entry, passes, accumulate, data)
+    if accumulate is not None and not accumulate.is_floating_point:
+        raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
+    checks.repeatable("data", data, f"a fit with structure={structure!r}")
     parsed = parse_likelihood(likelihood)
     if params == "last_block":
         with fail_together("looking for the last block"):
@@ -188,18 +190,6 @@ def fit_curvature(
         structure, blocks, tuple(names), counts.n_data, counts.loss, counts.kind, treatment, counts.n_outputs
     )
     return factors.all_reduced(counts_only=entry.blocks_are_global)
-
-
-def _check_options(entry: Structure, passes: int, accumulate: torch.dtype | None, data: Iterable[Any]) -> None:
-    """Raises where sums have no floating-point dtype, or data cannot be gone through often enough."""
-    if accumulate is not None and not accumulate.is_floating_point:
-        raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
-    needed = entry.passes * passes + 1  # one more to look at the first batch
-    if isinstance(data, Iterable) and iter(data) is data:
-        raise DataError(
-            f"data is a one-shot {type(data).__name__}, but structure={entry.name!r} goes through it {needed} times "
-            "(once to look at the first batch). Pass a DataLoader or a list of batches"
-        )
 
 
 def _check_strict(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -29,7 +29,7 @@ from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.krylov import TraceEstimate
 from aftermap.laplace.examples import informative_examples
 from aftermap.likelihoods import Likelihood
-from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors import CurvaturePosterior, GaussianPosterior
 from aftermap.posteriors.matrix_free import common_seed, mean_estimate
 
 __all__ = [
@@ -194,7 +194,7 @@ def match_dimension(
     model: nn.Module,
     batches: Iterable[Batch],
     likelihood: Likelihood,
-    posterior: GaussianPosterior,
+    posterior: CurvaturePosterior,
     data_scale: float = 1.0,
     *,
     examples: int = 300,

@@ -24,7 +24,7 @@ from aftermap.laplace.fitted import Fitted
 from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, check_device, evaluating, functional_outputs, prepare_forward_mode
 from aftermap.params import Params, flatten, unflatten
-from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors import CurvaturePosterior, GaussianPosterior
 from aftermap.posteriors.base import with_noise
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _loss(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> Tensor:
     return values.sum()
 
 
-def _prior_gradient(posterior: GaussianPosterior, at: Params) -> Params:
+def _prior_gradient(posterior: CurvaturePosterior, at: Params) -> Params:
     """Returns the gradient P₀(θ − μ₀) of the prior's energy."""
     prior = posterior.prior
     return {

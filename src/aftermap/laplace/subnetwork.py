@@ -118,7 +118,7 @@ def chosen_entries(
 
 
 def fit_subnetwork(
-    subnetwork: Subnetwork,
+    subnetwork: Subnetwork | Selection,
     previous: Factors | None,
     model: nn.Module,
     data: Iterable[Any],
@@ -131,6 +131,7 @@ def fit_subnetwork(
     if previous is not None and isinstance(previous.blocks[0], SubnetworkBlock):
         entries: Mapping[str, Tensor] = previous.blocks[0].entries
     else:
+        assert isinstance(subnetwork, Subnetwork)
         entries = chosen_entries(subnetwork, model, data, likelihood, prior, scale, **options)
     return fit_entries(model, data, likelihood, entries, **options)
 

@@ -20,7 +20,6 @@ from aftermap.batches import Batch
 from aftermap.curvature.passes.backward import Accumulator, BackwardPass, LayerGradients
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.passes.record import ForwardRecord
-from aftermap.curvature.passes.stream import vectors_go_together
 from aftermap.curvature.structures.base import flatten_batch
 from aftermap.errors import InputError
 from aftermap.models import (
@@ -112,12 +111,11 @@ def _gradients_by_position(record: ForwardRecord, chosen: Sequence[int] | None) 
         backward.serve_outputs(units[:, None].expand(len(index), size, width), unit_vectors=chosen is None)
         yield 0, gathered.gradients
         return
-    together = vectors_go_together(record.model)
     for position in range(positions):
         vectors = outputs.new_zeros(len(index), size, positions, width)
         vectors[torch.arange(len(index)), :, position, index] = 1.0
         vectors = vectors.reshape(len(index), *outputs.shape)
-        backward.run(vectors, together=together, keep_graph=position < positions - 1)
+        backward.run(vectors, together=record.plan.vectors_go_together, keep_graph=position < positions - 1)
         yield position, gathered.gradients
 
 
@@ -232,8 +230,8 @@ def function_samples(
     with evaluating(model), torch.no_grad():
         for weights in weight_samples(posterior, count, generator):
             direction = {n: weights[n] - posterior.mean[n] for n in posterior.names}
-            values, changes = jvp(outputs, (mean,), (direction,))
-            drawn.append(values + changes)
+            linearised = jvp(outputs, (mean,), (direction,))  # f(x, θ*) and J(x)(θ_s − θ*)
+            drawn.append(linearised[0] + linearised[1])
     return torch.stack(drawn)
 
 

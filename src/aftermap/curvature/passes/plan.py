@@ -56,6 +56,7 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _EXAMPLES_TO_VERIFY = 4
 # A model may raise these where an argument has another length than it expects.
 _FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedError)
+_SLOW_TOGETHER = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.RNNBase)
 USED_OUTSIDE = "it is also used outside its layer's call"
 _MIXES = "its layer works on the examples in another order, or mixes them"
 
@@ -69,17 +70,14 @@ class Layer:
         rule: The rule by which calls are read.
         named: For each role the name of its parameter and the parameter; only selected parameters.
         layout: The way in which they form a block.
+        dtype: The dtype of its parameters.
     """
 
     name: str
     rule: LayerRule
     named: dict[str, tuple[str, Tensor]]
     layout: Layout
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its parameters."""
-        return next(iter(self.named.values()))[1].dtype
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,8 @@ class ModelPlan:
         layers: The layers in the order of the model's modules.
         hooked: The pair (module, layer number) for every module whose calls are recorded by a hook.
         attention: The pair (module, {projection: layer number}) for every multi-head attention.
+        vectors_go_together: Whether several vectors are back-propagated in one pass of PyTorch's vectorised autograd, which is
+            slow for convolutions, pooling and recurrent layers.
         selected: The parameters whose curvature is wanted.
         uncovered: The reason for each selected parameter that no rule covers.
         batch_dimensions: For each (layer number, id of the module) the dimension of the batch in its inputs.
@@ -104,6 +104,7 @@ class ModelPlan:
     layers: list[Layer] = field(default_factory=list)
     hooked: list[tuple[nn.Module, int]] = field(default_factory=list)
     attention: list[tuple[nn.MultiheadAttention, dict[str, int]]] = field(default_factory=list)
+    vectors_go_together: bool = True
     selected: Mapping[str, Tensor] = field(default_factory=dict)
     uncovered: Mapping[str, str] = field(default_factory=dict)
     batch_dimensions: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -329,7 +330,8 @@ def find_layers(model: nn.Module, names: Sequence[str], *, batch_statistics: boo
     """
     parameters = named_parameters(model)
     selected = {id(parameters[n]): n for n in names}
-    plan, uncovered = ModelPlan(selected={n: parameters[n] for n in names}), {}
+    together = not any(isinstance(module, _SLOW_TOGETHER) for module in model.modules())
+    plan, uncovered = ModelPlan(vectors_go_together=together, selected={n: parameters[n] for n in names}), {}
     numbers: dict[tuple[object, ...], int] = {}
     inside_attention: set[str] = set()
     for path, module in model.named_modules():
@@ -383,7 +385,7 @@ def _add_layer(
     key = (type(rule), shape, *((role, id(p)) for role, (_, p) in named.items()))
     if key not in numbers:
         numbers[key] = len(plan.layers)
-        plan.layers.append(Layer(name, rule, named, layout))
+        plan.layers.append(Layer(name, rule, named, layout, next(iter(named.values()))[1].dtype))
     return numbers[key]
 
 

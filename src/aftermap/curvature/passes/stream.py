@@ -25,7 +25,7 @@ from aftermap.linalg import TERMS_PER_PART
 from aftermap.models import autograd_errors_explained, call_model, check_device, check_outputs, only_require_grad
 from aftermap.progress import progress
 
-__all__ = ["Choose", "CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
+__all__ = ["Choose", "CurvatureProblem", "DataCounts", "first_batch"]
 
 # This many numbers of gradients are back-propagated at once (8 MB in float32).
 _GRADIENT_NUMBERS = 1 << 21
@@ -34,12 +34,6 @@ _GRADIENT_NUMBERS = 1 << 21
 _PIECE_NUMBERS = 1 << 21
 _LEAST_EXAMPLES = 16
 Choose = Callable[[Batch], Batch | None]  # some examples of a batch; None where none is chosen
-
-
-def vectors_go_together(model: nn.Module) -> bool:
-    """Tells whether all vectors go in one pass: PyTorch's vectorised backward pass is slow for convolutions and pooling."""
-    slow = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.RNNBase)
-    return not any(isinstance(m, slow) for m in model.modules())
 
 
 def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> Batch:
@@ -153,7 +147,7 @@ class CurvatureProblem:
         Raises:
             PlanContradicted: A batch, of this process or of another, used the network in another way than the plan says.
         """
-        counts, check, together = DataCounts(), PlanCheck(self.plan), vectors_go_together(self.model)
+        counts, check = DataCounts(), PlanCheck(self.plan)
         reasons: dict[str, str] = {}
         batch_number = 1
         with fail_together(f"summing: {description}"):
@@ -166,7 +160,7 @@ class CurvatureProblem:
                         record = ForwardRecord.make(self.model, batch, outputs, self.plan, calls)
                         del calls, outputs
                         check.check(record)
-                        self._back_propagate(record, accumulators, counts.kind, together)
+                        self._back_propagate(record, accumulators, counts.kind)
                         del record
             except PlanContradicted as contradicted:
                 reasons, batch_number = contradicted.reasons, contradicted.batch
@@ -229,11 +223,9 @@ class CurvatureProblem:
         counts.n_outputs = math.prod(outputs.shape[1:])
         counts.kind = resolve_kind(self.curvature, outputs)
 
-    def _back_propagate(
-        self, record: ForwardRecord, accumulators: Sequence[Accumulator], kind: str, together: bool
-    ) -> None:
+    def _back_propagate(self, record: ForwardRecord, accumulators: Sequence[Accumulator], kind: str) -> None:
         """Sends the vectors of a batch through its graph, one by one or all together."""
-        batch, outputs = record.batch, record.outputs.detach()
+        batch, outputs, together = record.batch, record.outputs.detach(), self.plan.vectors_go_together
         for accumulator in accumulators:
             accumulator.start_batch(record)
         vectors = make_vectors(

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from aftermap.curvature.passes.backward import Accumulator, LayerGradients
-from aftermap.curvature.passes.record import ForwardRecord, LayerCall
+from aftermap.curvature.passes.record import ForwardRecord
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import Layout, MatrixRows, add_grad_gram_
 from aftermap.curvature.structures.assign import layer_accumulators
@@ -244,7 +244,12 @@ class KronAccumulator(Accumulator):
 
     def start_batch(self, record: ForwardRecord) -> None:
         weight = record.batch.weight
-        rows = [self._matrix_rows(call) for call in record.calls[self.layer]]
+        rows = [rows for call in record.calls[self.layer] if isinstance(rows := call.fresh_rows(), MatrixRows)]
+        if len(rows) < len(record.calls[self.layer]):
+            raise UnsupportedError(
+                f"the rule of {self.layout.name} says that its block is a weight matrix, but its rows have no Gram matrix. Derive "
+                "them from MatrixRows, or set matrix = False in the rule"
+            )
         if not rows:
             return
         count = record.size if weight is None else float(weight.sum())
@@ -259,15 +264,6 @@ class KronAccumulator(Accumulator):
             total = total * weight.to(total.dtype).sqrt()[:, None, None]
         self.inputs.add(total.transpose(0, 1))
         self.rows = [r + count * n**2 for r, n in zip(self.rows, lengths, strict=True)]
-
-    def _matrix_rows(self, call: LayerCall) -> MatrixRows:
-        rows = call.fresh_rows()
-        if not isinstance(rows, MatrixRows):
-            raise UnsupportedError(
-                f"the rule of {self.layout.name} says that its block is a weight matrix, but its rows ({type(rows).__name__}) have no "
-                "Gram matrix. Derive them from MatrixRows, or set matrix = False in the rule"
-            )
-        return rows
 
     def add(self, gradients: LayerGradients) -> None:
         arrived = [g for _, g in gradients.by_layer[self.layer]]
@@ -414,7 +410,7 @@ class KronBlockPosterior(BlockPosterior):
 
     def with_prior(self, prior: Prior, scale: Tensor) -> KronBlockPosterior:
         device = self.basis.outputs.device
-        return replace(self, prior=prior.scalar(self.names).to(device), scale=scale.to(device))
+        return replace(self, prior=prior.scalar(self.layout.names).to(device), scale=scale.to(device))
 
     def log_det_ratio(self) -> Tensor:
         if self.damping == "exact":
