@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from aftermap.errors import DataError, NumericalError
+from aftermap.laplace.golden import golden_section
 from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.linalg import psd_eigh
 
@@ -339,25 +340,8 @@ def leave_one_out_ratio(model: LinearModel) -> float:
     logs = [math.log(g * unit) for g in _GRID]
     values = [criterion(x) for x in logs]
     best = values.index(min(values))
-    return math.exp(_golden(criterion, logs[max(0, best - 1)], logs[min(best + 1, len(logs) - 1)], logs[best]))
-
-
-def _golden(function: Callable[[float], float], low: float, high: float, best: float) -> float:
-    """The least of a function between two points by golden sections, or ``best`` where nothing there is lower."""
-    shrink = (math.sqrt(5) - 1) / 2
-    left, right = high - shrink * (high - low), low + shrink * (high - low)
-    at_left, at_right = function(left), function(right)
-    for _ in range(12):
-        if at_left <= at_right:
-            high, right, at_right = right, left, at_left
-            left = high - shrink * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + shrink * (high - low)
-            at_right = function(right)
-    minimum = left if at_left <= at_right else right
-    return minimum if function(minimum) <= function(best) else best
+    inside = golden_section(criterion, logs[max(0, best - 1)], logs[min(best + 1, len(logs) - 1)], 12)
+    return math.exp(inside if criterion(inside) <= values[best] else logs[best])
 
 
 def learning_slope(model: LinearModel, ratio: float) -> float:

@@ -220,6 +220,17 @@ def _warn_of_evidence(result: EvidenceResult, factors: Factors) -> None:
     warn_caller(f"maximising the evidence {problem}", StatisticalWarning)
 
 
+def _training_data(fitted: Fitted, data: Iterable[Any] | None, method: str) -> Iterable[Any]:
+    """The data that were handed over, or those of the fit."""
+    data = fitted.data if data is None else data
+    if data is None:
+        raise InputError(
+            f"method={method!r} passes over the training data again, and they are not at hand (a loaded posterior, or a fit on a "
+            f"generator): tune(train_loader, method={method!r})"
+        )
+    return data
+
+
 def tune_by_dimension(
     fitted: Fitted,
     tuned: Tuned,
@@ -241,12 +252,7 @@ def tune_by_dimension(
     Warns:
         StatisticalWarning: The matched predictive is much less sure of the training data than the network.
     """
-    data = fitted.data if data is None else data
-    if data is None:
-        raise InputError(
-            "method='dimension' passes over the training data again, and they are not at hand (a loaded posterior, or a fit on a "
-            "generator): tune(train_loader, method='dimension')"
-        )
+    data = _training_data(fitted, data, "dimension")
     model = predictor.model
     device, dtype = check_device(model)
     result = match_dimension(
@@ -419,12 +425,7 @@ def tune_self_consistently(
     Warns:
         StatisticalWarning: The predictive is worse than the network at training data that were taken out of the posterior.
     """
-    data = fitted.data if data is None else data
-    if data is None:
-        raise InputError(
-            "method='self_consistent' passes over the training data again, and they are not at hand (a loaded posterior, or a fit on a "
-            "generator): tune(train_loader, method='self_consistent')"
-        )
+    data = _training_data(fitted, data, "self_consistent")
     model = predictor.model
     device, dtype = check_device(model)
     tuned = tune_by_evidence(fitted, likelihood, per_layer=per_layer, by_gradients=by_gradients, warn=False)
