@@ -15,7 +15,8 @@ def golden_section(function: Callable[[float], float], low: float, high: float, 
 
     Args:
         function: The function, which is asked steps + 2 times.
-        low, high: The ends of the interval.
+        low: The lower end of the interval.
+        high: The upper end of the interval.
         steps: The number of steps, each of which leaves 62 % of the interval.
 
     Returns:
