@@ -138,7 +138,8 @@ def fit_curvature(
     chunk = None if chunk is None else checks.count("chunk", chunk)
     if accumulate is not None and not accumulate.is_floating_point:
         raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
-    checks.repeatable("data", data, f"a fit with structure={structure!r}")
+    if isinstance(data, Iterable):  # Anything else is refused with the first batch.
+        checks.repeatable("data", data, f"a fit with structure={structure!r}")
     parsed = parse_likelihood(likelihood)
     if params == "last_block":
         with fail_together("looking for the last block"):
