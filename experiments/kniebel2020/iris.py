@@ -174,6 +174,7 @@ def _posteriors(settings: Iris, network: str, seed: int) -> dict[str, Any]:
         model,
         "classification",
         prior_precision=settings.prior,
+        kernel="hmc",
         chains=settings.chains,
         warmup=settings.warmup,
         draws=settings.draws,

@@ -73,11 +73,11 @@ class Settings:
 
     sets: tuple[str, ...] = tuple(PUBLISHED)
     splits: int = 3
-    more_splits: int = 10
+    more_splits: int = 8
     few_rows: int = 1600
     rows: int | None = None
     hidden: int = 50
-    steps: int = 3000
+    steps: int = 2000
     epochs: int = 10
     batch: int = 64
     rate: float = 1e-2
@@ -86,7 +86,7 @@ class Settings:
     drops: tuple[float, ...] = (0.01, 0.05)
     samples: int = 100
     vogn_rates: tuple[float, ...] = (3e-3, 1e-2)
-    vogn_steps: int = 2000
+    vogn_steps: int = 1500
     hfl_rows: int = 1500
     hfl_queries: int = 12
     hfl_steps: int = 300
