@@ -65,9 +65,9 @@ class Settings:
     members: int = 5
     labels: int = 300
     dropping: float = 0.2
-    field_epochs: int = 10
-    samples: int = 50
-    test: int = 1000
+    field_epochs: int = 6
+    samples: int = 30
+    test: int = 500
 
 
 BUDGETS = {

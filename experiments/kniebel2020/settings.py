@@ -37,7 +37,7 @@ class Iris:
     push: float = 0.1
     chains: int = 2
     warmup: int = 200
-    draws: int = 300
+    draws: int = 200
     samples: int = 1000
 
 
@@ -68,21 +68,21 @@ class Images:
     sets: tuple[str, ...] = (*(f"{s}/{n}" for n in ("mlp", "cnn") for s in GREY), "cifar10/cnn")
     seeds: int = 3
     train: int = 2000
-    train_colour: int = 4000
-    test: int = 500
-    unusual: int = 250
+    train_colour: int = 3000
+    test: int = 400
+    unusual: int = 200
     widths: tuple[int, ...] = (64, 64)
     channels: tuple[int, ...] = (8, 16)
     colour_channels: tuple[int, ...] = (16, 32, 32)
     hidden: int = 32
-    epochs: int = 15
+    epochs: int = 10
     rate: float = 2e-3
     prior: float = 1.0
     members: int = 5
     dropping: float = 0.2
-    field_epochs: int = 10
-    samples: int = 50
-    seen: int = 150
+    field_epochs: int = 6
+    samples: int = 30
+    seen: int = 100
     pushed: int = 200
     push: float = 0.05
 
@@ -108,15 +108,15 @@ class Moves:
     seeds: int = 3
     train: int = 2000
     test: int = 500
-    seen: int = 150
+    seen: int = 100
     width: int = 64
-    steps: int = 600
+    steps: int = 400
     rate: float = 2e-3
     prior: float = 1.0
-    depth: tuple[int, ...] = (1, 2, 3, 4, 6)
-    widths: tuple[int, ...] = (16, 32, 64, 128, 256)
-    lengths: tuple[int, ...] = (1, 3, 10, 30, 60)
-    sizes: tuple[int, ...] = (250, 500, 1000, 2000, 4000)
+    depth: tuple[int, ...] = (1, 2, 4, 6)
+    widths: tuple[int, ...] = (16, 32, 64, 128)
+    lengths: tuple[int, ...] = (1, 3, 10, 30)
+    sizes: tuple[int, ...] = (250, 500, 1000, 2000)
 
 
 @dataclass(frozen=True)

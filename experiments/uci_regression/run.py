@@ -73,23 +73,23 @@ class Settings:
 
     sets: tuple[str, ...] = tuple(PUBLISHED)
     splits: int = 3
-    more_splits: int = 8
+    more_splits: int = 5
     few_rows: int = 1600
     rows: int | None = None
     hidden: int = 50
-    steps: int = 2000
-    epochs: int = 10
+    steps: int = 1500
+    epochs: int = 6
     batch: int = 64
     rate: float = 1e-2
     decays: tuple[float, ...] = (0.03, 0.3, 3.0)
     members: int = 5
-    drops: tuple[float, ...] = (0.01, 0.05)
+    drops: tuple[float, ...] = (0.05,)
     samples: int = 100
     vogn_rates: tuple[float, ...] = (3e-3, 1e-2)
-    vogn_steps: int = 1500
+    vogn_steps: int = 1000
     hfl_rows: int = 1500
-    hfl_queries: int = 12
-    hfl_steps: int = 300
+    hfl_queries: int = 8
+    hfl_steps: int = 150
 
 
 BUDGETS = {
