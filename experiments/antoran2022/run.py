@@ -51,14 +51,14 @@ class Settings:
         fit: Training images of the curvature and of the linear model; each stands for train / fit.
         rounds: How often the precision and the mode of the linear model are found in turn.
         iterations: Iterations of L-BFGS for each mode.
-        validation: Test images, the first ones, that choose a precision for comparison.
-        test: Images of the second half of the test set.
+        validation: Held-out images of the official training set that choose a precision for comparison.
+        test: Test images.
         grid: Precisions that validation chooses among.
     """
 
     seeds: int = 3
     widths: tuple[int, int] = (6, 8)
-    train: int = 60_000
+    train: int = 54_000
     epochs: int = 6
     fit: int = 3000
     rounds: int = 3
@@ -171,7 +171,7 @@ class Digits:
 
     def numbers(self, name: str, predict: Callable[[Tensor], am.Prediction]) -> dict[str, float]:
         """Quality on test images."""
-        x, y = (t[5000 : 5000 + self.settings.test] for t in _read(self.data_dir, "test"))
+        x, y = (t[: self.settings.test] for t in _read(self.data_dir, "test"))
         p = torch.cat([predict(part).mean.double() for part in x.split(250)])
         return {
             f"{name}_nll": metrics.nll(p, y),
@@ -215,7 +215,7 @@ class Digits:
         judge("weights", norm=_square(la.posterior.mean))
         norm, converged = self._joint_optimum(la, data)
         judge("joint", norm=norm, converged=float(converged))
-        vx, vy = (t[: settings.validation] for t in _read(self.data_dir, "test"))
+        vx, vy = (t[: settings.validation] for t in _read(self.data_dir, "validation"))
         scores = []
         best = (math.inf, 1.0)
         for precision in settings.grid:

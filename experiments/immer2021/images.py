@@ -106,15 +106,15 @@ class Part:
 
     @property
     def validation(self) -> Pair:
-        """Images of the first half of the test set."""
-        x, y = _read(self.data_dir, self.name, "test")
+        """Held-out images of the official training set."""
+        x, y = _read(self.data_dir, self.name, "validation")
         return x[: self.settings.validation], y[: self.settings.validation]
 
     @property
     def test(self) -> Pair:
-        """Images of the second half of the test set."""
+        """Test images."""
         x, y = _read(self.data_dir, self.name, "test")
-        return x[5000 : 5000 + self.settings.test], y[5000 : 5000 + self.settings.test]
+        return x[: self.settings.test], y[: self.settings.test]
 
     @property
     def other(self) -> Tensor:

@@ -42,8 +42,8 @@ class Images:
         seeds: The number of seeds.
         train: Training images, others for every seed.
         epochs: Passes over them.
-        validation: Images of the first half of the test set that choose the precision.
-        test: Images of the second half.
+        validation: Held-out images of the official training set that choose the precision.
+        test: Test images.
         other: Images of the other data set.
         precisions: The grid of prior precisions of the perceptron on digits.
         clothes_precisions: The grid of the convolutional network on clothes.
