@@ -16,6 +16,7 @@ from experiments.framework import (
     FAILS,
     HOLDS,
     IN_PART,
+    NOT_RUN,
     NOT_TESTABLE,
     ROOT,
     Claim,
@@ -28,7 +29,6 @@ __all__ = ["IMAGES", "LARGEST", "PAGE", "figures_of", "main", "page_of", "read_r
 
 PAGE, IMAGES = ROOT / "docs" / "reproduction.md", ROOT / "docs" / "images" / "reproduction"
 LARGEST = 150_000  # bytes of a figure that is shown on the page
-NOT_RUN = "not run yet"
 
 HEAD = """# What was reproduced
 
