@@ -18,7 +18,8 @@ class Toy:
 
     Attributes:
         priors: The precisions of the prior; verdicts are about the first.
-        seeds: How many data sets and networks.
+        seeds: How many data sets and networks under the first prior.
+        other_seeds: How many under each other prior.
         hmc_seeds: The first of them are sampled by HMC, too.
         restarts: How many starts the training takes the best of.
         steps: The number of Adam steps.
@@ -33,6 +34,7 @@ class Toy:
 
     priors: tuple[float, ...] = (0.1, 1.0)
     seeds: int = 10
+    other_seeds: int = 3
     hmc_seeds: int = 3
     restarts: int = 6
     steps: int = 4000
@@ -43,6 +45,10 @@ class Toy:
     trajectory: float = math.pi / 2
     scales: tuple[float, ...] = _decades(0, 4)
     ratios: tuple[float, ...] = _decades(-5, 3, 2)
+
+    def seeds_under(self, prior: float) -> int:
+        """The number of data sets and networks under a prior."""
+        return self.seeds if prior == self.priors[0] else self.other_seeds
 
 
 @dataclass(frozen=True)
