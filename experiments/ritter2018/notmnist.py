@@ -151,7 +151,7 @@ class Digits:
             schedule.load_state_dict(schedule_state)
         for epoch in range(first, settings.epochs):
             torch.manual_seed(1000 * self.seed + epoch)  # of the dropout
-            for inputs, labels in Binarised(x, y, 128, self.generator(epoch), shuffled=True):
+            for inputs, labels in Binarised(x, y, settings.train_batch, self.generator(epoch), shuffled=True):
                 optimiser.zero_grad()
                 F.cross_entropy(model(inputs), labels).backward()
                 optimiser.step()
@@ -219,7 +219,7 @@ class Digits:
         settings = self.settings
         model = self.trained()
         field = am.MeanField(model, prior_precision=1.0, initial_scale=0.02)
-        data = Binarised(*self.data("train", settings.train), 128, self.generator(70), shuffled=True)
+        data = Binarised(*self.data("train", settings.train), settings.train_batch, self.generator(70), shuffled=True)
         field.fit(
             data, epochs=settings.field_epochs, n_data=settings.train, generator=self.generator(71), progress=False
         )
