@@ -165,7 +165,9 @@ def test_data() -> None:
         made().fit([(x.float(), y)], progress=False)
     with pytest.raises(AftermapError, match="must be in 0 ... 3"):
         made().fit([(x, y + 9)], progress=False)
-    with pytest.raises(DataError, match="a fit with structure='kron' reads data more than once, but .* can be read only once"):
+    with pytest.raises(
+        DataError, match="a fit with structure='kron' reads data more than once, but .* can be read only once"
+    ):
         made().fit(iter(classes()), progress=False)
 
 
@@ -180,7 +182,9 @@ def test_inputs_that_the_model_rejects(params: str) -> None:
 
 @pytest.mark.parametrize("params", ["all", "last_layer"])
 def test_a_one_shot_iterator_is_refused_in_the_same_words(params: str) -> None:
-    with pytest.raises(DataError, match="a fit with structure='kron' reads data more than once, but .* can be read only once"):
+    with pytest.raises(
+        DataError, match="a fit with structure='kron' reads data more than once, but .* can be read only once"
+    ):
         made(params=params).fit((b for b in classes()), progress=False)
 
 
