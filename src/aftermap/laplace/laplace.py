@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,9 +17,9 @@ from aftermap import checks
 from aftermap.batches import Unpack
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.passes.plan import find_last_layer
-from aftermap.curvature.passes.stream import first_batch
+from aftermap.curvature.passes.stream import any_first_batch, first_batch
 from aftermap.curvature.structures.base import find_structure
-from aftermap.errors import InputError, NotFittedError
+from aftermap.errors import InputError, NotFittedError, UnsupportedError
 from aftermap.laplace.display import NotebookView
 from aftermap.laplace.evidence import log_evidence
 from aftermap.laplace.fitted import Fitted, Initial, Tuned, TuningResult, check_numbers, data_if_repeatable
@@ -250,6 +251,8 @@ class Laplace(NotebookView):
         unpack: Unpack | None = None,
         generator: torch.Generator | None = None,
         progress: bool | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 100,
     ) -> Laplace:
         """Sums the curvature over the data and forms the posterior.
 
@@ -264,6 +267,9 @@ class Laplace(NotebookView):
             unpack: What turns a batch of another form into (inputs, targets).
             generator: The source of random vectors, and of the examples that structure="subset" draws.
             progress: Whether to show a bar; None shows it on a terminal.
+            checkpoint: A folder that keeps the sums, so that a fit that was killed goes on when it is called again with the same
+                model, data and options, also with another number of processes. Delete it when the posterior is saved.
+            every: The number of batches after which the sums are written to ``checkpoint``.
 
         Returns:
             self.
@@ -273,7 +279,15 @@ class Laplace(NotebookView):
             before.weights.check(self.model)
         with explain_model_errors(self.model, lambda: first_batch(self.model, data, unpack).inputs):
             factors = self._fit_curvature(
-                data, before, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
+                data,
+                before,
+                samples=samples,
+                passes=passes,
+                unpack=unpack,
+                generator=generator,
+                progress=progress,
+                checkpoint=checkpoint,
+                every=every,
             )
         factors = factors if before is None else before.factors + factors
         parameters = named_parameters(self.model)
@@ -312,13 +326,18 @@ class Laplace(NotebookView):
             )
         previous = None if before is None else before.factors
         if isinstance(self.params, Subnetwork) or (previous is not None and is_subnetwork(previous)):
+            if options.pop("checkpoint") is not None:
+                raise UnsupportedError(
+                    "checkpoint= keeps the sums of whole layers, not those of a Subnetwork: fit without checkpoint="
+                )
+            del options["every"]
             prior, scale = self._initial.prior_precision, self._initial.curvature_scale(self.curvature)
             return fit_subnetwork(
                 self.params, previous, self.model, data, self.base_likelihood, prior, scale, **options
             )
         params = self.params
         if params == "last_layer":
-            params = find_last_layer(self.model, first_batch(self.model, data, options["unpack"]))
+            params = find_last_layer(self.model, any_first_batch(self.model, data, options["unpack"]))
         return fit_curvature(
             self.model,
             data,
