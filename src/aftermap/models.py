@@ -165,7 +165,6 @@ def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of a model's parameters; an error when they are spread, not materialised, or in TorchScript."""
     check_not_scripted(model)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
-    check_not_sharded(parameters)
     devices = {p.device for p in parameters}
     if len(devices) > 1:
         raise InputError(

@@ -16,7 +16,7 @@ from aftermap.batches import Unpack
 from aftermap.curvature.passes.checkpoint import Checkpoint
 from aftermap.curvature.passes.last_block import find_last_block
 from aftermap.curvature.passes.plan import ModelPlan, PlanContradicted, plan_model
-from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts, any_first_batch
+from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts, first_batch
 from aftermap.curvature.structures import (  # noqa: F401 (every module registers its structure)
     diagonal,
     ekfac,
@@ -116,14 +116,14 @@ def fit_curvature(
     _check_options(entry, passes, accumulate, data)
     parsed = parse_likelihood(likelihood)
     if params == "last_block":
-        batch = any_first_batch(model, data, unpack)
+        batch = first_batch(model, data, unpack, together=True)
         with fail_together("looking for the last block"):
             params = find_last_block(model, batch)
     names = select(model, params)
     parameters = named_parameters(model)
     shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)
-    batch = any_first_batch(model, data, unpack)
+    batch = first_batch(model, data, unpack, together=True)
     with fail_together("looking at the first batch"):
         plan = plan_model(model, names, batch)
     del batch

@@ -17,9 +17,9 @@ from aftermap import checks
 from aftermap.batches import Unpack
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.passes.plan import find_last_layer
-from aftermap.curvature.passes.stream import any_first_batch, first_batch
+from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.structures.base import find_structure
-from aftermap.errors import InputError, NotFittedError, UnsupportedError
+from aftermap.errors import InputError, NotFittedError
 from aftermap.laplace.display import NotebookView
 from aftermap.laplace.evidence import log_evidence
 from aftermap.laplace.fitted import Fitted, Initial, Tuned, TuningResult, check_numbers, data_if_repeatable
@@ -31,7 +31,7 @@ from aftermap.laplace.subnetwork import (
 )
 from aftermap.laplace.tune import choose_method, tune_by, tune_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
-from aftermap.models import check_not_causal, explain_model_errors
+from aftermap.models import check_not_causal, check_not_sharded, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise
@@ -102,6 +102,7 @@ class Laplace(NotebookView):
         entry = find_structure(structure)
         entry.check_options(curvature, damping)
         check_not_causal(model)
+        check_not_sharded(model.parameters())
         self.model = model
         self.base_likelihood, noise = split_noise(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
@@ -267,8 +268,7 @@ class Laplace(NotebookView):
             unpack: What turns a batch of another form into (inputs, targets).
             generator: The source of random vectors, and of the examples that structure="subset" draws.
             progress: Whether to show a bar; None shows it on a terminal.
-            checkpoint: A folder that keeps the sums, so that a fit that was killed goes on when it is called again with the same
-                model, data and options, also with another number of processes. Delete it when the posterior is saved.
+            checkpoint: A folder that keeps the sums, so that a fit that was killed goes on when it is called again; see `fit_curvature`.
             every: The number of batches after which the sums are written to ``checkpoint``.
 
         Returns:
@@ -326,18 +326,13 @@ class Laplace(NotebookView):
             )
         previous = None if before is None else before.factors
         if isinstance(self.params, Subnetwork) or (previous is not None and is_subnetwork(previous)):
-            if options.pop("checkpoint") is not None:
-                raise UnsupportedError(
-                    "checkpoint= keeps the sums of whole layers, not those of a Subnetwork: fit without checkpoint="
-                )
-            del options["every"]
             prior, scale = self._initial.prior_precision, self._initial.curvature_scale(self.curvature)
             return fit_subnetwork(
                 self.params, previous, self.model, data, self.base_likelihood, prior, scale, **options
             )
         params = self.params
         if params == "last_layer":
-            params = find_last_layer(self.model, any_first_batch(self.model, data, options["unpack"]))
+            params = find_last_layer(self.model, first_batch(self.model, data, options["unpack"], together=True))
         return fit_curvature(
             self.model,
             data,

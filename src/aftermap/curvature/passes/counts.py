@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
-from aftermap.distributed import all_reduce_, is_distributed
+from aftermap.distributed import all_reduce_
 
 __all__ = ["DataCounts"]
 
@@ -42,10 +42,8 @@ class DataCounts:
     def agree_over_processes(self, names: Sequence[str]) -> None:
         """Takes over what other processes saw of outputs and parameters, since one without data saw nothing.
 
-        Data and loss stay those of this process.
+        Data and loss stay those of this process. All processes call it together.
         """
-        if not is_distributed():
-            return
         has_data = self.n_outputs > 0
         kinds = torch.tensor([has_data and self.kind == kind for kind in VECTOR_KINDS], dtype=torch.int64)
         used = torch.tensor([name in self.used for name in names], dtype=torch.int64)

@@ -24,10 +24,17 @@ from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
 from aftermap.likelihoods.discrete import are_probabilities
 from aftermap.linalg import TERMS_PER_PART
-from aftermap.models import autograd_errors_explained, call_model, check_device, check_outputs, only_require_grad
+from aftermap.models import (
+    autograd_errors_explained,
+    call_model,
+    check_device,
+    check_not_sharded,
+    check_outputs,
+    only_require_grad,
+)
 from aftermap.progress import progress
 
-__all__ = ["Choose", "CurvatureProblem", "DataCounts", "any_first_batch", "first_batch", "vectors_go_together"]
+__all__ = ["Choose", "CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
 
 # This many numbers of gradients are back-propagated at once (8 MB in float32).
 _GRADIENT_NUMBERS = 1 << 21
@@ -46,26 +53,34 @@ def vectors_go_together(model: nn.Module) -> bool:
     return not any(isinstance(m, slow) for m in model.modules())
 
 
-def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> Batch:
-    """Returns the first batch that holds an example; the data are asked anew for the rest."""
+def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None, *, together: bool = False) -> Batch:
+    """Returns the first batch that holds an example; the data are asked anew for the rest.
+
+    Args:
+        model: The network, for its device and dtype.
+        data: The batches of this process.
+        unpack: What turns a batch of another form into (inputs, targets).
+        together: Whether all processes of a group call this at once. One without data then gets some examples of another.
+
+    Raises:
+        DataError: There is none; with ``together``, on no process.
+    """
+    if together and is_distributed():
+        return _lent_batch(model, data, unpack)
     device, dtype = check_device(model)
     for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
         return batch
     raise DataError("the data hold no example: every batch is empty")
 
 
-def any_first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> Batch:
-    """Returns the first batch; a process that has no data gets some examples of another process. All processes call it together.
-
-    Raises:
-        DataError: No process has any data.
-    """
-    if not is_distributed():
-        return first_batch(model, data, unpack)
+def _lent_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> Batch:
+    """Returns the first batch of this process, or else some examples of the first process that has one."""
+    check_not_sharded(model.parameters())
     device, dtype = check_device(model)
     own: Batch | None = None
     with fail_together("looking at the first batch"):
-        own = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack, may_be_empty=True)), None)
+        batches = iterate(data, device=device, dtype=dtype, unpack=unpack, may_be_empty=True)
+        own = next(iter(batches), None)
         few = None if own is None else own.take(torch.arange(min(own.size, _FEW_EXAMPLES))).to(torch.device("cpu"))
     lent: Batch | None = from_any_process(few)
     if lent is None:
@@ -164,7 +179,7 @@ class CurvatureProblem:
         counts, check, together = DataCounts(), PlanCheck(self.plan), vectors_go_together(self.model)
         reasons: dict[str, str] = {}
         batch_number = 1
-        resumed = self._resumed(description, accumulators, counts)
+        resumed = None if self.checkpoint is None else self._resumed(self.checkpoint, description, accumulators, counts)
         with fail_together(f"summing: {description}"):
             try:
                 with only_require_grad(self.model, self.names):
@@ -187,7 +202,8 @@ class CurvatureProblem:
         if self.passes > 1:
             blocks = tuple(block.scaled(1 / self.passes) for block in blocks)
             counts.n_data, counts.loss = counts.n_data / self.passes, counts.loss / self.passes
-        counts.agree_over_processes(self.names)
+        if is_distributed():
+            counts.agree_over_processes(self.names)
         return blocks, counts
 
     def sum_loss(self, look: Callable[[Batch, Tensor], None] | None = None) -> DataCounts:
@@ -204,16 +220,15 @@ class CurvatureProblem:
                 if look is not None:
                     look(batch, outputs)
         counts.n_data, counts.loss = counts.n_data / self.passes, counts.loss / self.passes
-        counts.agree_over_processes(self.names)
+        if is_distributed():
+            counts.agree_over_processes(self.names)
         return counts
 
     def _resumed(
-        self, description: str, accumulators: Sequence[Accumulator], counts: DataCounts
-    ) -> ResumablePass | None:
-        """Returns the pass that goes on from the checkpoint; None without one."""
-        if self.checkpoint is None:
-            return None
-        return self.checkpoint.start_pass(
+        self, checkpoint: Checkpoint, description: str, accumulators: Sequence[Accumulator], counts: DataCounts
+    ) -> ResumablePass:
+        """Returns the pass that goes on from the checkpoint."""
+        return checkpoint.start_pass(
             description, accumulators, counts, lambda: self._batches(f"{description}: comparing"), self.generator
         )
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from aftermap.batches import Unpack
 from aftermap.curvature.passes.backward import PerExampleAccumulator, PerExampleSum
 from aftermap.curvature.passes.plan import PlanContradicted, plan_model
-from aftermap.curvature.passes.stream import CurvatureProblem, any_first_batch
+from aftermap.curvature.passes.stream import CurvatureProblem, first_batch
 from aftermap.curvature.structures.base import Block, BlockPosterior, Factors, Treatment, same_names
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.curvature.structures.flat import put_entries, take_entries
@@ -181,7 +181,7 @@ def fit_subnetwork(
     """
     names = [n for n in named_parameters(model) if n in entries]
     shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
-    batch = any_first_batch(model, data, unpack)
+    batch = first_batch(model, data, unpack, together=True)
     with fail_together("looking at the first batch"):
         plan = plan_model(model, names, batch)
     plan = plan.agree_over_processes(names)
