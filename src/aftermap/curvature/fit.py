@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from torch import nn
 
 from aftermap import checks
 from aftermap.batches import Unpack
+from aftermap.curvature.passes.checkpoint import Checkpoint
 from aftermap.curvature.passes.last_block import find_last_block
 from aftermap.curvature.passes.plan import ModelPlan, PlanContradicted, plan_model
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts, first_batch
@@ -25,13 +28,13 @@ from aftermap.curvature.structures import (  # noqa: F401 (every module register
     low_rank,
     subset,
 )
-from aftermap.curvature.structures.base import Block, Factors, Structure, Treatment, find_structure
+from aftermap.curvature.structures.base import STRUCTURES, Block, Factors, Structure, Treatment, find_structure
 from aftermap.curvature.structures.kron import APPROACHES
-from aftermap.distributed import fail_together
+from aftermap.distributed import fail_together, rank
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Bernoulli, Likelihood, parse_likelihood
 from aftermap.models import check_device
-from aftermap.params import Selection, by_module, named_parameters, select
+from aftermap.params import Selection, by_module, named_parameters, select, weights_hash
 
 __all__ = ["PlannedLayers", "fit_curvature"]
 
@@ -85,6 +88,8 @@ def fit_curvature(
     generator: torch.Generator | None = None,
     progress: bool | None = None,
     check_layers: Callable[[PlannedLayers], None] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 100,
 ) -> Factors:
     """Σ_n of the curvature of −log p(y_n | f(x_n, θ)) in the parameters θ.
 
@@ -112,6 +117,9 @@ def fit_curvature(
         generator: The source of random vectors, and of the examples of "subset"; None takes PyTorch's default generator.
         progress: Whether to show a bar; None shows it on a terminal.
         check_layers: A function that is called with the layers before the pass over the data, to refuse what does not fit them.
+        checkpoint: A folder that keeps the sums, so that a fit that was killed goes on when it is called again with the same
+            model, data and options. All processes must see it. Delete it when the result is saved.
+        every: The number of batches after which the sums are written to ``checkpoint``.
 
     Returns:
         The factors, with the number of data seen, the loss and how each parameter was treated. In an initialised process
@@ -133,7 +141,7 @@ def fit_curvature(
     entry.check_options(curvature, damping="exact")
     checks.choice("approach", approach, APPROACHES)
     samples, passes = checks.count("samples", samples), checks.count("passes", passes)
-    rank, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
+    directions, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
     subset_size = checks.count("subset_size", subset_size)
     chunk = None if chunk is None else checks.count("chunk", chunk)
     if accumulate is not None and not accumulate.is_floating_point:
@@ -142,20 +150,30 @@ def fit_curvature(
         checks.repeatable("data", data, f"a fit with structure={structure!r}")
     parsed = parse_likelihood(likelihood)
     if params == "last_block":
+        batch = first_batch(model, data, unpack, together=True)
         with fail_together("looking for the last block"):
-            params = find_last_block(model, first_batch(model, data, unpack))
+            params = find_last_block(model, batch)
     names = select(model, params)
     parameters = named_parameters(model)
     shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)
+    batch = first_batch(model, data, unpack, together=True)
     with fail_together("looking at the first batch"):
-        plan = plan_model(model, names, first_batch(model, data, unpack))
+        plan = plan_model(model, names, batch)
+    del batch
     plan = plan.agree_over_processes(names)
     if check_layers is not None:
         check_layers(PlannedLayers.of(entry, plan, shapes))
     dtype = check_device(model)[1]
     # Sums in half precision stop growing after a few hundred data.
     sums_dtype = accumulate or (torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+    kept: Checkpoint | None = None
+    if checkpoint is not None:
+        _check_resumable(entry, passes)
+        identity = _identity(model, parsed, entry, names, curvature, approach, samples, small_block, sums_dtype)
+        kept = Checkpoint.open(checkpoint, every, identity)
+        plan = plan.without({n: why for n, why in kept.given_up.items() if n in plan.layers_of_parameter})
+        generator = generator or _generator(identity, check_device(model)[0])
     while True:
         if strict:
             _check_strict(plan, shapes)
@@ -170,19 +188,21 @@ def fit_curvature(
             samples,
             chunk,
             passes,
-            rank,
+            directions,
             subset_size,
             small_block,
             sums_dtype,
             unpack,
             generator,
             progress,
+            kept,
         )
         try:
             blocks, counts = entry.fit(problem)
             break
         except PlanContradicted as contradicted:
             plan = plan.without(contradicted.reasons)
+            kept = None if kept is None else kept.without_rules(contradicted.reasons)
             _warn_of_new_start(contradicted)
     if counts.probabilities:
         _warn_of_probabilities(parsed)
@@ -191,6 +211,42 @@ def fit_curvature(
         structure, blocks, tuple(names), counts.n_data, counts.loss, counts.kind, treatment, counts.n_outputs
     )
     return factors.all_reduced(counts_only=entry.blocks_are_global)
+
+
+def _check_resumable(entry: Structure, passes: int) -> None:
+    """Raises where the sums of a fit cannot be kept in a checkpoint."""
+    if not entry.streams_sums:
+        able = ", ".join(repr(s.name) for s in STRUCTURES.values() if s.streams_sums)
+        raise UnsupportedError(
+            f"checkpoint= keeps sums over the data, and a fit with structure={entry.name!r} is no such sum; allowed are {able}. Choose one "
+            "of them, or fit without checkpoint="
+        )
+    if passes > 1:
+        raise UnsupportedError(
+            f"checkpoint= needs data that are the same each time, but passes={passes} is for data that augment themselves: fit with "
+            "passes=1, or without checkpoint="
+        )
+
+
+def _identity(
+    model: nn.Module, likelihood: Likelihood, entry: Structure, names: Sequence[str], *options: object
+) -> dict[str, str]:
+    """What must be the same when a fit goes on: in words, by which a difference is told."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    words = ("curvature", "approach", "samples", "small_block", "dtype of the sums")
+    return {
+        "weights": weights_hash(state),
+        "structure": entry.name,
+        "parameters": " ".join(names),
+        "likelihood": json.dumps(likelihood.config(), sort_keys=True, default=str),
+        **{word: str(option) for word, option in zip(words, options, strict=True)},
+    }
+
+
+def _generator(identity: Mapping[str, str], device: torch.device) -> torch.Generator:
+    """A source of random vectors that is the same for the same fit, another one on each process."""
+    seed = int(identity["weights"].removeprefix("sha256:")[:15], 16)
+    return torch.Generator(device).manual_seed(seed + rank())
 
 
 def _check_strict(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:

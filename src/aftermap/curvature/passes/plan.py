@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from aftermap.batches import Batch, Path, tensors_of
 from aftermap.curvature.passes.backward import contradictions
@@ -40,11 +39,11 @@ __all__ = [
     "ModelPlan",
     "PlanCheck",
     "PlanContradicted",
-    "find_last_layer",
     "find_layers",
     "inputs_of_call",
     "on_one_example",
     "plan_model",
+    "run_recorded",
 ]
 
 Result = TypeVar("Result")
@@ -457,12 +456,12 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
     plan = find_layers(model, names)
     with only_require_grad(model, names):
         # The pair holds the last two of the three, backwards, so that any influence of an example on another shows.
-        pair, calls_of_pair = _run(model, plan, _copies(batch, [2, 1]))
+        pair, calls_of_pair = run_recorded(model, plan, _copies(batch, [2, 1]))
         shapes_of_pair = [c.out_shape for c in calls_of_pair]
         pair = pair.detach()
         del calls_of_pair  # With them goes the graph of the pair.
         three = _copies(batch, [0, 1, 2])
-        outputs, calls = _run(model, plan, three)
+        outputs, calls = run_recorded(model, plan, three)
         check_outputs(outputs, 3)
         check_outputs(pair, 2)
         _check_independent(pair, outputs.detach()[[2, 1]])
@@ -498,7 +497,12 @@ def _copies(batch: Batch, places: Sequence[int]) -> Batch:
     return replace(batch.take(index), targets=None, weight=None)
 
 
-def _run(model: nn.Module, plan: ModelPlan, batch: Batch) -> tuple[Tensor, list[RecordedCall]]:
+def run_recorded(model: nn.Module, plan: ModelPlan, batch: Batch) -> tuple[Tensor, list[RecordedCall]]:
+    """Runs the model on a batch, and returns its outputs and the calls of its layers.
+
+    Raises:
+        InputError: The model changes its inputs in place.
+    """
     versions = [t._version for t in tensors_of(batch.inputs)]
     with record_calls(plan) as calls:
         outputs = call_model(model, batch.inputs)
@@ -563,46 +567,3 @@ def on_one_example(batch: Batch, run: Callable[[Batch], Result]) -> Result:
         if not _possibly_whole(batch):
             raise
         return run(batch)
-
-
-def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
-    """Returns the names of the parameters of the last layer with a weight matrix.
-
-    It is the layer whose output is returned as it is; failing that (a reshape or a scale follows), the last one called.
-
-    Raises:
-        UnsupportedError: No layer with a weight matrix was called, or the outputs come from several such layers.
-        InputError: A layer is in training mode whose outputs would be random or depend on other examples.
-
-    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> find_last_layer(net, Batch(torch.zeros(1, 2), None, None, 1))
-    ['2.weight', '2.bias']
-    """
-    check_modes(model)  # This comes before the first forward pass, which would move BatchNorm's statistics.
-    names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
-    plan = find_layers(model, names)
-    with only_require_grad(model, names):
-        outputs, calls = on_one_example(batch, lambda one: _run(model, plan, one))
-    matrix = [c for c in calls if plan.layers[c.layer].rule.matrix]
-    if not matrix:
-        raise UnsupportedError(
-            "params='last_layer' found no layer with a weight matrix in the forward pass; name the parameters with params=[...]"
-        )
-    edge = get_gradient_edge(outputs)
-    last = next((c for c in matrix if c.edge == edge), matrix[-1])
-    if last.edge != edge:
-        _check_all_outputs_depend_on(last, outputs, plan)
-    return list(plan.layers[last.layer].layout.names)
-
-
-def _check_all_outputs_depend_on(call: RecordedCall, outputs: Tensor, plan: ModelPlan) -> None:
-    """Raises an error where a layer is one of several heads: the variance of the other outputs would be zero, without a word."""
-    units = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-    heads = [u.expand_as(outputs) for u in units]
-    gradients = [torch.autograd.grad(outputs, call.edge, h, retain_graph=True, allow_unused=True)[0] for h in heads]
-    independent = [c for c, g in enumerate(gradients) if g is None or not bool(g.any())]
-    if 0 < len(independent) < len(units):
-        raise UnsupportedError(
-            f"params='last_layer' found {plan.layers[call.layer].name}, but outputs {independent[:5]} of {len(units)} do not "
-            "depend on it: the network has several heads. Name the parameters of all of them with params=[...]"
-        )
