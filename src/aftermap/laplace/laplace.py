@@ -115,9 +115,8 @@ class Laplace(NotebookView):
             prior_precision, prior_mean, noise, data_scale, temperature, temperature_of(self.base_likelihood) or 1.0
         )
         self._fitted: Fitted | None = None
-        self._predictor: tuple[WeightsFingerprint, PosteriorPredictor] | None = (
-            None  # of a fit, and what it knows of the model
-        )
+        # The predictor of a fit, which keeps what it knows of the model, beside the weights of that fit.
+        self._predictor: tuple[WeightsFingerprint, PosteriorPredictor] | None = None
 
     # What was fitted
 
@@ -431,19 +430,14 @@ class Laplace(NotebookView):
         Warns:
             StatisticalWarning: What was found is not to be relied on; the message says why.
         """
-        fitted = self.fitted
-        on_grid = precisions is not None or scales is not None
-        chosen = choose_method(
-            fitted, self.base_likelihood, val_loader, method, kind=kind, on_grid=on_grid, noise=noise
-        )
+        fitted, likelihood, on_grid = self.fitted, self.base_likelihood, precisions is not None or scales is not None
+        chosen = choose_method(fitted, likelihood, val_loader, method, kind=kind, on_grid=on_grid, noise=noise)
         start = replace(fitted.hyperparameters, output_temperature=self._initial.output_temperature)
         fitted = replace(fitted, hyperparameters=start)
         by_gradients = chosen == "lbfgs" or self.damping != "exact"
         if chosen in ("evidence", "lbfgs"):
             return self.adopt(
-                tune_by_evidence(
-                    fitted, self.base_likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients
-                )
+                tune_by_evidence(fitted, likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients)
             )
         fitted.weights.check(self.model)
         tuned = tune_by(
