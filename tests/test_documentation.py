@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from aftermap.errors import StatisticalWarning
-from docs import make_notebooks, run_pages
+from docs import make_gallery, make_notebooks, run_pages
 from tests.architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -352,3 +352,12 @@ def test_a_notebook_is_its_tutorial(name: str) -> None:
     assert len({cell["id"] for cell in cells}) == len(cells)
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", "".join(line for cell in cells for line in cell["source"])):
         assert (make_notebooks.FOLDER / link).exists(), link
+
+
+def test_the_gallery_shows_what_there_is() -> None:
+    assert make_gallery.PAGE.read_text(encoding="utf-8") == make_gallery.page(), (
+        "examples, experiments or pictures have changed: python -m docs.make_gallery"
+    )
+    shown = re.findall(r"\]\((images/[^)]+)\)", make_gallery.page())
+    assert len(shown) >= len(make_gallery.PICTURES)
+    assert all((DOCS / picture).is_file() for picture in shown)
