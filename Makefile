@@ -88,7 +88,7 @@ format: $(DEV_STAMP) ## rewrite the code in the common format
 	$(BIN)/ruff format .
 
 docs: $(DEV_STAMP) ## build the documentation in site/, warnings are errors
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict --quiet
 
 bench-setup: $(BENCH_STAMP) ## set up .venv-bench with the peers
 

@@ -361,3 +361,13 @@ def test_the_gallery_shows_what_there_is() -> None:
     shown = re.findall(r"\]\((images/[^)]+)\)", make_gallery.page())
     assert len(shown) >= len(make_gallery.PICTURES)
     assert all((DOCS / picture).is_file() for picture in shown)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in sorted((DOCS / "reference").glob("*.md")) if "      members:\n" in p.read_text()]
+)
+def test_a_reference_page_with_an_order_leaves_nothing_out(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    (unit,) = re.findall(r"^::: (\S+)$", text, re.MULTILINE)
+    listed = re.findall(r"^        - (\w+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(importlib.import_module(unit).__all__)
