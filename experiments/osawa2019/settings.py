@@ -20,7 +20,8 @@ class Pictures:
         seeds: How many seeds.
         train: How many images are trained on.
         held_out: How many further training images the settings are chosen on, and curves drawn of.
-        test: How many test images, and how many of SVHN.
+        test: How many test images.
+        other: How many images of SVHN.
         epochs: The number of epochs.
         batch: The size of a batch.
         decay: The weight decay δ/(ρN), which is the prior of all methods.
@@ -36,10 +37,11 @@ class Pictures:
     network: str
     methods: tuple[str, ...]
     seeds: int = 3
-    train: int = 8000
+    train: int = 5000
     held_out: int = 2000
-    test: int = 10_000
-    epochs: int = 10
+    test: int = 5000
+    other: int = 2000
+    epochs: int = 12
     batch: int = 128
     decay: float = 2e-3
     augmentation: float = 1.0
@@ -91,10 +93,10 @@ class Continual:
 
     seeds: int = 3
     tasks: int = 10
-    tuning_tasks: int = 5
-    train: int = 10_000
+    tuning_tasks: int = 4
+    train: int = 5000
     held_out: int = 2000
-    test: int = 10_000
+    test: int = 5000
     epochs: int = 4
     batch: int = 128
     width: int = 100
@@ -120,7 +122,7 @@ class Parallel:
     batch: int = 128
     steps: int = 5
     timed: int = 6
-    repeats: int = 40
+    repeats: int = 20
     seeds: int = 3
     warm: int = 60
 
@@ -134,8 +136,8 @@ class Settings:
     wide: Pictures = Pictures(
         "wide",
         ("adam", "dropout", "vogn"),
-        train=2000,
-        epochs=30,
+        train=1000,
+        epochs=25,
         batch=64,
         decay=1e-5,
         warm=1 / 16,
@@ -145,8 +147,8 @@ class Settings:
     residual: Pictures = Pictures(
         "residual",
         ("adam", "dropout", "vogn"),
-        train=4000,
-        epochs=12,
+        train=2500,
+        epochs=10,
         decay=1e-4,
         augmentation=10.0,
         warm=0.0,
@@ -165,7 +167,7 @@ class Settings:
 # damping; the first of each has the published noise, since Nγ (ρNγ with augmentation) is that of the authors' configuration.
 _ADAM = tuple({"lr": lr} for lr in (1e-3, 2e-3, 4e-3))
 _DROPOUT = ({"lr": 2e-3, "drop": 0.1}, {"lr": 4e-3, "drop": 0.1}, {"lr": 2e-3, "drop": 0.2})
-_NATURAL = ({"lr": 1e-3, "damping": 6e-3}, {"lr": 3e-3, "damping": 0.03}, {"lr": 5e-3, "damping": 0.1})
+_NATURAL = ({"lr": 2e-3, "damping": 0.01}, {"lr": 4e-3, "damping": 0.04}, {"lr": 1e-2, "damping": 0.2})
 TRIALS: dict[str, dict[str, tuple[Values, ...]]] = {
     "lenet": {
         "adam": _ADAM,
@@ -176,12 +178,12 @@ TRIALS: dict[str, dict[str, tuple[Values, ...]]] = {
     "wide": {
         "adam": tuple({"lr": lr} for lr in (5e-4, 1e-3, 2e-3)),
         "dropout": ({"lr": 1e-3, "drop": 0.2}, {"lr": 1e-3, "drop": 0.4}, {"lr": 2e-3, "drop": 0.2}),
-        "vogn": ({"lr": 5e-3, "damping": 0.025}, {"lr": 1e-2, "damping": 0.1}, {"lr": 3e-2, "damping": 0.5}),
+        "vogn": ({"lr": 1e-2, "damping": 0.05}, {"lr": 2e-2, "damping": 0.2}, {"lr": 5e-2, "damping": 1.0}),
     },
     "residual": {
         "adam": _ADAM,
         "dropout": ({"lr": 2e-3, "drop": 0.05}, {"lr": 4e-3, "drop": 0.05}, {"lr": 2e-3, "drop": 0.1}),
-        "vogn": ({"lr": 3e-3, "damping": 0.0125}, {"lr": 1e-2, "damping": 0.05}, {"lr": 3e-2, "damping": 0.2}),
+        "vogn": ({"lr": 5e-3, "damping": 0.02}, {"lr": 1.5e-2, "damping": 0.08}, {"lr": 5e-2, "damping": 0.3}),
     },
     "continual": {
         "adam": tuple({"lr": lr} for lr in (3e-4, 1e-3, 3e-3)),
@@ -204,6 +206,7 @@ _TINY = {
     "train": 64,
     "held_out": 64,
     "test": 100,
+    "other": 100,
     "epochs": 1,
     "batch": 32,
     "samples": 2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -29,7 +28,7 @@ def test_two_parallel_boundaries_are_as_far_apart_as_they_are() -> None:
     x, _ = torch.meshgrid(line, line, indexing="ij")
     first, second = (toy.boundary(x - place, line) for place in (0.11, 0.36))
     assert toy._apart(first, second, torch.zeros(1, 2, dtype=torch.float64)) == pytest.approx(0.25, abs=0.02)
-    assert math.isnan(toy._apart(first, second, torch.full((1, 2), 9.0, dtype=torch.float64)))
+    assert toy._apart(first, second, torch.full((1, 2), 9.0, dtype=torch.float64)) == 2 * toy.REACH
 
 
 @pytest.mark.parametrize("wanted", [0.4, 1.15, 2.0])
