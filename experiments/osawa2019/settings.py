@@ -37,12 +37,12 @@ class Pictures:
     network: str
     methods: tuple[str, ...]
     seeds: int = 3
-    train: int = 5000
+    train: int = 4000
     held_out: int = 2000
     test: int = 5000
     other: int = 2000
-    epochs: int = 12
-    batch: int = 128
+    epochs: int = 10
+    batch: int = 64
     decay: float = 2e-3
     augmentation: float = 1.0
     draws: int = 1
@@ -137,8 +137,8 @@ class Settings:
         "wide",
         ("adam", "dropout", "vogn"),
         train=1000,
-        epochs=25,
-        batch=64,
+        epochs=20,
+        batch=50,
         decay=1e-5,
         warm=1 / 16,
         cold=0.5,
@@ -147,8 +147,8 @@ class Settings:
     residual: Pictures = Pictures(
         "residual",
         ("adam", "dropout", "vogn"),
-        train=2500,
-        epochs=10,
+        train=2000,
+        epochs=8,
         decay=1e-4,
         augmentation=10.0,
         warm=0.0,
@@ -164,7 +164,7 @@ class Settings:
 
 
 # Three settings for every method, tried once on held-out training images. Rates of the natural-gradient methods go with the
-# damping; the first of each has the published noise, since Nγ (ρNγ with augmentation) is that of the authors' configuration.
+# damping; the first of each has about the published noise: its Nγ (ρNγ with augmentation) is that of the authors' configuration.
 _ADAM = tuple({"lr": lr} for lr in (1e-3, 2e-3, 4e-3))
 _DROPOUT = ({"lr": 2e-3, "drop": 0.1}, {"lr": 4e-3, "drop": 0.1}, {"lr": 2e-3, "drop": 0.2})
 _NATURAL = ({"lr": 2e-3, "damping": 0.01}, {"lr": 4e-3, "damping": 0.04}, {"lr": 1e-2, "damping": 0.2})
