@@ -66,7 +66,7 @@ def _clouds(settings: Toy, seed: int) -> dict[str, Any]:
     grid = torch.cartesian_prod(line, line)
     distance = torch.cdist(grid, x).amin(1)
     near, far = distance < NEAR, distance > FAR
-    numbers: dict[str, Any] = {"curves": {"line": line, "x": x, "y": y[:, 0]}}
+    numbers: dict[str, Any] = {"curves": {"x": x, "y": y[:, 0]} if seed == 0 else {}}
     lines = {}
     for name, (start, temperature) in RUNS.items():
         net, opt = _train(settings, x, y, seed + start, temperature)
@@ -82,11 +82,10 @@ def _clouds(settings: Toy, seed: int) -> dict[str, Any]:
             f"near_{name}": float(entropy[near].mean()),
             f"far_{name}": float(entropy[far].mean()),
         }
-        if name in ("adam", "vogn"):
-            shape = (settings.points, settings.points)
-            shown = [d.logit(eps=1e-6).reshape(shape) for d in draws[:12]] if name == "vogn" else []
-            kept = {"entropy": entropy.float().reshape(shape), "mean": surface, "draws": shown}
-            numbers["curves"][name] = {k: _rounded(v) for k, v in kept.items()}
+        if name in ("adam", "vogn") and seed == 0:
+            shown = [boundary(d.reshape_as(surface) - 0.5, line) for d in draws[:12]] if name == "vogn" else []
+            coarse = entropy.reshape_as(surface)[::2, ::2]
+            numbers["curves"][name] = {"entropy": coarse, "mean": lines[name], "draws": [d.tolist() for d in shown]}
     return numbers | {f"apart_{name}": _apart(lines[name], lines["adam"], x) for name in RUNS if name != "adam"}
 
 
@@ -109,12 +108,6 @@ def _train(settings: Toy, x: Tensor, y: Tensor, seed: int, temperature: float | 
 
             opt.step(closure)
     return net, opt
-
-
-def _rounded(values: Any) -> Any:
-    if isinstance(values, list):
-        return [_rounded(v) for v in values]
-    return [[round(v, 3) for v in row] for row in values.tolist()]
 
 
 def verdicts(results: Results) -> list[Verdict]:
@@ -152,19 +145,21 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
     from matplotlib.figure import Figure
 
     shown = value["curves"]
-    line, x, y = shown["line"], torch.tensor(shown["x"]), torch.tensor(shown["y"])
+    x, y = torch.tensor(shown["x"]), torch.tensor(shown["y"])
     figure = Figure(figsize=(6.4, 3.0), layout="constrained")
     for place, (name, title) in enumerate((("adam", "Adam"), ("vogn", "VOGN"))):
         ax, drawn = figure.add_subplot(1, 2, place + 1), shown[name]
-        shades = ax.pcolormesh(
-            line, line, torch.tensor(drawn["entropy"]).T, cmap="Blues", shading="auto", vmin=0, vmax=0.7
+        ends = (-REACH, REACH, -REACH, REACH)
+        entropy = torch.tensor(drawn["entropy"]).T
+        shades = ax.imshow(
+            entropy, extent=ends, origin="lower", cmap="Blues", vmin=0, vmax=0.7, interpolation="bilinear"
         )
-        for draw in drawn["draws"]:
-            ax.contour(line, line, torch.tensor(draw).T, levels=[0], colors="red", alpha=0.25, linewidths=0.6)
-        ax.contour(line, line, torch.tensor(drawn["mean"]).T, levels=[0], colors="red", linewidths=1.6)
+        for points, size, alpha in (*((d, 0.6, 0.25) for d in drawn["draws"]), (drawn["mean"], 2.5, 1.0)):
+            across, up = zip(*points, strict=True) if points else ((), ())
+            ax.plot(across, up, "o", color="red", markersize=size, alpha=alpha, markeredgewidth=0)
         for label, marker in ((0, "o"), (1, "^")):
             ax.scatter(*x[y == label].T, marker=marker, s=9, edgecolor="black", linewidth=0.4)
-        ax.set_aspect("equal")
+        ax.set(xlim=(-REACH, REACH), ylim=(-REACH, REACH))
         finish(ax, title=title)
     bar = figure.colorbar(shades, ax=figure.axes)
     bar.set_label("entropy (nats)", fontsize=8)
