@@ -1,6 +1,6 @@
 """The poster's table on CIFAR-10: LeNet-5, a wide network and a residual one, with all that is compared on them.
 
-Settings are chosen once, on training images that are held out, among three for every method (`TRIALS`); test images and house
+Settings are chosen once, on training images that are held out, among as many for every method (`TRIALS`); test images and house
 numbers are looked at by the final runs alone.
 """
 
