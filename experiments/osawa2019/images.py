@@ -24,21 +24,17 @@ TUNING_SEED = 1000
 
 
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
-    """For every network the choice of settings, then one job for each method and seed; variants and costs last."""
+    """For every network and method the choice of its setting, then one job for each seed; variants of VOGN follow it."""
     for part in settings.pictures():
         data, name = Data(data_dir, part), part.network
         for method in part.methods:
             yield Job(f"{name}/tune_{method}", partial(_tune, part, data, method))
-        for seed in range(part.seeds):
-            for method in part.methods:
+            for seed in range(part.seeds):
                 yield Job(f"{name}/{method}/seed{seed}", partial(_final, part, data, method, seed))
-    part = settings.residual
-    for seed in range(part.seeds):
-        for variant in VARIANTS:
-            run = partial(_variant, part, Data(data_dir, part), variant, seed)
-            yield Job(f"residual/{variant}/seed{seed}", run)
-    for part in settings.pictures():
-        yield Job(f"cost/{part.network}", partial(_cost, part, Data(data_dir, part)))
+            for variant in VARIANTS if name == "residual" and method == "vogn" else ():
+                for seed in range(part.seeds):
+                    yield Job(f"{name}/{variant}/seed{seed}", partial(_variant, part, data, variant, seed))
+        yield Job(f"cost/{name}", partial(_cost, part, data))
 
 
 def _chosen(name: str, method: str) -> Path:

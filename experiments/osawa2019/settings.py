@@ -132,10 +132,10 @@ class Settings:
     """All parts; the three networks have the weight decay, warm-up and draws of the published configurations."""
 
     toy: Toy = field(default_factory=Toy)
-    lenet: Pictures = Pictures("lenet", ("adam", "bbb", "dropout", "vogn", "ogn", "kfac", "noisy_kfac"))
+    lenet: Pictures = Pictures("lenet", ("adam", "vogn", "ogn", "bbb", "kfac", "noisy_kfac", "dropout"))
     wide: Pictures = Pictures(
         "wide",
-        ("adam", "dropout", "vogn"),
+        ("adam", "vogn", "dropout"),
         train=1000,
         epochs=20,
         batch=50,
@@ -146,7 +146,7 @@ class Settings:
     )
     residual: Pictures = Pictures(
         "residual",
-        ("adam", "dropout", "vogn"),
+        ("adam", "vogn", "dropout"),
         train=1500,
         epochs=8,
         decay=1e-4,
