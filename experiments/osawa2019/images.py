@@ -42,13 +42,18 @@ def _chosen(name: str, method: str) -> Path:
 
 
 def _tune(settings: Pictures, data: Data, method: str) -> dict[str, Any]:
-    """The NLL on held-out images for every setting, and which is the lowest."""
+    """NLL and accuracy on held-out images for every setting, and which is the best."""
     trials = TRIALS[settings.network][method]
     curves = [train(method, settings, data, TUNING_SEED, values, watched=False).curve[-1] for values in trials]
-    scores = [c["nll"] for c in curves]
+    scores = [c["nll"] if settings.chosen_by == "nll" else -c["accuracy"] for c in curves]
     best = scores.index(min(scores))
     _chosen(settings.network, method).write_text(f"{best}\n", encoding="utf-8")
-    return {"nll": scores, "accuracy": [c["accuracy"] for c in curves], "chosen": best, "settings": dict(trials[best])}
+    return {
+        "nll": [c["nll"] for c in curves],
+        "accuracy": [c["accuracy"] for c in curves],
+        "chosen": best,
+        "settings": dict(trials[best]),
+    }
 
 
 def _values(settings: Pictures, method: str) -> Values:
