@@ -92,7 +92,7 @@ def _cost(settings: Pictures, data: Data) -> dict[str, Any]:
         more = {"mc_samples": draws} if method in ("vogn", "noisy_kfac") else {}
         values = TRIALS[settings.network]["adam" if method == "adam" else "vogn"][-1]
         steppers[kind] = (method, model, optimiser(method, model, settings, 1000, values, **more))
-    batches = list(Batches(*data.train, settings.batch, torch.Generator().manual_seed(0)))[:4]
+    batches = list(Batches(*data.train, settings.timed_batch, torch.Generator().manual_seed(0)))[:4]
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(settings.rounds + 1):
         for kind, (method, model, opt) in steppers.items():

@@ -32,6 +32,7 @@ class Pictures:
         chosen_by: What settings are chosen by, on held-out images: "nll" or "accuracy".
         samples: The number of draws of the weights, or of masks, that a prediction averages.
         timed_draws: K of the published cost.
+        timed_batch: The size of a batch whose cost is measured.
         rounds: How often the cost of a few steps is measured.
     """
 
@@ -52,6 +53,7 @@ class Pictures:
     chosen_by: str = "nll"
     samples: int = 10
     timed_draws: int = 6
+    timed_batch: int = 128
     rounds: int = 8
 
     @property
@@ -213,6 +215,7 @@ _TINY = {
     "batch": 32,
     "samples": 2,
     "timed_draws": 2,
+    "timed_batch": 16,
     "rounds": 1,
 }
 _STATED = Settings()
