@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from experiments.framework import Paired, Results, Verdict, judged, mean_and_error, paired
-from experiments.osawa2019.settings import VARIANTS
+from experiments.osawa2019.settings import TRIALS, VARIANTS
 from experiments.osawa2019.training import NAMES
 
 __all__ = ["epochs_to", "ranking", "ratios", "verdicts"]
@@ -108,9 +108,20 @@ def _overfitting(results: Results) -> Verdict:
             ("ece", "ECE"),
         )
     ]
-    return Verdict.of(
-        "V3", list(conditions.values()), "; ".join(parts), _failed(conditions), results.settings.wide.seeds
-    )
+    reason = f"{_failed(conditions)}. {_trials(results, 'wide', ('adam', 'vogn'))}"
+    return Verdict.of("V3", list(conditions.values()), "; ".join(parts), reason, results.settings.wide.seeds)
+
+
+def _trials(results: Results, network: str, methods: Sequence[str]) -> str:
+    """What each setting gave on held-out images."""
+    told = []
+    for method in methods:
+        tuned = results.values[f"{network}/tune_{method}"]
+        rows = zip(TRIALS[network][method], tuned["nll"], tuned["accuracy"], strict=True)
+        for values, nll, accuracy in rows:
+            setting = ", ".join(f"{k} {v:g}" for k, v in values.items())
+            told.append(f"{NAMES[method]} with {setting} {'∞' if nll is None else f'{nll:.2f}'} and {accuracy:.2f}")
+    return f"NLL and accuracy on held-out images: {'; '.join(told)}"
 
 
 def _backprop(results: Results) -> Verdict:
