@@ -141,7 +141,9 @@ def test_own_folders_are_remembered(files: Files, posterior: Path, tmp_path: Pat
     run = ["predict", str(place), str(files.test)]
     invoke(*run)
     invoke("predict", str(shutil.copytree(place, tmp_path / "copy")), str(files.test))
-    invoke("tune", str(place), "--prior-precision", "3")  # writes another config.json, which is the user's own as well
+    invoke(
+        "tune", str(place), "--prior-precision", "3", "--force"
+    )  # writes another config.json, which is the user's own as well
     invoke(*run)
     nets.write_text(nets.read_text() + "\n# changed\n")
     marker.unlink()

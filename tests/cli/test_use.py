@@ -106,12 +106,14 @@ def test_tune_replaces_the_prior(files: Files, posterior: Path, tmp_path: Path) 
     assert content["thresholds"] is None  # they belonged to the old prior
     assert load_fitted(tmp_path / "tuned").threshold("entropy") is None
     assert load_fitted(posterior).threshold("entropy") is not None
-    said = words(invoke("tune", str(posterior), "--val", str(files.val)).stdout)
+    refused = words(invoke("tune", str(posterior), "--val", str(files.val), code=2).stderr)
+    assert "holds a prior and thresholds that were chosen on validation data; tune does not replace it" in refused
+    said = words(invoke("tune", str(posterior), "--val", str(files.val), "--force").stdout)
     assert "prior precision" in said
     assert "self-check on validation data passed" in said
     assert load_fitted(posterior).threshold("entropy") is not None
-    by_evidence = answer("tune", str(posterior), "--method", "evidence")
-    fixed = answer("tune", str(posterior), "--prior-precision", "50")
+    by_evidence = answer("tune", str(posterior), "--method", "evidence", "--force")
+    fixed = answer("tune", str(posterior), "--prior-precision", "50")  # nothing is left that validation data chose
     assert by_evidence["log_evidence"] > fixed["log_evidence"]
 
 
@@ -149,18 +151,22 @@ def test_a_folder_of_an_older_version_flags_by_entropy(files: Files, fitted: Pat
     assert "An input is flagged if its entropy is above" in said
     refused = invoke("predict", str(place), str(files.ood), "--score", "either", code=2)
     assert "this folder holds no scores of any, or those of an older version" in words(refused.stderr)
-    invoke("tune", str(place), "--val", str(files.val))
+    invoke("tune", str(place), "--val", str(files.val), "--force")
     assert answer("predict", str(place), str(files.ood))["score"] == "either"
 
 
 def test_few_validation_data_flag_by_entropy(files: Files, posterior: Path) -> None:
     said = words(
-        invoke("tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "30").stdout
+        invoke(
+            "tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "30", "--force"
+        ).stdout
     )
     assert "an input is flagged if its entropy is above" in said
     assert "5 % false alarms on data like the 30 of val" in said
     said = words(
-        invoke("tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "9").stdout
+        invoke(
+            "tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "9", "--force"
+        ).stdout
     )
     assert "nothing will be flagged: the 9 of val are too few to promise 5 % false alarms" in said
     said = words(invoke("predict", str(posterior), str(files.ood)).stderr)
@@ -286,8 +292,14 @@ def test_regression_has_intervals(tmp_path: Path) -> None:
     assert 1.0 < content["noise"] < 20.0  # the problem has 3, and the network is hardly trained
     assert set(content["thresholds"]) == {"entropy", "mutual_information", "variance"}
     rows = list(csv.DictReader(invoke("predict", str(tmp_path / "p"), "toy:cubic").stdout.splitlines()))
-    assert list(rows[0]) == ["prediction", "lower", "upper", "epistemic", "aleatoric", "score", "flag"]
-    assert all(float(r["lower"]) < float(r["prediction"]) < float(r["upper"]) for r in rows)
+    numbers = ["prediction", "sd", "lower_95", "upper_95", "epistemic_sd", "noise_sd"]
+    assert list(rows[0]) == [*numbers, "score", "flag"]
+    for row in rows:
+        mean, sd, lower, upper, epistemic, noise = (float(row[n]) for n in numbers)
+        assert (lower, upper) == pytest.approx((mean - 1.96 * sd, mean + 1.96 * sd), rel=1e-3, abs=1e-2)
+        assert epistemic**2 + noise**2 == pytest.approx(sd**2, rel=1e-3)
+        assert noise == pytest.approx(content["noise"], rel=1e-3)
+        assert float(row["score"]) == pytest.approx(epistemic**2, rel=1e-3)
     assert load_fitted(tmp_path / "p").score_name("auto") == "variance"
     refused = invoke("evaluate", str(tmp_path / "p"), "--score", "max_probability", code=2)
     assert "--score max_probability is not defined for the task regression" in words(refused.stderr)

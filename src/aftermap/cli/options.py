@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
@@ -15,6 +16,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
+import click
 import torch
 import typer
 from typer.models import OptionInfo
@@ -100,7 +102,10 @@ def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Call
         def run(**values: Any) -> int | None:
             for parameter in offered:
                 for restriction in get_args(parameter.annotation)[2:]:
-                    restriction.check(_flag(parameter), values[parameter.name])
+                    try:
+                        restriction.check(_flag(parameter), values[parameter.name])
+                    except InputError as error:
+                        raise InputError(f"{error}{_from_file(parameter.name)}") from None
             for name, group in groups.items():
                 members = [field.name for field in fields(group) if field.name in values]
                 values[name] = group(**{member: values.pop(member) for member in members})
@@ -143,7 +148,8 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
     if value is None or context.resilient_parsing:
         return value
     try:
-        content = tomllib.loads(value.read_text(encoding="utf-8"))
+        text = value.read_text(encoding="utf-8")
+        content = tomllib.loads(text)
     except FileNotFoundError:
         raise typer.BadParameter(f"there is no file {value}") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -158,24 +164,47 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
     entries = {k: v for k, v in content.items() if not (isinstance(v, dict) and k in verbs)}
     defaults = dict(context.default_map or {})
     for key, entry in {**entries, **for_command}.items():
-        plain = key.replace("-", "_")
+        plain, where = key.replace("-", "_"), _place(value, text, key)
         if plain not in names or plain == "config":
-            close = difflib.get_close_matches(plain, names, n=1)
-            hint = (
-                f" Did you mean {close[0].replace('_', '-')!r}?" if close else f" It knows: {', '.join(sorted(names))}."
-            )
-            raise typer.BadParameter(f"{value}: {command} has no option {key!r}.{hint}")
+            known = {verb.replace("-", "_"): f"[{verb}]" for verb in verbs} if isinstance(entry, dict) else {}
+            known |= {} if known else {name: repr(name.replace("_", "-")) for name in names}
+            close = difflib.get_close_matches(plain, known, n=1)
+            hint = f" Did you mean {known[close[0]]}?" if close else f" It knows: {', '.join(sorted(known.values()))}."
+            what = f"there is no command {key!r}" if isinstance(entry, dict) else f"{command} has no option {key!r}"
+            raise typer.BadParameter(f"{where}: {what}.{hint}")
         parameter = names[plain]
         if isinstance(entry, dict):
             entry = [f"{k}={v}" for k, v in entry.items()]
         several = bool(getattr(parameter, "multiple", False))
         if isinstance(entry, list) and not several:
             entry = ",".join(map(str, entry))
-        defaults[parameter.name] = (
-            [str(v) for v in (entry if isinstance(entry, list) else [entry])] if several else entry
-        )
+        entry = [str(v) for v in (entry if isinstance(entry, list) else [entry])] if several else entry
+        try:
+            parameter.type_cast_value(context, entry)
+        except click.BadParameter as error:
+            raise typer.BadParameter(f"{where}: {key} = {entry!r}: {error.message}") from error
+        defaults[parameter.name] = entry
+        context.meta.setdefault(_PLACES, {})[parameter.name] = where
     context.default_map = defaults
     return value
+
+
+_PLACES = "aftermap.cli.options.places"  # where in a TOML file the value of an option stands
+
+
+def _place(file: Path, text: str, key: str) -> str:
+    """The file and the line of a key or of a table."""
+    start = re.compile(rf"""\s*\[?\s*["']?{re.escape(key)}["']?\s*(=|\])""")
+    line = next((n for n, found in enumerate(text.splitlines(), 1) if start.match(found)), None)
+    return str(file) if line is None else f"{file}, line {line}"
+
+
+def _from_file(name: str) -> str:
+    """Where the value of an option stands, if it came from a TOML file, for messages."""
+    context = click.get_current_context(silent=True)
+    if context is None or context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT_MAP:
+        return ""
+    return f" ({context.meta.get(_PLACES, {}).get(name, '--config')})"
 
 
 def _verbs(context: typer.Context) -> set[str]:

@@ -217,8 +217,9 @@ def finish(
     )
     if check is not None:
         extras["self_check"] = {"passed": check.passed, "on": data, "message": check.message}
-        state, style, code = ("passed", None, GOOD) if check.passed else ("FAILED", "bold red", CHECK_FAILED)
-        reporter.line(f"self-check on {data} {state}: {check.message}", style=style)
+        code = GOOD if check.passed else CHECK_FAILED
+        style = "bold red" if code else "yellow" if getattr(check, "adds_nothing", False) else None
+        reporter.line(f"self-check on {data} {check.state}: {check.message}", style=style)
     else:
         reporter.line("no self-check: there are no held-out data to compare with the network on; add --val")
     if validation is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from aftermap.batches import Unpack, iterate
+from aftermap.curvature.passes.stream import first_batch
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.fitted import TuningResult
@@ -17,8 +19,8 @@ from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.laplace.subnetwork import Subnetwork
-from aftermap.likelihoods import Likelihood, parse_likelihood
-from aftermap.models import check_device
+from aftermap.likelihoods import Likelihood, infer_task, parse_likelihood
+from aftermap.models import call_model, check_device, check_modes, explain_model_errors
 from aftermap.params import Selection
 from aftermap.posteriors.base import has_noise
 from aftermap.progress import announce
@@ -52,7 +54,7 @@ class FitReport:
         if self.tuning is not None:
             lines.append(f"tuning: {self.tuning}")
         if self.check is not None:
-            lines.append(f"check {'passed' if self.check.passed else 'FAILED'}: {self.check.message}")
+            lines.append(f"check {self.check.state}: {self.check.message}")
         return "\n".join([*lines, *self.notes])
 
     @property
@@ -64,10 +66,10 @@ class FitReport:
 
 def fit(
     model: nn.Module,
-    train_loader: Iterable[Any],
+    *arguments: Any,
+    likelihood: str | Likelihood | None = None,
+    train_loader: Iterable[Any] | None = None,
     val_loader: Iterable[Any] | None = None,
-    likelihood: str | Likelihood = "classification",
-    *,
     structure: str | None = None,
     params: Selection = "all",
     memory_limit: float = 4 * 2**30,
@@ -77,16 +79,19 @@ def fit(
     on_cost: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Laplace:
-    """Makes a trained network Bayesian.
+    """Makes a trained network Bayesian: ``fit(model, likelihood, train_loader, val_loader)``.
 
-    The structure is chosen by its cost, the hyperparameters by `Laplace.tune`: with validation data by their labels, without by the
+    The likelihood and the validation data may be left out: ``fit(model, train_loader)``. The structure is chosen by its cost, the hyperparameters by `Laplace.tune`: with validation data by their labels, without by the
     training data. The result is then compared with the network itself, once; where it is worse, a warning says so.
 
     Args:
         model: The trained network, in eval mode.
+        arguments: The likelihood, the training data and the validation data, in this order, as for `Laplace`; each may also be
+            given by its name.
+        likelihood: The likelihood, as for `Laplace`. None finds it by the targets, and says which: whole numbers are classes,
+            or binary where the network has one output; other numbers are a regression.
         train_loader: The training data.
         val_loader: Held-out data, if there are any.
-        likelihood: The likelihood, as for `Laplace`.
         structure: None chooses by the cost estimate: full for small networks, kron otherwise.
         params: Which weights are uncertain. "all" leaves the choice: all layers, or the last block with its head in a network that is
             made of blocks, where predictions are several times cheaper and unusual inputs are found at least as well; the last
@@ -108,6 +113,19 @@ def fit(
         raise InputError(
             "fit chooses among structures of whole layers; for a subnetwork use Laplace(..., params=Subnetwork(...))"
         )
+    likelihood, train_loader, val_loader = _arranged(arguments, likelihood, train_loader, val_loader)
+    val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader  # it is gone through twice
+    if val_loader is not None and val_loader is train_loader:
+        warnings.warn(
+            "the validation data are the training data: tuning and check will be too optimistic. Hold out other data, or leave them away",
+            StatisticalWarning,
+            stacklevel=2,
+        )
+    notes = []
+    if likelihood is None:
+        likelihood = _inferred(model, train_loader, unpack)
+        notes.append(f"likelihood: {likelihood}, as the targets are; say likelihood= where they mean something else")
+        announce(notes[0], enabled=verbose)
     parsed = parse_likelihood(likelihood)
     regression = has_noise(parsed)
     drawn = options.get("subset_size", _SMALL_REGRESSION if regression else 300)
@@ -123,9 +141,11 @@ def fit(
     laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
     laplace.fit(train_loader, unpack=unpack, progress=verbose).tune(val_loader)
     check = _check(laplace, val_loader, unpack)
-    laplace.report = FitReport(costs, chosen, laplace.tuning, check)
+    laplace.report = FitReport(costs, chosen, laplace.tuning, check, notes)
     # What tuning without labels found out about itself it has said already.
-    if isinstance(check, SelfCheck) and not check.passed:
+    if isinstance(check, SelfCheck) and check.at_chance:
+        warnings.warn(f"check FAILED on the validation data: {check.message}", StatisticalWarning, stacklevel=2)
+    elif isinstance(check, SelfCheck) and not check.passed:
         warnings.warn(
             f"the Bayesian predictive is worse than the network on the validation data ({check.message}). The network's own answers are "
             "la.predictor.map_prediction(x); another structure= or params='last_layer' may do better, and more validation data tell more",
@@ -133,6 +153,54 @@ def fit(
             stacklevel=2,
         )
     return laplace
+
+
+def _is_likelihood(argument: object) -> bool:
+    return isinstance(argument, str | Likelihood) or (isinstance(argument, type) and issubclass(argument, Likelihood))
+
+
+def _arranged(
+    arguments: tuple[Any, ...], likelihood: Any, train_loader: Any, val_loader: Any
+) -> tuple[Any, Iterable[Any], Iterable[Any] | None]:
+    """Likelihood, training data and validation data, by their places and names.
+
+    Raises:
+        InputError: One is given twice or missing, or the likelihood does not stand second.
+    """
+    rest, order = list(arguments), "fit(model, likelihood, train_loader, val_loader)"
+    if len(rest) == 3 and _is_likelihood(rest[2]) and not _is_likelihood(rest[0]):
+        warnings.warn(f"the likelihood stands second now, as in Laplace: {order}", DeprecationWarning, stacklevel=3)
+        rest.insert(0, rest.pop())
+    if rest and (_is_likelihood(rest[0]) or (rest[0] is None and len(rest) > 1)):
+        given = rest.pop(0)
+        if likelihood is not None and given is not None:
+            raise InputError(
+                f"the likelihood is given twice, as {given!r} and as likelihood={likelihood!r}; the order is {order}"
+            )
+        likelihood = likelihood if given is None else given
+    wrong = next((a for a in (*rest, train_loader, val_loader) if _is_likelihood(a)), None)
+    if wrong is not None:
+        raise InputError(f"{wrong!r} stands where data are expected; the order is {order}")
+    for name, value in (("train_loader", train_loader), ("val_loader", val_loader)):
+        if rest and value is not None and (name == "train_loader" or len(rest) > 1):
+            raise InputError(f"{name} is given twice, by its place and by its name; the order is {order}")
+    if len(rest) > 2:
+        raise InputError(
+            f"fit takes at most three arguments after the model without a name, but got {len(arguments)}; the order is {order}"
+        )
+    train = rest[0] if rest else train_loader
+    if train is None:
+        raise InputError(f"fit needs the training data: {order}")
+    return likelihood, train, rest[1] if len(rest) > 1 else val_loader
+
+
+def _inferred(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> str:
+    """The word for the likelihood that the first targets show."""
+    check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
+    batch = first_batch(model, data, unpack)
+    with explain_model_errors(model, lambda: batch.inputs), torch.no_grad():
+        outputs = call_model(model, batch.inputs)
+    return infer_task(batch.targets, outputs)
 
 
 def _check(laplace: Laplace, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> SelfCheck | CavityCheck | None:

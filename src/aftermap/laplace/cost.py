@@ -29,7 +29,7 @@ from aftermap.curvature.passes.record import record_calls
 from aftermap.curvature.passes.vectors import resolve_kind
 from aftermap.errors import AftermapError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device, check_modes, only_require_grad
+from aftermap.models import call_model, check_device, check_modes, explain_model_errors, only_require_grad
 from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs"]
@@ -122,7 +122,9 @@ def estimate_costs(
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     device, dtype = check_device(model)
     batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
-    shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), len(data) if isinstance(data, Sized) else 1)
+    with explain_model_errors(model, lambda: batch.inputs):
+        batches = len(data) if isinstance(data, Sized) else 1
+        shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), batches)
     chosen = {"all": select(model, find_last_block(model, batch) if params == "last_block" else params)}
     if params == "all":
         chosen["last_layer"] = find_last_layer(model, batch)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, check_inputs, unpack_inputs
+from aftermap.batches import Batch, Unpack, check_inputs, input_batches, is_batches, unpack_inputs
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.errors import DataError, InputError
 from aftermap.lazy import lazy_attribute
@@ -33,10 +33,12 @@ from aftermap.predictive.linearised import (
 from aftermap.predictive.links import gaussian_prediction, samples_prediction
 from aftermap.predictive.prediction import Prediction
 from aftermap.predictive.sampling import locally_sampled_outputs, sampled_outputs
+from aftermap.progress import progress as with_bar
 
 __all__ = ["KINDS", "PosteriorPredictor"]
 
 KINDS = ("linearised", "sampling")
+_PIECE = 1024  # inputs that are predicted at a time
 
 
 class PosteriorPredictor:
@@ -82,7 +84,7 @@ class PosteriorPredictor:
         self._watch.check(self.model)
         check_modes(self.model)
         device, dtype = check_device(self.model)
-        batch = unpack_inputs(x).to(device)
+        batch = unpack_inputs(x, dtype).to(device)
         check_inputs(batch.inputs, dtype)
         if batch.size == 0:
             raise DataError("the inputs hold no example; there is nothing to predict")
@@ -102,11 +104,15 @@ class PosteriorPredictor:
         local: bool = False,
         differentiable: bool = False,
         generator: torch.Generator | None = None,
+        unpack: Unpack | None = None,
+        progress: bool | None = None,
     ) -> Prediction:
         """Predicts with uncertainty, by linearisation or by sampling.
 
         Args:
-            x: The inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
+            x: The inputs as the model takes them: a tensor, an array, a table of pandas or polars, a tuple of positional or a mapping
+                of keyword arguments. Or batches of them: a DataLoader, or a list of (x, y), whose targets are not looked at.
+                Many inputs are predicted in pieces, with the same draws for all.
             kind: The predictive: "linearised" (default: the Gaussian of the linearised network) or "sampling" (the
                 network under weight samples).
             link: The way from a latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
@@ -119,6 +125,8 @@ class PosteriorPredictor:
                 common weights.
             differentiable: Whether to keep the gradient in x (small batches).
             generator: The source of the random samples.
+            unpack: What turns a batch of an unusual form into (inputs, targets).
+            progress: Whether to show a bar over several pieces; None shows it on a terminal.
         """
         if kind not in KINDS:
             raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
@@ -126,8 +134,56 @@ class PosteriorPredictor:
             raise InputError(
                 "local=True draws layer outputs for kind='sampling'; it has no use for weights= or other kinds"
             )
-        likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
+        options: dict[str, Any] = {
+            "kind": kind,
+            "link": link,
+            "samples": samples,
+            "diagonal": diagonal,
+            "outputs": outputs,
+            "weights": weights,
+            "local": local,
+            "differentiable": differentiable,
+        }
+        pieces, total = self._pieces(x, unpack, whole=differentiable)
+        if total == 1:
+            return self._predict_piece(next(iter(pieces)), generator=generator, **options)
+        if generator is None:
+            generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        # The same draws answer for all inputs, however they are cut; only local noise is each input's own.
+        state, found = generator.get_state(), []
+        for piece in with_bar(pieces, description="predicting", total=total, enabled=progress):
+            if not local:
+                generator.set_state(state)
+            found.append(self._predict_piece(piece, generator=generator, **options))
+        if not found:
+            raise DataError("the inputs hold no example; there is nothing to predict")
+        return Prediction.concatenate(found)
+
+    def _pieces(self, x: Any, unpack: Unpack | None, *, whole: bool) -> tuple[Iterable[Batch], int | None]:
+        """Returns the inputs, checked, in pieces that are predicted one after another, and their number where it is known."""
+        if is_batches(x):
+            batches = (self.inputs(inputs) for inputs in input_batches(x, unpack))
+            return batches, len(x) if isinstance(x, Sized) else None
         batch = self.inputs(x)
+        if whole or batch.size <= _PIECE:
+            return [batch], 1
+        return batch.pieces(_PIECE), -(-batch.size // _PIECE)
+
+    def _predict_piece(
+        self,
+        batch: Batch,
+        *,
+        kind: str,
+        link: str,
+        samples: int,
+        diagonal: bool,
+        outputs: Sequence[int] | None,
+        weights: list[Params] | None,
+        local: bool,
+        differentiable: bool,
+        generator: torch.Generator | None,
+    ) -> Prediction:
+        likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
         with explain_model_errors(self.model, lambda: batch.inputs):
             if kind == "sampling":
                 with torch.set_grad_enabled(differentiable):
