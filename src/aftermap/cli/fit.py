@@ -14,13 +14,14 @@ from aftermap.batches import iterate, unpack_batch
 from aftermap.cli import options as o
 from aftermap.cli.console import Reporter, confirmed
 from aftermap.cli.models import import_object, make_model
-from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source, overlap_note
+from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.curvature import STRUCTURES
 from aftermap.distributed import fail_together, process_group
 from aftermap.errors import AftermapError, InputError
 from aftermap.laplace import Laplace, describe_costs, estimate_costs
 from aftermap.laplace import fit as fit_automatically
+from aftermap.laplace.auto import predictions_after_fit
 from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model
 from aftermap.models import check_device as device_of_model
@@ -238,6 +239,7 @@ def fit_posterior(
     likelihood = likelihood_of(task, options.noise, lambda: _residual(model, train))
     batches = train.batches.named("", shared=True)
     held_out = None if validation is None else validation.batches.named("")
+    thresholds = 0 if held_out is None else held_out.n_examples() or 0
     if options.structure == "auto" and options.tune and options.method == "auto":
         return fit_automatically(
             model,
@@ -249,13 +251,15 @@ def fit_posterior(
             time_limit=options.seconds,
             verbose=None,
             on_cost=reporter.note,
+            predictions=thresholds,
             prior_precision=options.prior_precision,
         )
     structure = "kron" if options.structure == "auto" else options.structure
     params, which = ("all", "last_layer") if options.params == "last_layer" else (options.params, "all")
     costs = estimate_costs(model, batches, likelihood, params=params)
     cost = next((c for c in costs if (c.structure, c.params) == (structure, which)), None)
-    reporter.note(f"{structure}: no estimate of its cost" if cost is None else describe_costs(cost, costs))
+    after = thresholds + (predictions_after_fit(held_out, costs[0].n_data) if options.tune else thresholds)
+    reporter.note(f"{structure}: no estimate of its cost" if cost is None else describe_costs(cost, costs, after))
     if cost is not None and cost.bytes > options.memory * 2**30:
         raise InputError(f"{cost}, more than --memory {options.memory:g} GB. Choose another --structure, or allow more")
     laplace = Laplace(
@@ -306,9 +310,8 @@ def fit(
         raise InputError(f"--method {posterior.method} needs held-out data: add --val")
     with process_group(device):
         training, validation = open_parts(sets.train, sets.val, sets.data, data_format)
-        for note in (*training.notes(), overlap_note(training, validation)):
-            if note is not None:
-                reporter.note(note)
+        for note in training.notes():
+            reporter.note(note)
         network, model_config = build_for(model.model, model.weights, training, data_format, device, run.seed)
         if model.weights is None:
             reporter.note(f"no --weights: the weights are those that {model.model} leaves; they should be trained ones")

@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
-import click
 import torch
 import typer
 from typer.models import OptionInfo
@@ -27,6 +26,7 @@ from aftermap.cli.sources import DataFormat, parse_size
 from aftermap.cli.store import Fitted, load_fitted
 from aftermap.errors import InputError
 from aftermap.evaluation.reference import FLAG_SCORES
+from aftermap.predictive.predictor import KINDS
 
 __all__ = [
     "FACTORY",
@@ -105,7 +105,9 @@ def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Call
                     try:
                         restriction.check(_flag(parameter), values[parameter.name])
                     except InputError as error:
-                        raise InputError(f"{error}{_from_file(parameter.name)}") from None
+                        entry, where = _from_file.get(parameter.name, (None, ""))
+                        said = f" ({where})" if entry == values[parameter.name] else ""
+                        raise InputError(f"{error}{said}") from None
             for name, group in groups.items():
                 members = [field.name for field in fields(group) if field.name in values]
                 values[name] = group(**{member: values.pop(member) for member in members})
@@ -139,12 +141,17 @@ def _flag(parameter: inspect.Parameter) -> str:
     return "--" + parameter.name.replace("_", "-")
 
 
+# The options that a TOML file has set: each with its value, and where it stands.
+_from_file: dict[str, tuple[Any, str]] = {}
+
+
 def apply_config(context: typer.Context, value: Path | None) -> Path | None:
     """Makes the entries of a TOML file the defaults of the command's options.
 
     Keys are the long names of the flags (``batch-size = 64`` or ``batch_size = 64``); those in a table with the name of the
     command (``[fit]``) are for it alone. A flag that may be given several times is a list; ``[ood]`` may be a table.
     """
+    _from_file.clear()
     if value is None or context.resilient_parsing:
         return value
     try:
@@ -180,16 +187,13 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
             entry = ",".join(map(str, entry))
         entry = [str(v) for v in (entry if isinstance(entry, list) else [entry])] if several else entry
         try:
-            parameter.type_cast_value(context, entry)
-        except click.BadParameter as error:
+            parameter.process_value(context, entry)
+        except typer.BadParameter as error:
             raise typer.BadParameter(f"{where}: {key} = {entry!r}: {error.message}") from error
         defaults[parameter.name] = entry
-        context.meta.setdefault(_PLACES, {})[parameter.name] = where
+        _from_file[parameter.name] = (entry, where)
     context.default_map = defaults
     return value
-
-
-_PLACES = "aftermap.cli.options.places"  # where in a TOML file the value of an option stands
 
 
 def _place(file: Path, text: str, key: str) -> str:
@@ -197,14 +201,6 @@ def _place(file: Path, text: str, key: str) -> str:
     start = re.compile(rf"""\s*\[?\s*["']?{re.escape(key)}["']?\s*(=|\])""")
     line = next((n for n, found in enumerate(text.splitlines(), 1) if start.match(found)), None)
     return str(file) if line is None else f"{file}, line {line}"
-
-
-def _from_file(name: str) -> str:
-    """Where the value of an option stands, if it came from a TOML file, for messages."""
-    context = click.get_current_context(silent=True)
-    if context is None or context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT_MAP:
-        return ""
-    return f" ({context.meta.get(_PLACES, {}).get(name, '--config')})"
 
 
 def _verbs(context: typer.Context) -> set[str]:
@@ -351,8 +347,10 @@ class PredictiveOptions:
     panel: ClassVar[str] = "Predictive"
     kind: Annotated[
         str,
-        option("How the predictive is computed; auto is what suits the posterior."),
-        OneOf(("auto", "linearised", "sampling")),
+        option(
+            "How the predictive is computed; auto is what suits the posterior, margin is the cheap one for classes."
+        ),
+        OneOf(("auto", *KINDS)),
     ] = "auto"
     samples: Annotated[int, option("The number of draws that the predictive averages over.", min=2)] = 100
     score: Annotated[

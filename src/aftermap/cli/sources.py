@@ -41,7 +41,6 @@ __all__ = [
     "first_batch",
     "open_parts",
     "open_source",
-    "overlap_note",
     "parse_ood",
     "parse_size",
 ]
@@ -116,6 +115,10 @@ class Batches:
             return iter(progress(batches, description=self.description, total=len(self) if sized else None))
         return iter(batches)
 
+    def n_examples(self) -> int | None:
+        """The number of examples in all batches of all processes; None where nobody knows."""
+        return len(self.data) if isinstance(self.data, Examples) else None
+
     def named(self, description: str, *, shared: bool = False) -> Batches:
         """The same with another bar, or shared out over processes."""
         return Batches(self.data, self.size, description, shared=shared)
@@ -154,24 +157,6 @@ class Source:
                 listed = ", ".join(map(str, missing[:5])) + (" …" if len(missing) > 5 else "")
                 found.append(f"{self.spec} holds no example of the classes {listed}, although there are higher ones")
         return found
-
-
-def overlap_note(training: Source, validation: Source | None) -> str | None:
-    """A sentence where validation data are training data, on which a tuning and its check say nothing."""
-    if validation is None or training.examples is None or validation.examples is None:
-        return None
-    rows = [s.examples.inputs[:20000].flatten(1).contiguous() for s in (training, validation) if s.examples is not None]
-    if rows[0].shape[1] != rows[1].shape[1] or rows[0].dtype != rows[1].dtype:
-        return None
-    seen, held_out = ([row.tobytes() for row in part.numpy()] for part in rows)
-    known = set(seen)
-    shared = sum(row in known for row in held_out)
-    if shared <= len(held_out) // 2:
-        return None
-    return (
-        f"--val holds the training data ({shared:,} of {len(held_out):,} inputs are the same): the prior, the check and the thresholds will be "
-        "too optimistic. Hold out other data, or leave --val away"
-    )
 
 
 def open_source(

@@ -15,7 +15,7 @@ from aftermap.cli.builtin import Network, Standardise
 from aftermap.cli.console import GOOD, Reporter, check_writable
 from aftermap.cli.fit import build_for, check_before_data, likelihood_of, resolve_task
 from aftermap.cli.models import save_weights
-from aftermap.cli.sources import Source, open_parts, overlap_note
+from aftermap.cli.sources import Source, open_parts
 from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.cli.training import CHECKPOINT, DAMPINGS, RATES, Recipe, Run, make_optimizer, train_network
 from aftermap.data import Examples
@@ -77,9 +77,8 @@ def train(
     data_format = replace(data.format(task=model.task, drop=sets.drop), batch_size=512)
     with process_group(device):
         source, validation = open_parts(sets.train, sets.val, sets.data, data_format)
-        for note in (*source.notes(), overlap_note(source, validation)):
-            if note is not None:
-                reporter.note(note)
+        for note in source.notes():
+            reporter.note(note)
         examples = _in_memory(source)
         network, model_config = build_for(model.model, model.weights, source, data_format, device, run.seed)
         if model.weights is None:

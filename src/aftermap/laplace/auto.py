@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from aftermap.batches import Unpack, iterate
+from aftermap.batches import Unpack, iterate, unpack_batch
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
@@ -23,9 +23,9 @@ from aftermap.likelihoods import Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model, check_device, check_modes, explain_model_errors
 from aftermap.params import Selection
 from aftermap.posteriors.base import has_noise
-from aftermap.progress import announce
+from aftermap.progress import announce, showing
 
-__all__ = ["FitReport", "fit"]
+__all__ = ["FitReport", "fit", "predictions_after_fit"]
 
 _SMALL = 1500  # up to this many parameters the full matrix is cheap and keeps cross-layer covariance
 _SMALL_REGRESSION = 3000  # the same of a regression, for parameters or for data times outputs
@@ -77,6 +77,7 @@ def fit(
     unpack: Unpack | None = None,
     verbose: bool | None = None,
     on_cost: Callable[[str], None] | None = None,
+    predictions: int = 0,
     **options: Any,
 ) -> Laplace:
     """Makes a trained network Bayesian: ``fit(model, likelihood, train_loader, val_loader)``.
@@ -101,6 +102,7 @@ def fit(
         unpack: What turns a batch of an unusual form into (inputs, targets).
         verbose: Whether to say what is done; None says it on a terminal.
         on_cost: A function that is handed the line with the costs before the work starts; None shows it like a progress bar.
+        predictions: The number of inputs that the caller will predict afterwards, which the line with the costs counts.
         options: Further arguments of `Laplace`.
 
     Returns:
@@ -115,12 +117,6 @@ def fit(
         )
     likelihood, train_loader, val_loader = _arranged(arguments, likelihood, train_loader, val_loader)
     val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader  # it is gone through twice
-    if val_loader is not None and val_loader is train_loader:
-        warnings.warn(
-            "the validation data are the training data: tuning and check will be too optimistic. Hold out other data, or leave them away",
-            StatisticalWarning,
-            stacklevel=2,
-        )
     notes = []
     if likelihood is None:
         likelihood = _inferred(model, train_loader, unpack)
@@ -133,14 +129,16 @@ def fit(
     chosen = _choose(costs, structure, memory_limit, time_limit, regression)
     if chosen.structure == "subset" and regression and structure is None:
         options = {"subset_size": drawn, "rank": None, **options}
+    line = describe_costs(chosen, costs, predictions_after_fit(val_loader, chosen.n_data) + predictions)
     if on_cost is None:
-        announce(describe_costs(chosen, costs), enabled=verbose)
+        announce(line, enabled=verbose)
     else:
-        on_cost(describe_costs(chosen, costs))
+        on_cost(line)
     which: Selection = params if chosen.params == "all" else chosen.params
     laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
-    laplace.fit(train_loader, unpack=unpack, progress=verbose).tune(val_loader)
-    check = _check(laplace, val_loader, unpack)
+    with showing(verbose):
+        laplace.fit(train_loader, unpack=unpack).tune(val_loader)
+        check = _check(laplace, val_loader, unpack)
     laplace.report = FitReport(costs, chosen, laplace.tuning, check, notes)
     # What tuning without labels found out about itself it has said already.
     if isinstance(check, SelfCheck) and check.at_chance:
@@ -153,6 +151,22 @@ def fit(
             stacklevel=2,
         )
     return laplace
+
+
+def predictions_after_fit(val_loader: Iterable[Any] | None, n_data: int) -> int:
+    """How many inputs tuning and the check predict: up to 1,000 validation data each, or 500 training data."""
+    if val_loader is None:
+        return min(500, n_data)
+    size = getattr(getattr(val_loader, "dataset", None), "__len__", None)
+    if size is not None:
+        return 2 * min(1000, int(size()))
+    if not isinstance(val_loader, Sized):
+        return 2000
+    first = next(iter(val_loader), None)
+    held_out = len(val_loader) * (
+        unpack_batch(first).size if isinstance(first, tuple | list) and len(first) in (2, 3) else 1
+    )
+    return 2 * min(1000, held_out)
 
 
 def _is_likelihood(argument: object) -> bool:

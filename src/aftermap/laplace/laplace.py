@@ -523,7 +523,8 @@ class Laplace(NotebookView):
             x: The inputs as the model takes them: a tensor, an array, a table of pandas or polars, a tuple of positional or a mapping
                 of keyword arguments. Or batches of them: a DataLoader, or a list of (x, y), whose targets are not looked at.
                 Many inputs are predicted in pieces, with the same draws for all.
-            kind: "linearised" for the Gaussian of the linearised network, or "sampling" for the network under weight samples.
+            kind: "linearised" for the Gaussian of the linearised network, "margin" for its cheap form for classes (one backward pass), or
+                "sampling" for the network under weight samples.
             link: How the linearised predictive turns the Gaussian over logits into probabilities: "auto", "mc", "probit",
                 "pairwise" or "bridge".
             samples: The number of draws for link="mc", or of weight samples for kind="sampling".

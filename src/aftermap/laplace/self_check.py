@@ -18,6 +18,7 @@ from torch import Tensor
 from aftermap.batches import Batch
 from aftermap.errors import DataError
 from aftermap.predictive import PosteriorPredictor, Prediction
+from aftermap.progress import progress
 
 __all__ = ["SelfCheck", "check_predictive"]
 
@@ -98,7 +99,7 @@ def check_predictive(
     bayes: list[Prediction] = []
     targets: list[Tensor] = []
     count = 0
-    for batch in batches:
+    for batch in progress(batches, description="check"):
         if count >= limit:
             break
         plain.append(predictor.map_prediction(batch.inputs))

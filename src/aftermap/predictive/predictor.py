@@ -12,7 +12,7 @@ from aftermap.batches import Batch, Unpack, check_inputs, input_batches, is_batc
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.errors import DataError, InputError
 from aftermap.lazy import lazy_attribute
-from aftermap.likelihoods import Gaussian, Likelihood
+from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from aftermap.models import (
     WeightsFingerprint,
     call_model,
@@ -29,6 +29,7 @@ from aftermap.predictive.linearised import (
     function_samples,
     joint_covariance,
     latent_gaussians,
+    margin_gaussian,
 )
 from aftermap.predictive.links import gaussian_prediction, samples_prediction
 from aftermap.predictive.prediction import Prediction
@@ -37,7 +38,7 @@ from aftermap.progress import progress as with_bar
 
 __all__ = ["KINDS", "PosteriorPredictor"]
 
-KINDS = ("linearised", "sampling")
+KINDS = ("linearised", "margin", "sampling")
 _PIECE = 1024  # inputs that are predicted at a time
 
 
@@ -113,8 +114,9 @@ class PosteriorPredictor:
             x: The inputs as the model takes them: a tensor, an array, a table of pandas or polars, a tuple of positional or a mapping
                 of keyword arguments. Or batches of them: a DataLoader, or a list of (x, y), whose targets are not looked at.
                 Many inputs are predicted in pieces, with the same draws for all.
-            kind: The predictive: "linearised" (default: the Gaussian of the linearised network) or "sampling" (the
-                network under weight samples).
+            kind: The predictive: "linearised" (default: the Gaussian of the linearised network), "margin" (the cheap one for
+                classes: one backward pass finds the variance of the difference between the two largest outputs, which
+                stands for all differences), or "sampling" (the network under weight samples).
             link: The way from a latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
             samples: The number of samples of the link (mc), or of weight samples.
             diagonal: Whether to compute only variances of the outputs, no covariances.
@@ -193,7 +195,14 @@ class PosteriorPredictor:
                         values = sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
                 check_chosen(outputs, values.shape[-1])
                 return samples_prediction(likelihood, values if outputs is None else values[..., list(outputs)])
-            if not differentiable:
+            if kind == "margin":
+                if differentiable or not isinstance(likelihood, Categorical | Bernoulli):
+                    raise InputError(
+                        "kind='margin' is the cheap prediction of classes; use kind='linearised' for other likelihoods (diagonal=True "
+                        "is cheaper for many outputs) and for differentiable=True"
+                    )
+                latent = margin_gaussian(self.plan(batch), self.posterior, batch)
+            elif not differentiable:
                 latent = latent_gaussians(self.plan(batch), self.posterior, batch, diagonal=diagonal, outputs=outputs)[
                     0
                 ]

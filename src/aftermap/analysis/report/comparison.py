@@ -409,7 +409,7 @@ def _problems(
     if name in ours and name in theirs:
         before, after = theirs[name].value, ours[name].value
         # A better likelihood is an improvement, however much less sure the answers are.
-        improved = "nll" in ours and "nll" in theirs and ours["nll"].value <= theirs["nll"].value
+        improved = "nll" in ours and "nll" in theirs and ours["nll"].value < theirs["nll"].value
         if -after > underconfidence + max(0.0, -before) and not improved:
             problems.append(f"confidence {-100 * after:.1f}\u00a0% below accuracy")
     return problems
