@@ -106,7 +106,7 @@ class VariationalOptimizer(Optimizer, ABC):
         seed = torch.tensor(draw_seed(generator), dtype=torch.int64, device=device)
         if is_distributed():
             broadcast_([seed, *(p.data for g in self.param_groups for p in g["params"])])
-        self._noise = NoiseSource(mix(int(seed), 0x5EED), self.mesh.sample_rank)
+        self._noise = NoiseSource(mix(int(seed), 0x5EED), self.mesh.sample_rank, self.mesh.sample_size)
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group; its options are checked, and its parameters must belong to the model."""
@@ -560,7 +560,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.steps = int(extra["steps"])
         self.updates = int(extra.get("updates", self.steps))  # versions that did not count updates took them for steps
         self.skipped_steps = int(extra["skipped_steps"])
-        self._noise = NoiseSource(int(extra["seed"]), self._noise.group)
+        self._noise = NoiseSource(int(extra["seed"]), self._noise.group, self._noise.groups)
         self.settings = replace(self.settings, temperature=parse_schedule(extra["temperature"], "temperature"))
         self._has_own_priors = any("prior_precision" in state for state in self.state.values())
         self._micro_batches = None
