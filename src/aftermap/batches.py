@@ -263,7 +263,7 @@ def unpack_inputs(inputs: Any, dtype: torch.dtype | None = None) -> Batch:
     >>> unpack_inputs(np.zeros((3, 2)), torch.float32).inputs.dtype
     torch.float32
     """
-    inputs = _as_tensors(inputs, dtype)
+    inputs = inputs if isinstance(inputs, Tensor) else _as_tensors(inputs, dtype)
     return Batch(inputs, None, None, _size(inputs))
 
 

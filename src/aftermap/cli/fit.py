@@ -66,7 +66,11 @@ def check_structure_name(name: str) -> None:
             f"--structure {name} has a posterior that cannot be written to a folder, because it needs the data again and "
             f"again. Choose another one, or use Laplace(model, likelihood, structure={name!r}) in Python"
         )
-    o.OneOf(("auto", *(s.name for s in STRUCTURES.values() if s.saveable))).check("--structure", name)
+    allowed = ("auto", *(s.name for s in STRUCTURES.values() if s.saveable))
+    if name not in allowed:
+        raise InputError(
+            f"--structure {name!r} is not known; allowed are {', '.join(allowed)}{o.where_said('structure', name)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ __all__ = [
     "apply_config",
     "command",
     "option",
+    "where_said",
 ]
 
 
@@ -105,9 +106,7 @@ def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Call
                     try:
                         restriction.check(_flag(parameter), values[parameter.name])
                     except InputError as error:
-                        entry, where = _from_file.get(parameter.name, (None, ""))
-                        said = f" ({where})" if entry == values[parameter.name] else ""
-                        raise InputError(f"{error}{said}") from None
+                        raise InputError(f"{error}{where_said(parameter.name, values[parameter.name])}") from None
             for name, group in groups.items():
                 members = [field.name for field in fields(group) if field.name in values]
                 values[name] = group(**{member: values.pop(member) for member in members})
@@ -143,6 +142,12 @@ def _flag(parameter: inspect.Parameter) -> str:
 
 # The options that a TOML file has set: each with its value, and where it stands.
 _from_file: dict[str, tuple[Any, str]] = {}
+
+
+def where_said(name: str, value: Any) -> str:
+    """Where in a TOML file an option has this value, for messages; nothing where it was typed."""
+    entry, where = _from_file.get(name, (None, ""))
+    return f" ({where})" if where and entry == value else ""
 
 
 def apply_config(context: typer.Context, value: Path | None) -> Path | None:

@@ -136,55 +136,14 @@ class PosteriorPredictor:
             raise InputError(
                 "local=True draws layer outputs for kind='sampling'; it has no use for weights= or other kinds"
             )
-        options: dict[str, Any] = {
-            "kind": kind,
-            "link": link,
-            "samples": samples,
-            "diagonal": diagonal,
-            "outputs": outputs,
-            "weights": weights,
-            "local": local,
-            "differentiable": differentiable,
-        }
-        pieces, total = self._pieces(x, unpack, whole=differentiable)
-        if total == 1:
-            return self._predict_piece(next(iter(pieces)), generator=generator, **options)
-        if generator is None:
-            generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        # The same draws answer for all inputs, however they are cut; only local noise is each input's own.
-        state, found = generator.get_state(), []
-        for piece in with_bar(pieces, description="predicting", total=total, enabled=progress):
-            if not local:
-                generator.set_state(state)
-            found.append(self._predict_piece(piece, generator=generator, **options))
-        if not found:
-            raise DataError("the inputs hold no example; there is nothing to predict")
-        return Prediction.concatenate(found)
-
-    def _pieces(self, x: Any, unpack: Unpack | None, *, whole: bool) -> tuple[Iterable[Batch], int | None]:
-        """Returns the inputs, checked, in pieces that are predicted one after another, and their number where it is known."""
-        if is_batches(x):
-            batches = (self.inputs(inputs) for inputs in input_batches(x, unpack))
-            return batches, len(x) if isinstance(x, Sized) else None
-        batch = self.inputs(x)
-        if whole or batch.size <= _PIECE:
-            return [batch], 1
-        return batch.pieces(_PIECE), -(-batch.size // _PIECE)
-
-    def _predict_piece(
-        self,
-        batch: Batch,
-        *,
-        kind: str,
-        link: str,
-        samples: int,
-        diagonal: bool,
-        outputs: Sequence[int] | None,
-        weights: list[Params] | None,
-        local: bool,
-        differentiable: bool,
-        generator: torch.Generator | None,
-    ) -> Prediction:
+        many = not isinstance(x, Tensor) and is_batches(x)
+        batch = None if many else self.inputs(x)
+        if batch is None or (batch.size > _PIECE and not differentiable and _is_divisible(batch)):
+            options = {"link": link, "diagonal": diagonal, "outputs": outputs, "weights": weights, "local": local}
+            pieces = input_batches(x, unpack) if batch is None else (piece.inputs for piece in batch.pieces(_PIECE))
+            total = -(-batch.size // _PIECE) if batch is not None else len(x) if isinstance(x, Sized) else None
+            bar = with_bar(pieces, description="predicting", total=total, enabled=progress)
+            return self._predict_each(bar, generator, kind=kind, samples=samples, **options)
         likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
         with explain_model_errors(self.model, lambda: batch.inputs):
             if kind == "sampling":
@@ -222,6 +181,19 @@ class PosteriorPredictor:
             samples=samples,
             generator=generator,
         )
+
+    def _predict_each(self, pieces: Iterable[Any], generator: torch.Generator | None, **options: Any) -> Prediction:
+        """Predicts piece by piece. The same draws answer for all inputs, however they are cut; only local noise is each input's own."""
+        if generator is None:
+            generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        state, found = generator.get_state(), []
+        for piece in pieces:
+            if not options["local"]:
+                generator.set_state(state)
+            found.append(self.predict(piece, generator=generator, progress=False, **options))
+        if not found:
+            raise DataError("the inputs hold no example; there is nothing to predict")
+        return Prediction.concatenate(found)
 
     @torch.inference_mode(False)
     def map_prediction(self, x: Any) -> Prediction:
@@ -290,6 +262,11 @@ class PosteriorPredictor:
     def where(self: Any, loader: Any, **options: Any) -> Any:
         """Finds where the uncertainty sits: by weight, filter, layer, class, input and pixel; see `aftermap.analysis.where`."""
         return lazy_attribute("aftermap.analysis.where", "where")(self, loader, **options)
+
+
+def _is_divisible(batch: Batch) -> bool:
+    """Tells whether every input belongs to single examples; what they share might look like a row for each in a piece."""
+    return all(batch.is_batched(path, tensor) for path, tensor in batch.tensors())
 
 
 def _of_outputs(likelihood: Likelihood, outputs: Sequence[int]) -> Likelihood:
