@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from torch import nn
 
 from aftermap.batches import Unpack, iterate, unpack_batch
 from aftermap.curvature.passes.stream import first_batch
+from aftermap.distributed import broadcast_number, fail_together
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.fitted import TuningResult
@@ -78,12 +80,14 @@ def fit(
     verbose: bool | None = None,
     on_cost: Callable[[str], None] | None = None,
     predictions: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 100,
     **options: Any,
 ) -> Laplace:
     """Makes a trained network Bayesian: ``fit(model, likelihood, train_loader, val_loader)``.
 
-    The likelihood and the validation data may be left out: ``fit(model, train_loader)``. The structure is chosen by its cost, the hyperparameters by `Laplace.tune`: with validation data by their labels, without by the
-    training data. The result is then compared with the network itself, once; where it is worse, a warning says so.
+    The likelihood and the validation data may be left out: ``fit(model, train_loader)``. The structure is chosen by its cost, the
+    hyperparameters by `Laplace.tune`: with validation data by their labels, without by the training data. The result is then compared with the network itself, once; where it is worse, a warning says so.
 
     Args:
         model: The trained network, in eval mode.
@@ -103,6 +107,8 @@ def fit(
         verbose: Whether to say what is done; None says it on a terminal.
         on_cost: A function that is handed the line with the costs before the work starts; None shows it like a progress bar.
         predictions: The number of inputs that the caller will predict afterwards, which the line with the costs counts.
+        checkpoint: A folder that keeps the sums of the fit, so that one that was killed goes on; see `Laplace.fit`.
+        every: The number of batches after which they are written.
         options: Further arguments of `Laplace`.
 
     Returns:
@@ -126,7 +132,10 @@ def fit(
     regression = has_noise(parsed)
     drawn = options.get("subset_size", _SMALL_REGRESSION if regression else 300)
     costs = estimate_costs(model, train_loader, parsed, params=params, subset_size=drawn, unpack=unpack)
-    chosen = _choose(costs, structure, memory_limit, time_limit, regression)
+    with fail_together("choosing a structure"):
+        chosen = _choose(costs, structure, memory_limit, time_limit, regression)
+    # Each process sees its own data and clock; all take the choice of the first.
+    chosen = costs[broadcast_number(costs.index(chosen))]
     if chosen.structure == "subset" and regression and structure is None:
         options = {"subset_size": drawn, "rank": None, **options}
     line = describe_costs(chosen, costs, predictions_after_fit(val_loader, chosen.n_data) + predictions)
@@ -137,7 +146,7 @@ def fit(
     which: Selection = params if chosen.params == "all" else chosen.params
     laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
     with showing(verbose):
-        laplace.fit(train_loader, unpack=unpack).tune(val_loader)
+        laplace.fit(train_loader, unpack=unpack, checkpoint=checkpoint, every=every).tune(val_loader)
         check = _check(laplace, val_loader, unpack)
     laplace.report = FitReport(costs, chosen, laplace.tuning, check, notes)
     # What tuning without labels found out about itself it has said already.

@@ -25,14 +25,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from aftermap.batches import Batch, Unpack, iterate
+from aftermap.batches import Batch, Unpack
 from aftermap.curvature.passes.last_block import find_last_block, last_block
 from aftermap.curvature.passes.plan import find_last_layer, find_layers
 from aftermap.curvature.passes.record import record_calls
+from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.passes.vectors import resolve_kind
 from aftermap.errors import AftermapError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device, check_modes, explain_model_errors, only_require_grad
+from aftermap.models import call_model, check_modes, explain_model_errors, only_require_grad
 from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs", "in_seconds"]
@@ -142,8 +143,7 @@ def estimate_costs(
         unpack: What turns a batch of an unusual form into (inputs, targets).
     """
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
-    device, dtype = check_device(model)
-    batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
+    batch = first_batch(model, data, unpack, together=True)
     with explain_model_errors(model, lambda: batch.inputs):
         batches = len(data) if isinstance(data, Sized) else 1
         shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), batches)
