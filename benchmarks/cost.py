@@ -92,7 +92,9 @@ def _commands(name: str, model: nn.Module, data: list[Batch], likelihood: Likeli
     held_out = data[:2]
     made: list[am.Laplace] = []
     took = _seconds(lambda: made.append(am.fit(model, likelihood, data, held_out, verbose=False)))
-    chosen = made[0].report.chosen
+    report = made[0].report
+    assert report is not None
+    chosen = report.chosen
     estimate = chosen.total(predictions_after_fit(held_out, 0))
     rows = [_row(name, f"am.fit: {chosen.structure} {chosen.params}", estimate, took)]
     x = torch.cat([x for x, _ in data])[:512]

@@ -206,9 +206,7 @@ def latent_gaussians(
     return latents
 
 
-def margin_gaussian(
-    checked: CheckedPlan, posterior: GaussianPosterior | MatrixFreePosterior, batch: Batch
-) -> LatentGaussian:
+def margin_gaussian(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> LatentGaussian:
     """Returns a Gaussian over the outputs whose variance is that of one difference, from one backward pass.
 
     The variance v of the difference between the two largest outputs is that of the linearised network, exactly. All outputs
@@ -219,7 +217,8 @@ def margin_gaussian(
         posterior: The posterior over these parameters.
         batch: The batch of inputs.
     """
-    means, parts = [], {}
+    means: list[Tensor] = []
+    parts: dict[int, list[Tensor]] = {}  # By position, these are chunks.
     for _, position, values, gradients in output_gradients(checked, batch, margin=True):
         if position == 0:
             means.append(values)
