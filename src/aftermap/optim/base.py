@@ -33,7 +33,7 @@ from aftermap.errors import AftermapError, InputError, NotFittedError, Numerical
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.models import check_not_sharded
 from aftermap.optim.noise import NoiseSource, draw_seed, mix
-from aftermap.optim.options import check_group, parameter_groups, parse_schedule, precision_of_decay, read_options
+from aftermap.optim.options import check_group, parameter_groups, parse_schedule, read_options, without_decay
 from aftermap.optim.statistics import (
     StepStatistics,
     add_micro_batch,
@@ -111,15 +111,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group; its options are checked, and its parameters must belong to the model."""
-        if "weight_decay" in param_group:
-            decay = param_group["weight_decay"]
-            others = {k: v for k, v in param_group.items() if k != "weight_decay"}
-            if "prior_precision" in others:
-                raise InputError(
-                    "a group of parameters has weight_decay and prior_precision, which say the same thing; give one of them"
-                )
-            param_group = {**others, "prior_precision": precision_of_decay(decay, self.settings)}
-        super().add_param_group(param_group)
+        super().add_param_group(without_decay(param_group, self.settings))
         group = self.param_groups[-1]
         try:
             check_group(group)

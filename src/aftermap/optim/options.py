@@ -30,6 +30,7 @@ __all__ = [
     "precision_of_decay",
     "read_options",
     "warmup",
+    "without_decay",
 ]
 
 
@@ -316,6 +317,22 @@ def precision_of_decay(decay: Any, settings: Settings) -> float:
     """The prior precision δ = λN that pulls as a weight decay of λ does on the mean loss of N data."""
     advice = "A weight decay of λ on a mean loss is a prior precision of λN"
     return checks.number("weight_decay", decay, least=0.0, advice=advice) * settings.n_effective
+
+
+def without_decay(group: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """A group of parameters in which a weight decay has become a prior precision.
+
+    Raises:
+        InputError: The group has both.
+    """
+    if "weight_decay" not in group:
+        return group
+    if "prior_precision" in group:
+        raise InputError(
+            "a group of parameters has weight_decay and prior_precision, which say the same thing; give one of them"
+        )
+    others = {name: value for name, value in group.items() if name != "weight_decay"}
+    return {**others, "prior_precision": precision_of_decay(group["weight_decay"], settings)}
 
 
 def check_group(group: dict[str, Any]) -> None:
