@@ -59,12 +59,12 @@ class Settings:
     seeds: int = 3
     widths: tuple[int, int] = (6, 8)
     train: int = 54_000
-    epochs: int = 6
-    fit: int = 3000
-    rounds: int = 3
-    iterations: int = 8
-    validation: int = 500
-    test: int = 2000
+    epochs: int = 4
+    fit: int = 2000
+    rounds: int = 2
+    iterations: int = 6
+    validation: int = 300
+    test: int = 1500
     grid: tuple[float, ...] = tuple(10.0**k for k in range(-2, 7))
 
 
@@ -269,7 +269,8 @@ def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     for seed in range(settings.seeds):
         yield Job(f"train/seed{seed}", partial(digits.train, seed))
         yield Job(f"map/seed{seed}", partial(digits.map, seed))
-        for structure in STRUCTURES:
+    for structure in STRUCTURES:
+        for seed in range(settings.seeds):
             yield Job(f"{structure}/seed{seed}", partial(digits.compare, structure, seed))
 
 

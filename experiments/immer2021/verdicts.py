@@ -25,7 +25,7 @@ def verdicts(results: Results) -> list[Verdict]:
     settings = results.settings
     seeds = {"uci": len(settings.uci.seeds), "images": settings.images.seeds}
     shallow = {f"uci/{name}/depth1/*": seeds["uci"] for name in settings.uci.sets}
-    digits = {f"mnist/{group}/*": seeds["images"] for group in ("map", "kron", "damped", "diagonal")}
+    digits = {f"mnist/{group}/*": seeds["images"] for group in ("map", "kron", "damped")}
     clothes = {f"fashion-mnist/{group}/*": seeds["images"] for group in ("map", "kron", "diagonal", "subset")}
     depths = {f"occam/depth{depth}/*": settings.occam.seeds for depth in settings.occam.depths}
     far = {f"far/{name}/*": settings.far.seeds for name in ACTIVATIONS}
