@@ -340,6 +340,7 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
     ax.set_xscale("log")
     ax.set_yscale("log")
     finish(ax, x="prior precision", y="NLL", legend=True)
+    ax.tick_params(which="both", labelsize=7)
     (folder / "precision.svg").write_text(save_svg(ax.figure), encoding="utf-8")
     caption = "A residual network with BatchNorm on MNIST: NLL on validation images against the precision of the prior, mean over seeds, and the test NLL of what the evidence chooses, seed by seed."
     return {"precision.svg": caption}

@@ -110,7 +110,9 @@ def _precision(results: Results) -> Any:
         )
     ax.set_xscale("log")
     ax.set_yscale("log")
-    return finish(ax, x="prior precision", y="validation NLL", legend=True).figure
+    finish(ax, x="prior precision", y="validation NLL", legend=True)
+    ax.tick_params(which="both", labelsize=7)
+    return ax.figure
 
 
 def _entropy(results: Results) -> Any:
