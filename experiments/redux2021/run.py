@@ -38,8 +38,8 @@ PUBLISHED = {
 }
 POSTERIORS: dict[str, tuple[str, dict[str, Any]]] = {
     "last_layer": ("last layer, Kronecker", {"params": "last_layer"}),
-    "last_block": ("last block, Kronecker", {"params": "last_block"}),
     "all_kron": ("all layers, Kronecker", {}),
+    "last_block": ("last block, Kronecker", {"params": "last_block"}),
     "all_diagonal": ("all layers, diagonal", {"structure": "diagonal"}),
 }
 RULES = {"evidence": "evidence, probit", "validation": "the library's rule on labels"}
@@ -53,7 +53,7 @@ class Settings:
     Attributes:
         seeds: Networks that posteriors are made of.
         members: The members of an ensemble.
-        ensembles: Ensembles of networks of their own.
+        ensembles: Ensembles; no network is in two of them.
         train: Training images.
         epochs: Passes over them.
         fit: Training images that the curvature of several layers is summed over; each stands for train / fit.
@@ -64,7 +64,7 @@ class Settings:
 
     seeds: int = 5
     members: int = 5
-    ensembles: int = 2
+    ensembles: int = 1
     train: int = 54_000
     epochs: int = 3
     fit: int = 5400
