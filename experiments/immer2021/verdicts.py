@@ -82,7 +82,11 @@ def _l2(results: Results) -> Verdict:
     reason = (
         f"ranks agree in {sum(agree)} of {len(agree)} seeds"
         + (f" (not for {', '.join(turned)})" if turned else "")
-        + f"; the best by evidence is within {_TIE} nats of the best in {sum(close)} of {len(close)}"
+        + f"; the best by evidence is within {_TIE} nats of the best in {sum(close)} of {len(close)}; "
+        + ", ".join(
+            f"{sum(not v['stationary'] for v in results.among(f'occam/depth{d}/*').values())} of {len(agree)} networks with {d} layers are not at a mode"
+            for d in depths
+        )
     )
     return Verdict.of("L2", [all(agree), all(close)], ours, reason, len(agree))
 
