@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, Unpack, in_dtype, iterate
-from aftermap.distributed import all_reduce_, fail_together
+from aftermap.distributed import all_reduce_, fail_together, is_distributed
 from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Likelihood
@@ -143,8 +144,7 @@ class GGNOperator:
         Returns:
             The draws [P, count] in float64.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise InputError(f"the number of draws must be a whole number of at least 1, got {count!r}")
+        count = checks.count("count", count)
         total, seen = torch.zeros(self.size, count, dtype=torch.float64, device=self.device), 0
         with fail_together("drawing noise with the covariance of the GGN"), evaluating(self._model):
             for batch in self._batches():
@@ -162,7 +162,13 @@ class GGNOperator:
         return self.mv(torch.eye(self.size, dtype=torch.float64, device=self.device))
 
     def _batches(self) -> Iterable[Batch]:
-        return iterate(self._data, device=self.device, dtype=self._model_dtype, unpack=self._unpack)
+        return iterate(
+            self._data,
+            device=self.device,
+            dtype=self._model_dtype,
+            unpack=self._unpack,
+            may_be_empty=is_distributed(),
+        )
 
     def _working_params(self) -> Params:
         """Returns the weights in the precision of products."""
