@@ -246,12 +246,12 @@ def test_token_outputs() -> None:
 def test_what_print_and_a_notebook_show() -> None:
     laplace = am.fit(classifier(), classes(300), verbose=False)
     lines = str(laplace).splitlines()
-    assert lines[0] == "Laplace"
-    assert [line.split()[0] for line in lines[1:5]] == ["network", "likelihood", "structure", "data"]
+    assert lines[0] == f"Laplace: 300 data, {laplace.posterior.n_params} uncertain parameters"
+    assert [line.split()[0] for line in lines[1:4]] == ["network", "likelihood", "structure"]
     assert "classification" in lines[2]
     assert "check passed" in str(laplace)
     assert len(lines) < 15
-    assert max(map(len, lines[1:6])) < 80
+    assert max(map(len, lines[:5])) < 80
     shown = laplace.report._repr_html_()
     assert shown.startswith("<table>")
     assert str(laplace.report.chosen) in shown.replace("&#x27;", "'")

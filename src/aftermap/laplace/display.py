@@ -19,10 +19,12 @@ class NotebookView:
 
     def __str__(self) -> str:
         facts = _facts(cast("Laplace", self))
+        state = facts.pop("state", "")
+        size = state or f"{facts.pop('data')} data, {facts.pop('uncertain parameters')} uncertain parameters"
         wide = max(map(len, facts))
         indent = "\n" + " " * (wide + 4)
         lines = [f"  {name:{wide}}  {text.replace(chr(10), indent)}" for name, text in facts.items()]
-        return "\n".join(["Laplace", *lines])
+        return "\n".join([f"Laplace: {size}", *lines])
 
     def _repr_html_(self) -> str:
         facts = _facts(cast("Laplace", self))
