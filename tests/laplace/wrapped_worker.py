@@ -52,6 +52,11 @@ def everything() -> dict[str, Any]:
     mine = slice(rank(), None, world_size())  # With four processes the last one has nothing.
     batches = [(x[mine], y[mine])] if len(y[mine]) else []
     found: dict[str, Any] = {"plain": fit_all(batches, network())}
+    if world_size() > len(y):
+        try:
+            am.Laplace(network(), "classification").fit(batches, progress=False).tune()
+        except am.errors.DataError as error:
+            found["tune"] = str(error)
     wrapped = DistributedDataParallel(network())
     found["ddp"] = _prediction(am.Laplace(wrapped, "classification").fit(batches, progress=False)).detach()
     sharded = fully_shard(network())
