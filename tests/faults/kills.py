@@ -194,7 +194,7 @@ class Report(Tune):
         from tests.cli.common import invoke
 
         data = (self.files.test, self.files.val)[variant]
-        options = ["--no-where", "--resamples", "0", "--force", "--model", self.files.model]
+        options = ["--no-where", "--force", "--model", self.files.model]
         invoke(
             "report",
             str(self.place / "posterior"),
