@@ -27,8 +27,7 @@ MUTANTS = ROOT / "benchmarks" / "results" / "mutants.json"
 
 TEXT = """# Reliability
 
-What was tried to break the library, how often, and what happened. Damaged files come first; then [kills](#kills), and [small errors in the library
-itself](#errors-that-the-tests-must-find), which its tests must find.
+What was tried to break the library, how often, and what happened.
 
 A file that was cut short, swapped or written by somebody who means harm leads to a clear error, or to exactly what was saved; never to another
 answer, to a crash, or to code that runs. This page says what is done for it, what is tried, and what happened. It is written by
@@ -98,7 +97,9 @@ tell a digit that was changed: such files are read as what they say now.
 or hold Python objects, archives with bombs, idx headers. {data_cases} cases with seed {data_seed}:
 
 {data_subjects}
+"""
 
+KILLS_TEXT = """
 ## Kills
 
 `python -m tests.faults.kills` starts a job, kills it by SIGKILL after a random part of the time that it takes, and looks at what is there. What replaces an
@@ -112,7 +113,9 @@ byte by byte. What can go on (`fit --checkpoint`, `train`) is started again and 
 
 A [fit that is killed](how_to/distributed.md#a-fit-that-is-killed-goes-on) goes on with the same bits if the data come in the same order, and with the same sums if they
 come in another one or are shared out among another number of processes (`tests/curvature/passes/test_checkpoint.py`).
+"""
 
+MUTANTS_TEXT = """
 ## Errors that the tests must find
 
 `make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
@@ -146,17 +149,38 @@ def _mutants(counted: Mapping[str, Any]) -> str:
     return "\n".join(["| kind of error | tried | found |", "|---|---|---|", *lines])
 
 
-def results() -> tuple[dict[str, Any], ...]:
-    """What was counted for folders, for data, for kills and for mutants."""
-    return tuple(json.loads(f.read_text(encoding="utf-8")) for f in (FOLDERS, DATA, KILLS, MUTANTS))
+def results() -> tuple[Any, ...]:
+    """What was counted for folders, for data, for kills and for mutants; None for a program that was not run yet."""
+    files = (FOLDERS, DATA, KILLS, MUTANTS)
+    return tuple(json.loads(f.read_text(encoding="utf-8")) if f.exists() else None for f in files)
 
 
 def page_of(
-    folders: Mapping[str, Any], data: Mapping[str, Any], kills: Mapping[str, Any], mutants: dict[str, Any]
+    folders: Mapping[str, Any], data: Mapping[str, Any], kills: Mapping[str, Any] | None, mutants: dict[str, Any] | None
 ) -> str:
     """The page as Markdown."""
-    counted = summary(mutants)
-    left = ", ".join(f"`{name}`" for name in counted["survivors"])
+    parts = [_files_text(folders, data)]
+    if kills is not None:
+        parts.append(KILLS_TEXT.format(kill_count=kills["kills"], kill_seed=kills["seed"], kill_table=_kills(kills)))
+    if mutants is not None:
+        counted = summary(mutants)
+        left = ", ".join(f"`{name}`" for name in counted["survivors"])
+        parts.append(
+            MUTANTS_TEXT.format(
+                mutant_all=f"{mutants['of']:,}",
+                mutant_tried=counted["tried"],
+                mutant_seed=mutants["seed"],
+                mutant_found=counted["found"],
+                mutant_equivalent=counted["equivalent"],
+                mutant_share=f"{counted['share']:.1%}",
+                mutant_table=_mutants(counted),
+                mutant_survivors=f"Not found, and not explained: {left}." if left else "None was left over.",
+            )
+        )
+    return "".join(parts)
+
+
+def _files_text(folders: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     return TEXT.format(
         json_size=MAX_JSON_BYTES >> 20,
         depth=MAX_DEPTH,
@@ -170,17 +194,6 @@ def page_of(
         data_cases=f"{data['cases']:,}",
         data_seed=data["seed"],
         data_subjects=_table("format", data["by_subject"]),
-        kill_count=kills["kills"],
-        kill_seed=kills["seed"],
-        kill_table=_kills(kills),
-        mutant_all=f"{mutants['of']:,}",
-        mutant_tried=counted["tried"],
-        mutant_seed=mutants["seed"],
-        mutant_found=counted["found"],
-        mutant_equivalent=counted["equivalent"],
-        mutant_share=f"{counted['share']:.1%}",
-        mutant_table=_mutants(counted),
-        mutant_survivors=f"Not found, and not explained: {left}." if left else "None was left over.",
     )
 
 
