@@ -80,22 +80,28 @@ def _rows(results: Results, pair: str) -> list[dict[str, Any]]:
 
 
 def _pixels(results: Results, verdicts: Mapping[str, Verdict]) -> str:
-    words, wide = [], []
-    for pair in results.settings.images.sets:
-        if pair.endswith("/mlp"):
-            found = [r["layers"]["trained"]["test"] for r in _rows(results, pair)]
-            share = _mean([f["effective"][0] / f["parameters"][0] for f in found])
-            wide.append(_mean([f["posterior_shares"][0] for f in found]))
-            words.append(f"{100 * share:.1f} % on {pair.split('/')[0]}")
-    seen = [
-        _mean([r["layers"]["trained"]["test"]["shares"][0] for r in _rows(results, p)])
-        for p in results.settings.images.sets
-        if p.endswith("/mlp")
-    ]
+    pairs = [p for p in results.settings.images.sets if p.endswith("/mlp")]
+    found = {p: [r["layers"]["trained"]["test"] for r in _rows(results, p)] for p in pairs}
+    known = ", ".join(
+        f"{100 * _mean([f['effective'][0] / f['parameters'][0] for f in rows]):.1f} % on {p.split('/')[0]}"
+        for p, rows in found.items()
+    )
+    wide, first, last = (
+        [_mean([f[key][place] for f in rows]) for rows in found.values()]
+        for key, place in (("posterior_shares", 0), ("shares", 0), ("logit_shares", -1))
+    )
     return f"""The first layer of a perceptron on images has a weight for every pixel and hidden unit, and the data say nothing about most of them: they determine
-{", ".join(words)}. A corner that is black in every training image leaves its weights exactly where the prior put them. So nearly all of the *weights'*
-variance sits in the first layer ({100 * min(wide):.0f} to {100 * max(wide):.0f} %) – and yet only {100 * min(seen):.0f} to {100 * max(seen):.0f} % of the *predictions'* uncertainty comes from it, since weights
-behind dark pixels are multiplied by zero. That is the first lesson: uncertain weights need not make an uncertain answer. The map of the weights and the map of the answers are two maps."""
+{known}. A corner that is black in every training image leaves its weights exactly where the prior put them; no prediction for such images
+notices, since these weights are multiplied by zero.
+
+So there are three maps, and they differ. Of the variance of the *weights*, {_range(wide)} sits in the first layer. Of the variance of the *logits*, {_range(last)}
+comes from the **last** layer: it can move all ten logits together, which the data do not forbid, since the answer does not change. And of the epistemic uncertainty of
+the *answers*, which such a move leaves alone, {_range(first)} comes from the **first** layer. "Where is the uncertainty?" has no answer before one says: the uncertainty of what?
+From here on it is that of the answers."""
+
+
+def _range(shares: list[float]) -> str:
+    return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
 
 
 def _finding(verdict: Verdict, statement: str) -> str:
@@ -105,7 +111,7 @@ def _finding(verdict: Verdict, statement: str) -> str:
 
 def _moves(results: Results, verdicts: Mapping[str, Verdict]) -> str:
     lines = [
-        "One thing is varied at a time in a perceptron with two hidden layers of 64 units, trained on 2,000 images of three data sets, three networks for each point.",
+        "One thing is varied at a time in a perceptron with two hidden layers, on three data sets, three networks for each point.",
         "",
     ]
     for axis, about in moves.AXES.items():

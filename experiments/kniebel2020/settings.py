@@ -68,12 +68,12 @@ class Images:
     sets: tuple[str, ...] = (*(f"{s}/{n}" for n in ("mlp", "cnn") for s in GREY), "cifar10/cnn")
     seeds: int = 3
     train: int = 2000
-    train_colour: int = 3000
+    train_colour: int = 1500
     test: int = 400
     unusual: int = 200
     widths: tuple[int, ...] = (64, 64)
     channels: tuple[int, ...] = (8, 16)
-    colour_channels: tuple[int, ...] = (16, 32, 32)
+    colour_channels: tuple[int, ...] = (8, 16, 16)
     hidden: int = 32
     epochs: int = 10
     rate: float = 2e-3
