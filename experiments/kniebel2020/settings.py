@@ -43,7 +43,7 @@ class Iris:
 
 @dataclass(frozen=True)
 class Images:
-    """The networks on images: a multilayer perceptron and a convolutional network on three grey sets, and one on CIFAR-10.
+    """The networks on images: a multilayer perceptron on three grey sets, a convolutional network on two of them and on CIFAR-10.
 
     Attributes:
         sets: Set and network, such as "mnist/mlp".
@@ -65,7 +65,7 @@ class Images:
         push: How far they are moved.
     """
 
-    sets: tuple[str, ...] = (*(f"{s}/{n}" for n in ("mlp", "cnn") for s in GREY), "cifar10/cnn")
+    sets: tuple[str, ...] = (*(f"{s}/mlp" for s in GREY), "mnist/cnn", "fashion-mnist/cnn", "cifar10/cnn")
     seeds: int = 3
     train: int = 2000
     train_colour: int = 1500
