@@ -80,7 +80,7 @@ def _rows(results: Results, pair: str) -> list[dict[str, Any]]:
 
 
 def _pixels(results: Results, verdicts: Mapping[str, Verdict]) -> str:
-    pairs = [p for p in results.settings.images.sets if p.endswith("/mlp")]
+    pairs = results.settings.images.perceptrons
     found = {p: [r["layers"]["trained"]["test"] for r in _rows(results, p)] for p in pairs}
     known = ", ".join(
         f"{100 * _mean([f['effective'][0] / f['parameters'][0] for f in rows]):.1f} % on {p.split('/')[0]}"
@@ -200,23 +200,24 @@ def _sure(results: Results, verdicts: Mapping[str, Verdict]) -> str:
             network, kron = (_mean([r[m]["others"][other]["confidence"] for r in rows]) for m in ("network", "kron"))
             lower, count = lower + (kron < network), count + 1
     best = _best(results)
-    return f"""Confronted with ten classes of things that it does not know, a network should say so. It does not: {verdicts["W3"].verdict.replace("holds", "the claim that networks are overconfident holds")}.
-The Laplace approximation lowers the mean confidence in {lower} of {count} cases, and the figure shows how far: less than one would wish. {best}
+    return f"""Confronted with things of which it knows not a single class, a network should say so. That networks are overconfident then **{verdicts["W3"].verdict}**:
+the figure shows their mean confidence, where one tenth would be honest. The Laplace approximation lowers it in {lower} of {count} cases. {best}
 
-Mediocre networks in a group: {_sentence(verdicts["W6"])}"""
+And mediocre networks in a group? {_sentence(verdicts["W6"])}"""
 
 
 def _best(results: Results) -> str:
     """Which method finds unusual images best, by the entropy, over sets and networks."""
     wins: dict[str, int] = {}
-    for pair in results.settings.images.sets:
+    pairs = results.settings.images.perceptrons
+    for pair in pairs:
         rows = [r["methods"] for r in _rows(results, pair)]
         areas = {m: _mean([r[m]["mean_auroc"] for r in rows]) for m in images.METHODS}
         first = max(areas, key=lambda m: areas[m])
         wins[first] = wins.get(first, 0) + 1
-    total = len(results.settings.images.sets)
+    total = len(pairs)
     words = ", ".join(f"{images.METHODS[m]} in {n}" for m, n in sorted(wins.items(), key=lambda item: -item[1]))
-    return f"Of six methods the one that finds unusual images best, by entropy, over {total} settings: {words}."
+    return f"Of six methods the one that finds unusual images best, by entropy, over {total} data sets: {words}."
 
 
 def _end(results: Results, content: Mapping[str, Any]) -> str:

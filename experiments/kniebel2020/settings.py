@@ -86,6 +86,11 @@ class Images:
     pushed: int = 200
     push: float = 0.05
 
+    @property
+    def perceptrons(self) -> list[str]:
+        """The sets with a multilayer perceptron, where there are the methods that have to be trained as well."""
+        return [pair for pair in self.sets if pair.endswith("/mlp")]
+
 
 @dataclass(frozen=True)
 class Moves:
