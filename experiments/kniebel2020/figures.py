@@ -10,7 +10,7 @@ import torch
 
 from aftermap.analysis.figures import CATEGORIES, axes, filter_maps, finish, save_svg
 from experiments.framework import Results
-from experiments.kniebel2020 import moves
+from experiments.kniebel2020 import images, moves
 from experiments.kniebel2020.layers import PRIORS
 
 __all__ = ["draw"]
@@ -21,8 +21,7 @@ LABELS = {"depth": "hidden layers", "width": "hidden units", "length": "epochs",
 def draw(results: Results, folder: Path) -> dict[str, str]:
     """Writes the figures whose jobs are done, and returns their captions."""
     captions: dict[str, str] = {}
-    settings = results.settings
-    done = [p for p in settings.images.sets if results.among(f"images/{p}/*")]
+    done = images.complete(results)
     maps = {
         p: results.values[f"images/{p}/seed0"].get("curves", {}) for p in done if f"images/{p}/seed0" in results.values
     }

@@ -26,7 +26,7 @@ from experiments.kniebel2020.iris import pushed_losses
 from experiments.kniebel2020.layers import PRIORS, by_layer, fitted, generator, tuned
 from experiments.kniebel2020.settings import OTHERS, Images
 
-__all__ = ["LAPLACE", "METHODS", "detection", "jobs", "measured", "tables", "trained", "verdicts"]
+__all__ = ["LAPLACE", "METHODS", "complete", "detection", "jobs", "measured", "tables", "trained", "verdicts"]
 
 METHODS = {
     "network": "network",
@@ -204,8 +204,19 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
+def complete(results: Results) -> list[str]:
+    """The sets and networks whose jobs are done for every seed."""
+    settings = results.settings.images
+    return [pair for pair in settings.sets if len(_values(results, pair)) == settings.seeds]
+
+
+def _missing(results: Results) -> str:
+    absent = [pair for pair in results.settings.images.sets if pair not in complete(results)]
+    return f". Not run yet: {', '.join(absent)}" if absent else ""
+
+
 def verdicts(results: Results) -> list[Verdict]:
-    """W2, W3, W7, W12 and W13."""
+    """W2, W3, W7, W12 and W13; a third convolutional network joins in when its jobs are done."""
     settings = results.settings.images
     needs = {pair: {f"images/{pair}/*": settings.seeds} for pair in settings.sets}
 
@@ -217,8 +228,12 @@ def verdicts(results: Results) -> list[Verdict]:
     return [
         *judged(results, with_iris, ["W2"], lambda r: [_magnitude(r)]),
         *judged(results, of(settings.perceptrons), ["W7"], lambda r: [_distribution(r)]),
-        *judged(results, of(list(settings.sets)), ["W3", "W12"], lambda r: [_overconfident(r), _unusual(r)]),
-        *judged(results, of(convolutional), ["W13"], lambda r: [_kinds(r)]),
+        *judged(
+            results,
+            of([*settings.perceptrons, *convolutional[:2]]),
+            ["W3", "W12", "W13"],
+            lambda r: [_overconfident(r), _unusual(r), _kinds(r)],
+        ),
     ]
 
 
@@ -253,7 +268,7 @@ def _magnitude(results: Results) -> Verdict:
 
 def _overconfident(results: Results) -> Verdict:
     conditions, low, texts = [], [], []
-    for pair in results.settings.images.sets:
+    for pair in complete(results):
         rows = [value["methods"] for value in _values(results, pair)]
         words = []
         for other in rows[0]["network"]["others"]:
@@ -266,7 +281,7 @@ def _overconfident(results: Results) -> Verdict:
     return Verdict.of(
         "W3",
         conditions,
-        "mean confidence of the network → of tuned Kronecker Laplace: " + "; ".join(texts),
+        "mean confidence of the network → of tuned Kronecker Laplace: " + "; ".join(texts) + _missing(results),
         f"at most {OVERCONFIDENT} on average: " + "; ".join(low),
         results.settings.images.seeds,
     )
@@ -300,7 +315,7 @@ def _distribution(results: Results) -> Verdict:
 def _unusual(results: Results) -> Verdict:
     """W12: the centre on unusual images less that on test images, for each set, network, other set and prior."""
     differences = {}
-    for pair in results.settings.images.sets:
+    for pair in complete(results):
         rows = _values(results, pair)
         for prior in PRIORS:
             usual = [r["layers"][prior]["test"]["centre"] for r in rows]
@@ -317,7 +332,8 @@ def _unusual(results: Results) -> Verdict:
         "W12",
         list(with_sign.values()),
         f"on unusual images the uncertainty sits nearer to the {where}: so in {sum(with_sign.values())} of {len(with_sign)} cases by more than two standard "
-        f"errors, the reverse in {len(reverse)}; the centre differs by {min(means):+.2f} to {max(means):+.2f}, {_mean(means):+.2f} on average",
+        f"errors, the reverse in {len(reverse)}; the centre differs by {min(means):+.2f} to {max(means):+.2f}, {_mean(means):+.2f} on average"
+        + _missing(results),
         ("counterexamples: " + "; ".join(reverse)) if reverse else "no counterexample, but not clear everywhere",
         results.settings.images.seeds,
     )
@@ -332,7 +348,7 @@ def _by_kind(layers: dict[str, Any], kind: str) -> tuple[float, float]:
 
 def _kinds(results: Results) -> Verdict:
     """W13: what the data determine of convolutions and of linear layers, for both priors."""
-    pairs = [p for p in results.settings.images.sets if p not in results.settings.images.perceptrons]
+    pairs = [p for p in complete(results) if p not in results.settings.images.perceptrons]
     conditions, against, texts = [], [], []
     for pair in pairs:
         rows = _values(results, pair)
@@ -354,7 +370,8 @@ def _kinds(results: Results) -> Verdict:
         "the data determine a larger part of the weights of convolutions than of linear layers: "
         + "; ".join(texts)
         + ". "
-        + last,
+        + last
+        + _missing(results),
         "counterexamples: " + "; ".join(against),
         results.settings.images.seeds,
     )

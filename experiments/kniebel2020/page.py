@@ -141,7 +141,7 @@ def _moves(results: Results, verdicts: Mapping[str, Verdict]) -> str:
 
 def _unusual(results: Results, verdicts: Mapping[str, Verdict]) -> str:
     more = []
-    for pair in results.settings.images.sets:
+    for pair in images.complete(results):
         for row in _rows(results, pair):
             layers = row["layers"]["trained"]
             more += [layers[g]["nats"] / layers["test"]["nats"] for g in layers if g != "test"]
@@ -180,7 +180,7 @@ And which curvature? For ReLU networks the Gauss-Newton matrix is often said to 
 
 def _cheap(results: Results, verdicts: Mapping[str, Verdict]) -> str:
     apart = []
-    for pair in results.settings.images.sets:
+    for pair in images.complete(results):
         for row in _rows(results, pair):
             kron = row["layers"]["trained"]["test"]["shares"]
             apart.append(0.5 * sum(abs(a - b) for a, b in zip(kron, row["diagonal_shares"], strict=True)))
@@ -194,7 +194,7 @@ layers (at most {100 * max(apart):.0f} %)."""
 
 def _sure(results: Results, verdicts: Mapping[str, Verdict]) -> str:
     lower, count = 0, 0
-    for pair in results.settings.images.sets:
+    for pair in images.complete(results):
         rows = [r["methods"] for r in _rows(results, pair)]
         for other in rows[0]["network"]["others"]:
             network, kron = (_mean([r[m]["others"][other]["confidence"] for r in rows]) for m in ("network", "kron"))
