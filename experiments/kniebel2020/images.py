@@ -405,7 +405,7 @@ def tables(results: Results) -> str:
             "|---" * (4 + len(others)) + "|",
         ]
         for method, label in METHODS.items():
-            if method not in rows[0]:
+            if any(method not in row for row in rows):
                 continue
             cells = [mean_and_error([r[method][k] for r in rows], 3) for k in ("accuracy", "nll", "ece")]
             for other in others:
