@@ -49,16 +49,18 @@ def _in_child(work: Callable[[], Any], answer: Path, kill_after: float | None = 
             traceback.print_exc()
         finally:
             os._exit(code)
-    while True:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        seconds = time.monotonic() - started
-        if ended:
-            break
-        if kill_after is not None and seconds >= kill_after:
+    ended, status, seconds = 0, 0, 0.0
+    try:
+        while not ended:
+            if kill_after is not None and seconds >= kill_after:
+                return True, None, seconds
+            time.sleep(0.001)
+            ended, status = os.waitpid(child, os.WNOHANG)
+            seconds = time.monotonic() - started
+    finally:  # Also where this program itself is ended.
+        if not ended:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return True, None, seconds
-        time.sleep(0.001)
     if os.waitstatus_to_exitcode(status) != 0:
         raise RuntimeError("the work failed without a kill; its traceback is above")
     return False, json.loads(answer.read_text()), seconds
@@ -332,6 +334,7 @@ def main(arguments: list[str] | None = None) -> int:
     import tests.cli.common
 
     torch.set_num_threads(1)  # Threads do not survive a fork.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found: dict[str, Any] = {}
     if options.output.exists():  # Jobs of an earlier run with the same numbers are not done again.
         kept = json.loads(options.output.read_text(encoding="utf-8"))
