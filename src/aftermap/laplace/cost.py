@@ -163,7 +163,15 @@ def _size_of(data: Iterable[Any], batch: Batch) -> int:
     size = getattr(getattr(data, "dataset", None), "__len__", None)
     if size is not None:
         return int(size())
-    return batch.size * (len(data) if isinstance(data, Sized) else 1)
+    return batch.size * _count(data)
+
+
+def _count(data: Iterable[Any]) -> int:
+    """The number of batches; 1 where it is unknown, as for a loader over a stream, which has ``__len__`` and raises there."""
+    try:
+        return len(data) if isinstance(data, Sized) else 1
+    except TypeError:
+        return 1
 
 
 def _block_of_blocks(model: nn.Module, batch: Batch) -> list[str] | None:
