@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.methods import METHODS
+from benchmarks.quality.plan import plan_in_words, plan_of
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.targets import targets_table
 from benchmarks.quality.tasks import TASKS
@@ -64,7 +65,7 @@ def page_of(results: Mapping[str, Any]) -> str:
 def _left_out(results: Mapping[str, Any]) -> list[str]:
     """What was not measured, and why: tasks and methods without a result, few validation sets, methods that do not apply, failures."""
     measured = {(row["task"], row["method"]) for row in results["rows"]}
-    lines = []
+    lines = plan_in_words()
     missing = [name for name in TASKS if name not in results["tasks"]]
     if missing:
         lines.append(f"- {len(missing)} of {len(TASKS)} tasks: {', '.join(missing)}")
@@ -77,6 +78,11 @@ def _left_out(results: Mapping[str, Any]) -> list[str]:
             for name, task in results["tasks"].items()
             if task["likelihood"] in facts.likelihoods and (name, method) not in measured and name not in known
         ]
+        by_plan = [name for name in without if name in TASKS and plan_of(TASKS[name], method).reason]
+        for why in sorted({plan_of(TASKS[name], method).reason for name in by_plan}):
+            which = [name for name in by_plan if plan_of(TASKS[name], method).reason == why]
+            lines.append(f"- {facts.label}: {why} ({len(which)} tasks)")
+        without = [name for name in without if name not in by_plan]
         if without:
             which = "any task" if not any(m == method for _, m in measured) and not known else ", ".join(without)
             lines.append(f"- {facts.label}: not run on {which}")

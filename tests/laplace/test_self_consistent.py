@@ -124,7 +124,17 @@ def test_counts_against_the_lognormal_mean() -> None:
     c, converged = self_consistent_scale(given, Poisson())
     assert converged
     assert c > 1.1  # a rate is convex in its logarithm: its mean is above that of the mean
-    assert c == pytest.approx(fixed_point(ratio), rel=0.03)
+    assert c == pytest.approx(fixed_point(ratio), rel=2e-3)
+
+
+def test_counts_with_a_long_tail() -> None:
+    """Of a rate whose logarithm has the variance 2, sixty draws miss a tenth."""
+    given = gaussians(1, sure=0.5, targets=torch.ones(80, 1, dtype=torch.float64))
+    given = replace(given, covariances=(torch.full((80, 1, 1), 6.0, dtype=torch.float64),))
+    c, converged = self_consistent_scale(given, Poisson())
+    assert converged
+    # All data alike: c = exp(v / 2c).
+    assert c == pytest.approx(fixed_point(lambda value: math.exp(3.0 / value)), rel=2e-3)
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Poisson()])
@@ -213,8 +223,8 @@ def test_cavities_of_outputs_with_a_label_each(likelihood: Likelihood) -> None:
     points = normal_points(32, 2, fixed=True)
     z = given.mean + torch.einsum("nij,sj->sni", torch.linalg.cholesky(V), torch.cat([points, -points]))
     if isinstance(likelihood, Poisson):
-        rate = z.exp()
-        gradient, diagonal = (rate - targets).mean(0), rate.mean(0)
+        rate = (given.mean + V.diagonal(dim1=1, dim2=2) / 2).exp()  # the mean of a log-normal variable
+        gradient, diagonal = rate - targets, rate
     else:
         q = torch.sigmoid(z / 1.5)
         gradient, diagonal = (q - targets).mean(0) / 1.5, (q * (1 - q)).mean(0) / 1.5**2
@@ -247,6 +257,20 @@ def cavities(mean: Tensor, cov: float, targets: Tensor, invalid: int = 0) -> Cav
     count, width = mean.shape
     covariance = cov * torch.eye(width, dtype=torch.float64).expand(count, width, width)
     return Cavities(mean, covariance, torch.arange(count) < invalid, targets, torch.ones(count, dtype=torch.float64))
+
+
+def test_no_more_of_a_datum_is_taken_out_than_the_posterior_holds() -> None:
+    given = gaussians(3, sure=1.0, wide=0.1)
+    whole, twice = (Cavities.of(given, Categorical(), 1.0, held) for held in (1.0, 2.0))
+    assert torch.equal(whole.covariance, twice.covariance)
+    half = Cavities.of(given, Categorical(), 1.0, 0.5)
+    V = given.covariances[0]
+    removed = torch.linalg.inv(V) - torch.linalg.inv(whole.covariance)
+    assert_close(torch.linalg.inv(V) - torch.linalg.inv(half.covariance), removed / 2, rtol=1e-5, atol=1e-7)
+    # A datum that counts a hundredth in a posterior a hundred times as wide is as harmless as a whole one in the narrow one.
+    wide = replace(given, covariances=(100 * V,))
+    assert Cavities.of(wide, Categorical(), 1.0).invalid.float().mean() > 0.5
+    assert not bool(Cavities.of(wide, Categorical(), 1.0, 0.01).invalid.any())
 
 
 def test_what_the_check_says() -> None:
@@ -356,6 +380,21 @@ def test_a_full_matrix_of_which_no_direction_is_left_out_is_not_matched_and_a_lo
     assert few.tuning.dimension > 2
     assert tuned < by_evidence - 0.1
     assert fitted("full").tune().tuning.dimension == 1.0
+
+
+@mistrusted
+def test_the_sample_of_a_process_stands_for_all_of_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def looked_at(gaussians: OutputGaussians, *others: object) -> tuple[float, bool]:
+        seen.append(gaussians)
+        return 1.0, True
+
+    monkeypatch.setattr("aftermap.laplace.tune._TRAINING_INPUTS", 40)
+    monkeypatch.setattr("aftermap.laplace.tune.self_consistent_scale", looked_at)
+    fitted().tune()
+    assert seen[0].n_examples == 40
+    assert float(seen[0].weight.sum()) == pytest.approx(150)
 
 
 @mistrusted

@@ -103,6 +103,7 @@ def write_for(
         settings |= {
             "structure": predictor.structure,
             "data scale": predictor.data_scale,
+            "temperature": predictor.output_temperature,
             "prior precision": {n: float(v.mean()) for n, v in predictor.prior_precision.items()},
         }
     else:
@@ -117,4 +118,16 @@ def write_for(
         images=pictures,
         classes=fitted.extras.get("data", {}).get("classes"),
         threshold=compared.threshold,
+        notes=_notes(fitted),
     )
+
+
+def _notes(fitted: Fitted) -> list[str]:
+    """What tuning found, and how the posterior was checked then."""
+    notes = []
+    if fitted.extras.get("tuning"):
+        notes.append(f"Tuning: {fitted.extras['tuning']}.")
+    check = fitted.extras.get("self_check") or {}
+    if check.get("message"):
+        notes.append(f"Check on {check.get('on', 'data')}: {check['message']}.")
+    return notes

@@ -125,8 +125,8 @@ def self_consistent_scale(
     at_mean = (gaussians.weight * _curvature_trace(likelihood, cov, mean[None], gaussians.targets)[0]).sum()
     log_c = 0.0
     for _ in range(_ITERATIONS):
-        z = mean + deviations / math.sqrt(dimension * math.exp(log_c))
-        averaged = (gaussians.weight * _curvature_trace(likelihood, cov, z, gaussians.targets).mean(0)).sum()
+        narrowing = dimension * math.exp(log_c)
+        averaged = (gaussians.weight * _mean_trace(likelihood, gaussians, deviations, narrowing)).sum()
         sums = torch.stack([averaged, at_mean])
         all_reduce_([sums])
         if not float(sums.min()) > 0 or not math.isfinite(float(sums[0])):
@@ -136,6 +136,16 @@ def self_consistent_scale(
         if abs(change) < _SETTLED:
             return math.exp(log_c), True
     return math.exp(log_c), False
+
+
+def _mean_trace(likelihood: Likelihood, gaussians: OutputGaussians, deviations: Tensor, narrowing: float) -> Tensor:
+    """E tr(VΛ(z)) under z ~ N(f, V/narrowing) [M]: from draws around zero of N(0, V), or in closed form."""
+    mean, cov = gaussians.mean, gaussians.covariances[0]
+    if isinstance(likelihood, Poisson):
+        # Few draws miss the tail that the mean of an exponential is made of.
+        variance = cov.diagonal(dim1=-2, dim2=-1)
+        return (variance * (mean + variance / (2 * narrowing)).exp()).sum(-1)
+    return _curvature_trace(likelihood, cov, mean + deviations / math.sqrt(narrowing), gaussians.targets).mean(0)
 
 
 def _deviations(mean: Tensor, cov: Tensor) -> Tensor:
@@ -182,11 +192,18 @@ class Cavities:
     weight: Tensor
 
     @staticmethod
-    def of(gaussians: OutputGaussians, likelihood: Likelihood, narrowing: float) -> Cavities:
-        """The cavities under the covariances divided by ``narrowing``."""
+    def of(gaussians: OutputGaussians, likelihood: Likelihood, narrowing: float, held: float = 1.0) -> Cavities:
+        """The cavities under the covariances divided by ``narrowing``.
+
+        Args:
+            gaussians: N(f, V) at some training data.
+            likelihood: The likelihood.
+            narrowing: What the covariances are divided by.
+            held: The weight of the log-likelihood in the posterior. One datum is taken out, or as much of one as the posterior holds.
+        """
         mean, cov = gaussians.mean, gaussians.covariances[0] / narrowing
-        z = mean + _deviations(mean, cov)
-        gradient, curvature = _averages(likelihood, z, gaussians.targets)
+        share = min(1.0, held)
+        gradient, curvature = (share * part for part in _averages(likelihood, mean, cov, gaussians.targets))
         values, vectors = psd_eigh(curvature, what="the averaged curvature", precision=torch.float32)
         root = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)  # Λ̄^½
         shares, directions = torch.linalg.eigh(root.mT @ cov @ root)
@@ -248,9 +265,13 @@ class Cavities:
         return _SHARPER[best] if gain > error else 1.0
 
 
-def _averages(likelihood: Likelihood, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient [M, C] and the curvature [M, C, C] of the loss, averaged over outputs z [S, M, C]."""
-    size, width = z.shape[1:]
+def _averages(likelihood: Likelihood, mean: Tensor, cov: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient [M, C] and the curvature [M, C, C] of the loss, averaged over N(f, V): by draws, or in closed form."""
+    if isinstance(likelihood, Poisson):
+        rate = (mean + cov.diagonal(dim1=-2, dim2=-1) / 2).exp()
+        return rate - targets.reshape(rate.shape), torch.diag_embed(rate)
+    z = mean + _deviations(mean, cov)
+    size, width = mean.shape
     gradient, curvature = torch.zeros(size, width, dtype=z.dtype), torch.zeros(size, width, width, dtype=z.dtype)
     step = max(1, _NUMBERS // (size * width**2))
     for part in z.split(step):

@@ -6,7 +6,7 @@ Nothing here changes state: every function takes a `Fitted` and returns a `Tuned
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -445,17 +445,20 @@ def tune_self_consistently(
     dimension = 1.0 if matched is None else max(1.0, matched.factor)
     own = torch.Generator().manual_seed(rank()) if generator is None else generator
     with fail_together("looking at training data"):
+        counted = _Counted(iterate(data, device=device, dtype=dtype, unpack=fitted.unpack))
         gaussians = output_gaussians(
             predictor,
-            iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
+            counted,
             likelihood,
             [posterior],
             limit=math.ceil(_TRAINING_INPUTS / world_size()),
             generator=own,
             what="training",
         )
+    # The sample of a process stands for all of its data, which may be more than another one's.
+    gaussians = replace(gaussians, weight=gaussians.weight * (counted.seen / gaussians.n_examples))
     curvature, converged = self_consistent_scale(gaussians, likelihood, dimension)
-    cavities = Cavities.of(gaussians, likelihood, dimension * curvature)
+    cavities = Cavities.of(gaussians, likelihood, dimension * curvature, hyperparameters.likelihood_weight)
     check = cavities.check(likelihood, curvature)
     temperature = hyperparameters.output_temperature
     if check.difference > 2 * check.standard_error and curvature < 1.25:
@@ -478,6 +481,18 @@ def tune_self_consistently(
     )
     applied = hyperparameters.applied_to(posterior, fitted.factors.curvature)
     return Tuned(applied, hyperparameters, result, narrowing=dimension * curvature)
+
+
+class _Counted:
+    """Batches whose examples are counted as they pass."""
+
+    def __init__(self, batches: Iterable[Batch]):
+        self.batches, self.seen = batches, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            self.seen += batch.size
+            yield batch
 
 
 def _has_every_term(posterior: GaussianPosterior) -> bool:

@@ -43,6 +43,7 @@ def write_report(
     threshold: Threshold | None = None,
     figures: Mapping[str, Any] | None = None,
     most_uncertain: int = 12,
+    notes: Sequence[str] = (),
 ) -> Path:
     """Writes a report: one HTML file that needs nothing else, on screen (light or dark), on paper, at any width.
 
@@ -58,6 +59,7 @@ def write_report(
         threshold: The threshold for flagging inputs, if one was chosen.
         figures: The Axes of more figures by caption, such as a training history or a regression band.
         most_uncertain: The number of the most uncertain inputs to show.
+        notes: Sentences that follow the verdict, such as what tuning found.
 
     Returns:
         The path of the file.
@@ -83,6 +85,7 @@ def write_report(
         threshold=threshold,
         figures=figures,
         most_uncertain=most_uncertain,
+        notes=notes,
     )
     part = target.with_name(target.name + ".part")
     try:
@@ -105,6 +108,7 @@ def render_report(
     threshold: Threshold | None = None,
     figures: Mapping[str, Any] | None = None,
     most_uncertain: int = 12,
+    notes: Sequence[str] = (),
 ) -> str:
     """Returns the text of the report; the arguments are those of `write_report`."""
     for name, results in (("bayesian", bayesian), ("map", map)):
@@ -131,6 +135,7 @@ def render_report(
         map=map,
         names=_names(bayesian, map),
         verdict=verdict(bayesian, map, threshold=threshold),
+        notes=notes,
         key_numbers=_key_numbers(bayesian, rows),
         rows=rows,
         other_rows=comparison(bayesian, map, names=others) if others else [],
