@@ -199,11 +199,10 @@ class Cavities:
             gaussians: N(f, V) at some training data.
             likelihood: The likelihood.
             narrowing: What the covariances are divided by.
-            held: The weight of the log-likelihood in the posterior. One datum is taken out, or as much of one as the posterior holds.
+            held: How much of a datum is taken out: less than 1 where the log-likelihood was divided by a temperature.
         """
         mean, cov = gaussians.mean, gaussians.covariances[0] / narrowing
-        share = min(1.0, held)
-        gradient, curvature = (share * part for part in _averages(likelihood, mean, cov, gaussians.targets))
+        gradient, curvature = (held * part for part in _averages(likelihood, mean, cov, gaussians.targets))
         values, vectors = psd_eigh(curvature, what="the averaged curvature", precision=torch.float32)
         root = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)  # Λ̄^½
         shares, directions = torch.linalg.eigh(root.mT @ cov @ root)

@@ -458,7 +458,9 @@ def tune_self_consistently(
     # The sample of a process stands for all of its data, which may be more than another one's.
     gaussians = replace(gaussians, weight=gaussians.weight * (counted.seen / gaussians.n_examples))
     curvature, converged = self_consistent_scale(gaussians, likelihood, dimension)
-    cavities = Cavities.of(gaussians, likelihood, dimension * curvature, hyperparameters.likelihood_weight)
+    # A posterior that was meant to be warm holds less of each datum; a data scale below 1 is a mistake that shows in the check.
+    held = min(1.0, 1 / hyperparameters.temperature)
+    cavities = Cavities.of(gaussians, likelihood, dimension * curvature, held)
     check = cavities.check(likelihood, curvature)
     temperature = hyperparameters.output_temperature
     if check.difference > 2 * check.standard_error and curvature < 1.25:
