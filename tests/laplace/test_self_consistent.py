@@ -311,13 +311,56 @@ def test_the_difference_is_that_of_the_losses() -> None:
 def test_a_network_that_is_less_sure_than_it_should_be_is_sharpened() -> None:
     timid = 0.5 * torch.eye(3, dtype=torch.float64).repeat(30, 1)
     y = torch.arange(3).repeat(30)
-    assert cavities(timid, 0.01, y).sharper_temperature(Categorical()) == 0.5
-    assert cavities(timid, 0.01, y).sharper_temperature(Categorical(temperature=4.0)) == 0.5
-    assert cavities(20 * timid, 0.01, (y + torch.arange(90) % 2) % 3).sharper_temperature(Categorical()) == 1.0
-    # Of three labels two are right: an improvement by chance.
-    assert cavities(timid[:3], 0.01, torch.tensor([0, 1, 1])).sharper_temperature(Categorical()) == 1.0
-    counts = cavities(timid, 0.01, torch.ones(90, 3, dtype=torch.float64))
-    assert counts.sharper_temperature(Poisson()) == 1.0
+    for likelihood in (Categorical(), Categorical(temperature=4.0)):
+        width, sharper = cavities(timid, 1.0, y).corrected(likelihood, 1.0)
+        assert sharper == 0.5
+        assert width > 1
+    # By the word of more than chance, and not of data that are known by heart.
+    assert cavities(timid, 1.0, y).check(Categorical()).difference < 0.05
+    assert cavities(timid, 1.0, y).corrected(Categorical(), 1.3) == (1.0, 1.0)
+    alarming = cavities(8 * timid, 9.0, y)
+    assert alarming.check(Categorical()).difference > 0.05
+    assert alarming.corrected(Categorical(), 1.3)[0] > 1
+    assert alarming.corrected(Categorical(), 2.0) == (1.0, 1.0)
+    assert cavities(20 * timid, 1.0, (y + torch.arange(90) % 2) % 3).corrected(Categorical(), 1.0) == (1.0, 1.0)
+    assert cavities(timid[:3], 0.01, torch.tensor([0, 1, 1])).corrected(Categorical(), 1.0) == (1.0, 1.0)
+
+
+def test_a_posterior_that_is_too_wide_is_narrowed_and_not_more_than_needed() -> None:
+    """Counts have no temperature; and of widths that are as good the largest is taken."""
+    y = torch.ones(90, 3, dtype=torch.float64)
+    counts = cavities(torch.zeros(90, 3, dtype=torch.float64), 4.0, y)
+    assert not counts.check(Poisson()).passed
+    width, sharper = counts.corrected(Poisson(), 1.0)
+    assert (width, sharper) == (32.0, 1.0)
+    assert counts.check(Poisson(), 1.0, width).difference < counts.check(Poisson()).difference / 10
+    # Four of five logits are right by a wide margin, which a variance of 9 hardly changes: narrower ones gain next to nothing.
+    right = 6 * torch.eye(3, dtype=torch.float64).repeat(30, 1)
+    labels = (torch.arange(90) + (torch.arange(90) % 9 == 0)) % 3
+    found = cavities(right, 2.0, labels)
+    losses = {k: float(-(found._at(Categorical(), k, 1.0)).mean()) for k in (1.0, 32.0)}
+    assert found.corrected(Categorical(), 1.0)[0] == (1.0 if losses[1.0] > losses[32.0] else 32.0)
+
+
+def test_the_check_is_that_of_the_corrected_predictive() -> None:
+    timid = 0.5 * torch.eye(3, dtype=torch.float64).repeat(30, 1)
+    found = cavities(timid, 1.0, torch.arange(3).repeat(30))
+    width, sharper = found.corrected(Categorical(), 1.0)
+    check = found.check(Categorical(), 1.0, width, sharper)
+    plain = nn.functional.cross_entropy(timid, torch.arange(3).repeat(30))
+    drawn = normal(40_000, 1, 3, seed=4) * math.sqrt(1 / width)
+    bayes = torch.softmax((timid[:3] + drawn) / sharper, -1).mean(0)[range(3), range(3)].log()
+    assert check.difference == pytest.approx(float(-bayes.mean() - plain), abs=0.01)
+    assert "better than the network" in check.message
+
+
+def test_data_known_by_heart_raise_no_alarm() -> None:
+    right = 4 * torch.eye(3, dtype=torch.float64).repeat(30, 1)
+    found = cavities(right, 9.0, torch.arange(3).repeat(30))
+    assert not found.check(Categorical(), 1.9).passed
+    heart = found.check(Categorical(), 2.1)
+    assert heart.passed
+    assert "cannot judge" in heart.message
 
 
 # Through the facade
@@ -349,15 +392,15 @@ def test_the_posterior_agrees_with_the_curvature_that_it_averages_over(structure
     x = torch.cat([b[0] for b in classes(150)])
     predicted = laplace.predict(x)
     T = laplace.output_temperature
-    f, V = T * predicted.latent_mean, T**2 * predicted.latent_cov
+    f, V = T * predicted.latent_mean, T**2 * predicted.latent_cov * found.correction
     noise = torch.einsum("nij,snj->sni", torch.linalg.cholesky(V + 1e-12 * torch.eye(4)), normal(1500, 150, 4, seed=3))
     curvature = Categorical().hessian(f)
     averaged = sum(Categorical().hessian(f + part) for part in noise) / len(noise)
     assert float((averaged * V).sum() / (curvature * V).sum()) == pytest.approx(found.curvature, rel=0.05)
     # And what is reported is what it has.
     assert (laplace.data_scale, laplace.output_temperature) == (found.data_scale, found.output_temperature)
-    assert laplace.fitted.narrowing == pytest.approx(found.dimension * found.curvature)
-    assert found.data_scale == pytest.approx(found.dimension * found.curvature)
+    assert laplace.fitted.narrowing == pytest.approx(found.dimension * found.curvature * found.correction)
+    assert found.data_scale == pytest.approx(found.dimension * found.curvature * found.correction)
     for layer, value in laplace.prior_precision.items():
         assert float(value) == pytest.approx(found.precision[layer])
     ratios = {k: found.precision[k] / (found.data_scale * found.evidence.precision[k]) for k in found.precision}

@@ -41,8 +41,10 @@ _ITERATIONS = 200
 _CLIPPED = 0.99  # the largest share of its own posterior precision that a datum may have
 _ALARM = 0.05  # nats by which the predictive may be worse than the network at the cavities
 _INVALID = 0.05  # share of cavities that may be clipped
-_CORRECTED = 1.25  # above this c the posterior was corrected for data learned by heart, and cavities say little
+_CORRECTED = 1.25  # above this c a difference near zero at the cavities says little: the posterior was corrected for data learned by heart
+_JUDGES = 2.0  # above this c it says nothing at all
 _SHARPER = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)  # temperatures for networks that are less sure than they should be
+_NARROWER = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # what covariances are divided by where the posterior is too wide
 _NUMBERS = 1 << 24
 
 
@@ -87,6 +89,7 @@ class SelfConsistentResult:
         check: The comparison with the network at the cavities.
         converged: Whether c is a fixed point.
         n_data: The number of training data that were used for c.
+        correction: What the covariance was divided by further, since the predictive was worse than the network at the cavities.
     """
 
     precision: Mapping[str, float]
@@ -99,11 +102,15 @@ class SelfConsistentResult:
     check: CavityCheck
     converged: bool
     n_data: int
+    correction: float = 1.0
 
     def __str__(self) -> str:
+        reasons = f"{self.dimension:.3g} for the effective dimension, {self.curvature:.3g} for data that the network is sure of"
+        if self.correction != 1.0:
+            reasons += f", {self.correction:g} because training data that were taken out asked for it"
         return (
-            f"without held-out labels: the posterior is {self.dimension * self.curvature:.3g} times narrower than the evidence makes it "
-            f"({self.dimension:.3g} for the effective dimension, {self.curvature:.3g} for data that the network is sure of); {self.check.message}"
+            f"without held-out labels: the posterior is {self.dimension * self.curvature * self.correction:.3g} times narrower than the "
+            f"evidence makes it ({reasons}); {self.check.message}"
         )
 
 
@@ -224,18 +231,22 @@ class Cavities:
         )
         return -prediction.log_prob(self.targets).double().reshape(len(self.mean), -1).sum(-1)
 
-    def check(self, likelihood: Likelihood, curvature: float = 1.0) -> CavityCheck:
+    def check(
+        self, likelihood: Likelihood, curvature: float = 1.0, narrower: float = 1.0, sharper: float = 1.0
+    ) -> CavityCheck:
         """Compares the predictive with the network.
 
         Args:
             likelihood: The likelihood of both.
-            curvature: The factor c. Where it is far above 1 the posterior was narrowed for data that the network knows by heart, and a difference
-                near zero says nothing.
+            curvature: The factor c. Where it is far above 1 the posterior was narrowed for data that the network knows by heart, and the
+                difference says nothing.
+            narrower: What the covariances are divided by further; the means stay.
+            sharper: The factor of the predictive's temperature; the network keeps its own.
         """
-        losses = self.losses(likelihood, self.covariance) - self.losses(likelihood, None)
+        losses = self._at(likelihood, narrower, sharper) - self.losses(likelihood, None)
         difference, error, count = _paired(losses, self.weight)
         invalid = _paired(self.invalid.double(), self.weight)[0]
-        worse = difference > _ALARM and difference > 2 * error
+        worse = difference > _ALARM and difference > 2 * error and curvature < _JUDGES
         numbers = (
             f"{difference:+.3f} ± {error:.3f} nats against the network at {count:,} training data that were taken out"
         )
@@ -252,16 +263,45 @@ class Cavities:
         passed = not worse and invalid <= _INVALID
         return CavityCheck(difference, error, invalid, count, passed, f"{numbers}: {reading}")
 
-    def sharper_temperature(self, likelihood: Likelihood) -> float:
-        """The factor of at most 1 for the temperature that the cavities ask for, by more than one standard error; else 1."""
+    def _at(self, likelihood: Likelihood, narrower: float, sharper: float) -> Tensor:
         now = temperature_of(likelihood)
-        if now is None:
-            return 1.0
-        losses = [self.losses(at_temperature(likelihood, now * t), self.covariance) for t in _SHARPER]
-        means = [_paired(loss, self.weight)[0] for loss in losses]
-        best = min(range(len(_SHARPER)), key=means.__getitem__)
-        gain, error, _ = _paired(losses[0] - losses[best], self.weight)
-        return _SHARPER[best] if gain > error else 1.0
+        warm = likelihood if now is None else at_temperature(likelihood, now * sharper)
+        return self.losses(warm, self.covariance / narrower)
+
+    def corrected(self, likelihood: Likelihood, curvature: float) -> tuple[float, float]:
+        """By what to divide covariance and temperature where the predictive is worse than the network, by more than chance.
+
+        A network that was trained for few steps, or under weight decay, is less sure than it should be, and a posterior over it makes that
+        worse. Of some narrower posteriors and lower temperatures, at the same cavities, those whose likelihood is within one standard error of the best
+        qualify, and the widest of them is taken.
+
+        Args:
+            likelihood: The likelihood.
+            curvature: The factor c. The more of the data are known by heart, the less they can say that the posterior is too wide: from
+                1.25 on only an alarm is believed, from 2 on nothing.
+
+        Returns:
+            The divisor of the covariance, and the factor of the temperature; both are 1 where nothing is to be corrected.
+        """
+        check = self.check(likelihood)
+        believed = curvature < _CORRECTED or (check.difference > _ALARM and curvature < _JUDGES)
+        if not (believed and check.difference > 2 * check.standard_error):
+            return 1.0, 1.0
+        sharper = (1.0,) if temperature_of(likelihood) is None else _SHARPER
+        points: dict[
+            float, tuple[float, float, Tensor]
+        ] = {}  # for each width the least mean, its temperature and its losses
+        for width in _NARROWER:
+            tried = [(t, self._at(likelihood, width, t)) for t in sharper]
+            means = [_paired(losses, self.weight)[0] for _, losses in tried]
+            best = min(range(len(tried)), key=means.__getitem__)
+            points[width] = (means[best], *tried[best])
+        least = min(points.values(), key=lambda point: point[0])
+        for width, (_, t, losses) in points.items():
+            excess, error, _ = _paired(losses - least[2], self.weight)
+            if excess <= error:
+                return width, t
+        raise AssertionError("the best point is within one standard error of itself")
 
 
 def _averages(likelihood: Likelihood, mean: Tensor, cov: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

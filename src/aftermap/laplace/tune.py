@@ -461,11 +461,11 @@ def tune_self_consistently(
     # A posterior that was meant to be warm holds less of each datum; a data scale below 1 is a mistake that shows in the check.
     held = min(1.0, 1 / hyperparameters.temperature)
     cavities = Cavities.of(gaussians, likelihood, dimension * curvature, held)
-    check = cavities.check(likelihood, curvature)
-    temperature = hyperparameters.output_temperature
-    if check.difference > 2 * check.standard_error and curvature < 1.25:
-        temperature *= cavities.sharper_temperature(likelihood)
-    hyperparameters = replace(hyperparameters.narrowed(dimension * curvature), output_temperature=temperature)
+    narrower, sharper = cavities.corrected(likelihood, curvature)
+    check = cavities.check(likelihood, curvature, narrower, sharper)
+    temperature = hyperparameters.output_temperature * sharper
+    narrowing = dimension * curvature * narrower
+    hyperparameters = replace(hyperparameters.narrowed(narrowing), output_temperature=temperature)
     if not check.passed:
         _warn_of_cavities(check.message)
     precision = {k: float(hyperparameters.prior.precision[names[0]].mean()) for k, names in posterior.layers.items()}
@@ -480,9 +480,10 @@ def tune_self_consistently(
         check,
         converged,
         gaussians.n_examples,
+        narrower,
     )
     applied = hyperparameters.applied_to(posterior, fitted.factors.curvature)
-    return Tuned(applied, hyperparameters, result, narrowing=dimension * curvature)
+    return Tuned(applied, hyperparameters, result, narrowing=narrowing)
 
 
 class _Counted:
