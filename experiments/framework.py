@@ -11,10 +11,13 @@ An experiment is a module ``experiments/NAME/run.py`` with
 - optionally ``tables(results)``: Markdown that goes below the table of claims;
 - optionally ``DATA``: the folders or files that it needs in the data folder.
 
-The result of every job is a file of its own in a work folder, so that a run which was interrupted goes on where it was. A run of the
+The result of every job is a file of its own in a work folder, so that a run which was interrupted goes on where it was; jobs that are done
+are not repeated when a setting or the code changes, so delete their files where it matters (a run says which settings changed). A run of the
 stated budget writes results.json, the figures and the table of claims in README.md; ``python -m experiments.page`` then brings the page
 on reproduction up to date. With --partial it writes what there is, and claims whose jobs are not done get the verdict "not run yet"
-(`judged` sees to it). Seconds are those of the processor, which other work on the machine does not change.
+(`judged` sees to it). results.json has the numbers of every job, with its commit: --resume goes on from there on another machine. Long
+lists belong under the key "curves", which is written with four digits. Seconds are those of the processor, which other work on the
+machine does not change.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -269,7 +273,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     parser.add_argument(
         "--only",
         default="",
-        help="only jobs whose key begins so; nothing is written to the folder then, but with --partial",
+        help="only jobs whose key begins so, with * for anything ('*/seed1' is a seed); nothing is written to the folder then, but with --partial",
     )
     parser.add_argument(
         "--partial", action="store_true", help="write results, figures and table although jobs are missing"
@@ -279,6 +283,11 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         "--output",
         type=Path,
         help="where results, figures and table go [the experiment's folder, for the stated budget]",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="count jobs as done whose numbers are in the results.json that was written last",
     )
     parser.add_argument("--hours", type=float, default=math.inf, help="begin no further job after so many hours")
     options = parser.parse_args(arguments)
@@ -291,16 +300,19 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         )
         return 2
     work = options.work or _cache() / name / options.budget
+    folder = options.output or (ROOT / "experiments" / name if options.budget == "stated" else work / "output")
     _work[:] = [work]
+    _tell_changes(work / "settings.json", _plain(asdict(settings)))
+    before = _written_values(folder / "results.json") if options.resume else {}
     began, done, missing = time.monotonic(), 0, 0
     values: dict[str, Numbers] = {}
     for job in experiment.jobs(settings, options.data_dir):
-        wanted = job.key.startswith(options.only)
+        wanted = fnmatchcase(job.key, f"{options.only}*")
         if not wanted and not options.partial:
             continue
         path = work / f"{job.key.replace('/', '--')}.json"
-        if path.is_file():
-            values[job.key] = json.loads(path.read_text(encoding="utf-8"))
+        if path.is_file() or job.key in before:
+            values[job.key] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else before[job.key]
             continue
         if not wanted:
             continue
@@ -309,7 +321,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
             continue
         start = time.process_time()
         result = _plain(job.run())
-        result["seconds"] = round(time.process_time() - start, 1)
+        result |= {"seconds": round(time.process_time() - start, 1), "commit": _commit()}
         _write(path, json.dumps(result) + "\n")
         values[job.key] = result
         done += 1
@@ -318,7 +330,6 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         print(f"{missing} jobs are left; run the same command again to go on", flush=True)
     if (missing or options.only) and not options.partial:
         return 0
-    folder = options.output or (ROOT / "experiments" / name if options.budget == "stated" else work / "output")
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(values, settings)
     verdicts = experiment.verdicts(results)
@@ -333,9 +344,8 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         "seconds": round(sum(v.get("seconds", 0.0) for v in values.values())),
         "verdicts": [asdict(v) for v in verdicts],
         "figures": dict(captions),
-        "values": {key: {k: v for k, v in value.items() if k != "curves"} for key, value in values.items()},
     }
-    _write(folder / "results.json", json.dumps(content, indent=1, sort_keys=True) + "\n")
+    _write(folder / "results.json", _results_text(content, values))
     table = claim_table(claims, verdicts)
     more = experiment.tables(results) if hasattr(experiment, "tables") else ""
     _write_table(folder / "README.md", experiment.TITLE, "\n\n".join(filter(None, [table, more])))
@@ -384,18 +394,56 @@ def _commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def _plain(value: Any) -> Any:
+def _written_values(path: Path) -> dict[str, Numbers]:
+    """The numbers of jobs in a results.json, if there is one."""
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return {key: {"commit": content["commit"], **value} for key, value in content["values"].items()}
+
+
+def _results_text(content: Mapping[str, Any], values: Mapping[str, Numbers]) -> str:
+    """JSON with one line for every job, and four digits for its curves."""
+    rows = []
+    for key, value in sorted(values.items()):
+        shown = {k: _plain(v, 4) if k == "curves" else v for k, v in value.items()}
+        rows.append(f"  {json.dumps(key)}: {json.dumps(shown, sort_keys=True, separators=(',', ':'))}")
+    head = json.dumps(content, indent=1, sort_keys=True).removesuffix("\n}")
+    return head + ',\n "values": {\n' + ",\n".join(rows) + "\n }\n}\n"
+
+
+def _tell_changes(path: Path, settings: Numbers) -> None:
+    """Says which settings are not those of the last run with this work folder, whose jobs are not repeated."""
+    last = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else settings
+    old, new = _flat(last), _flat(settings)
+    changed = [f"{k}: {old.get(k)} to {new.get(k)}" for k in sorted({*old, *new}) if old.get(k) != new.get(k)]
+    if changed:
+        print(
+            f"settings changed ({'; '.join(changed)}); jobs that are done are not repeated: {path.parent}", flush=True
+        )
+    _write(path, json.dumps(settings) + "\n")
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> Numbers:
+    """Settings with the names of those inside others joined by dots."""
+    found: Numbers = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def _plain(value: Any, digits: int = 6) -> Any:
     """Numbers, lists and words that JSON knows, with six digits."""
     if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
+        return _plain(value.tolist(), digits)
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _plain(v, digits) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_plain(v, digits) for v in value]
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     if hasattr(value, "item"):
-        return _plain(value.item())
+        return _plain(value.item(), digits)
     return value
 
 

@@ -16,6 +16,7 @@ from experiments.framework import (
     FAILS,
     HOLDS,
     IN_PART,
+    NOT_RUN,
     NOT_TESTABLE,
     ROOT,
     Claim,
@@ -28,16 +29,17 @@ __all__ = ["IMAGES", "LARGEST", "PAGE", "figures_of", "main", "page_of", "read_r
 
 PAGE, IMAGES = ROOT / "docs" / "reproduction.md", ROOT / "docs" / "images" / "reproduction"
 LARGEST = 150_000  # bytes of a figure that is shown on the page
-NOT_RUN = "not run yet"
 
 HEAD = """# What was reproduced
 
-The documents that this library comes from claim things. Here is every claim that is tested, with the criterion that was fixed before anything was
-run, what the document says, what came out here, and the verdict. An unwelcome verdict is a result like any other. "Higher" and "lower" mean by more than two
-standard errors of the paired difference over seeds.
+The documents that this library comes from claim things. Every claim that is tested, and what came of it:
+"""
+NOTES = """
+Below is every claim with the criterion that was fixed before anything was run, what the document says, what came out here, and the verdict. An unwelcome
+verdict is a result like any other. "Higher" and "lower" mean by more than two standard errors of the paired difference over seeds; ± is a standard error.
 
-This page is written by `python -m experiments.page` from `experiments/claims.toml` and the `results.json` of each experiment. What was scaled down is said in the
-README.md of each experiment. Seconds are those of one processor core.
+This page is written by `python -m experiments.page` from `experiments/claims.toml` and the `results.json` of each experiment, so that no number on it was typed by
+hand. What was scaled down is said in the README.md of each experiment. Seconds are those of one processor core.
 """
 
 
@@ -62,7 +64,7 @@ def figures_of(results: Mapping[str, Mapping[str, Any]], root: Path = ROOT) -> d
 def page_of(claims: Sequence[Claim], results: Mapping[str, Mapping[str, Any]], shown: Mapping[str, Path]) -> str:
     """The page as Markdown."""
     verdicts = {v["id"]: Verdict(**v) for content in results.values() for v in content["verdicts"]}
-    parts = [HEAD, _counts(claims, verdicts)]
+    parts = [HEAD, _counts(claims, verdicts), NOTES]
     for document in dict.fromkeys(claim.document for claim in claims):
         own = [claim for claim in claims if claim.document == document]
         parts.append(f"## {document}\n")

@@ -30,7 +30,7 @@ DOCS = ROOT / "docs"
 PAGES = {page.relative_to(DOCS).as_posix(): page for page in run_pages.pages()}
 # Importing transformers or lightning takes longer than all other pages together.
 SLOW = {"how_to/hugging_face.md": "transformers", "how_to/lightning.md": "lightning"}
-NEEDS = {"how_to/scikit_learn.md": "sklearn", "reference/cli.md": "typer", **SLOW}
+NEEDS = {"how_to/scikit_learn.md": "sklearn", **SLOW}
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+(?:\n[^$\n]+)?)\$", re.DOTALL)  # as pymdownx.arithmatex reads them
 BEYOND = {
     "cli",
@@ -329,3 +329,12 @@ def test_quickstart_runs_and_helps() -> None:
         torch.random.set_rng_state(state)
     assert numbers["accuracy"] > 0.9
     assert numbers["nll"] < numbers["nll_network"] + 0.02
+
+
+def test_the_reference_of_the_command_line_is_that_of_the_commands() -> None:
+    pytest.importorskip("typer")
+    from docs import command_reference
+
+    assert command_reference.PAGE.read_text(encoding="utf-8") == command_reference.page(), (
+        "the commands have changed: python docs/command_reference.py"
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aftermap.analysis.figures import finish, save_svg
+from aftermap.analysis.figures import CATEGORIES, finish, save_svg
 from aftermap.baselines import Baseline, Particles
 from aftermap.evaluation import FGSM, TargetedAttack, input_range
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired
@@ -236,33 +236,43 @@ def _minibatch(results: Results) -> Verdict:
 # Figures
 
 
-def figures(results: Results, folder: Path) -> None:
-    """Figures 3 and 4 of the methods, 6 and 7 of the ways to compute the curvature, means over seeds."""
+def figures(results: Results, folder: Path) -> dict[str, str]:
+    """Figures 3 and 4 of the methods, 6 and 7 of the ways to compute the curvature, means over seeds; returns their captions."""
     methods = {f"adversarial/{{}}_{m}": n for m, n in NAMES.items()}
     ways = {f"{'adversarial' if m == 'kron' else 'augmentation'}/{{}}_{m}": n for m, n in AUGMENTED.items()}
-    for number, kind, curves in (
-        (3, "untargeted", methods),
-        (4, "targeted", methods),
-        (6, "untargeted", ways),
-        (7, "targeted", ways),
+    captions = {}
+    for number, kind, curves, what in (
+        (3, "untargeted", methods, "each method"),
+        (4, "targeted", methods, "each method"),
+        (6, "untargeted", ways, "Kronecker-factored Laplace with the curvature computed in four ways"),
+        (7, "targeted", ways, "Kronecker-factored Laplace with the curvature computed in four ways"),
     ):
         found = {name: results.among(f"{key.format(kind)}/*") for key, name in curves.items()}
         if all(found.values()):
-            _draw(folder / f"figure{number}.svg", kind, {n: list(v.values()) for n, v in found.items()})
+            file = f"figure{number}.svg"
+            _draw(folder / file, kind, {n: list(v.values()) for n, v in found.items()})
+            captions[file] = f"Figure {number}: an attack, {kind}, on {what}; means over seeds."
+    return captions
 
 
 def _draw(path: Path, kind: str, found: Mapping[str, list[dict[str, Any]]]) -> None:
     from matplotlib.figure import Figure
 
-    wanted = {"entropy": "entropy (nats)", "kept": "share of kept predictions"}
+    wanted = {"entropy": "mean entropy (nats)", "kept": "share of predictions kept"}
     if kind == "targeted":
         wanted["target"] = "share predicted as 0"
-    figure = Figure(figsize=(2.5 * len(wanted), 2.3), layout="constrained")
-    for place, (column, label) in enumerate(wanted.items()):
-        ax = figure.add_subplot(1, len(wanted), place + 1)
-        for name, rows in found.items():
+    figure = Figure(figsize=(2.5 * len(wanted), 2.6), layout="constrained")
+    panels = figure.subplots(1, len(wanted))
+    for ax, (column, label) in zip(panels, wanted.items(), strict=True):
+        for place, (name, rows) in enumerate(found.items()):
             mean = torch.tensor([row["curves"][column] for row in rows]).mean(0)
-            ax.plot(rows[0]["curves"]["steps"], mean.tolist(), lw=1.1, label=name)
-        x = "step size η" if kind == "untargeted" else "steps of η = 0.01"
-        finish(ax, x=x, y=label, legend=place == 0)
+            ax.plot(rows[0]["curves"]["steps"], mean.tolist(), color=CATEGORIES[place], lw=1.2, label=name)
+        ax.set_xlim(left=0)
+        ax.set_ylim(bottom=0, top=None if column == "entropy" else 1.02)
+        finish(ax, x="step size η" if kind == "untargeted" else "steps of η = 0.01", y=label)
+    handles, labels = panels[0].get_legend_handles_labels()
+    columns = 4 if kind == "targeted" else 2
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, fontsize=7, frameon=False, labelcolor="#333333"
+    )
     path.write_text(save_svg(figure), encoding="utf-8")

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap import metrics
-from aftermap.analysis.figures import finish, save_svg
+from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
 from aftermap.baselines import Baseline, Deterministic, Particles
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, work_folder
 from experiments.ritter2018.settings import Images
 
-__all__ = ["METHODS", "NAMES", "Digits", "figures", "jobs", "verdicts"]
+__all__ = ["COLOURS", "METHODS", "NAMES", "Digits", "figures", "jobs", "tables", "verdicts"]
 
 NAMES = {
     "deterministic": "deterministic",
@@ -33,6 +33,7 @@ NAMES = {
     "kron": "Kronecker-factored Laplace",
     "field": "mean-field VI",
 }
+COLOURS = dict(zip(NAMES, CATEGORIES, strict=False))
 METHODS: dict[str, dict[str, str]] = {
     "kron": {"structure": "kfra", "damping": "factored"},
     "diagonal": {"structure": "diagonal", "curvature": "sampled"},
@@ -151,7 +152,7 @@ class Digits:
             schedule.load_state_dict(schedule_state)
         for epoch in range(first, settings.epochs):
             torch.manual_seed(1000 * self.seed + epoch)  # of the dropout
-            for inputs, labels in Binarised(x, y, 128, self.generator(epoch), shuffled=True):
+            for inputs, labels in Binarised(x, y, settings.train_batch, self.generator(epoch), shuffled=True):
                 optimiser.zero_grad()
                 F.cross_entropy(model(inputs), labels).backward()
                 optimiser.step()
@@ -219,7 +220,7 @@ class Digits:
         settings = self.settings
         model = self.trained()
         field = am.MeanField(model, prior_precision=1.0, initial_scale=0.02)
-        data = Binarised(*self.data("train", settings.train), 128, self.generator(70), shuffled=True)
+        data = Binarised(*self.data("train", settings.train), settings.train_batch, self.generator(70), shuffled=True)
         field.fit(
             data, epochs=settings.field_epochs, n_data=settings.train, generator=self.generator(71), progress=False
         )
@@ -364,18 +365,38 @@ def _accuracy(results: Results) -> Verdict:
 # Figures and tables
 
 
-def figures(results: Results, folder: Path) -> None:
-    """Figure 2: the share of letters with at least so much entropy, first seed."""
+def tables(results: Results) -> str:
+    """Appendix F: what every method says about digits, and about letters."""
+    if not all(results.among(f"notmnist/{method}/*") for method in NAMES):
+        return ""
+    columns = {
+        "accuracy": "accuracy",
+        "nll": "NLL",
+        "ece": "ECE",
+        "median_entropy_digits": "median entropy, digits",
+        "median_entropy": "median entropy, letters",
+        "sure": "letters with entropy below 0.1",
+        "auroc": "AUROC of letters",
+    }
+    lines = ["MNIST and notMNIST (table 1 and figure 2):", "", "| | " + " | ".join(columns.values()) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for method, name in NAMES.items():
+        cells = [results.text(f"notmnist/{method}/*", column, 4 if column == "accuracy" else 3) for column in columns]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def figures(results: Results, folder: Path) -> dict[str, str]:
+    """Figure 2: the share of letters with at least so much entropy, first seed; returns its caption."""
     found = {m: results.values.get(f"notmnist/{m}/seed0") for m in NAMES}
     if any(value is None for value in found.values()):
-        return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2, 2.8), layout="constrained")
-    ax = figure.add_subplot()
+        return {}
+    ax = axes(width=4.4, height=2.9)
     for method, value in found.items():
         assert value is not None
-        ax.plot(value["curves"]["entropy"], [1 - k / 100 for k in range(101)], lw=1.1, label=NAMES[method])
-    ax.set_xlim(0, math.log(10))
-    finish(ax, x="entropy on notMNIST (nats)", y="share of letters above", legend=True)
-    (folder / "figure2.svg").write_text(save_svg(figure), encoding="utf-8")
+        share = [1 - k / 100 for k in range(101)]
+        ax.plot(value["curves"]["entropy"], share, color=COLOURS[method], lw=1.2, label=NAMES[method])
+    ax.set(xlim=(0, math.log(10)), ylim=(0, 1))
+    finish(ax, x="entropy on notMNIST (nats)", y="share of letters with more", legend=True)
+    (folder / "figure2.svg").write_text(save_svg(ax.figure), encoding="utf-8")
+    return {"figure2.svg": "Figure 2: how uncertain each method is about letters, which it never saw; first seed."}

@@ -26,7 +26,7 @@ from aftermap.baselines import Baseline, Deterministic, Particles
 from examples.resnet20_cifar10 import ResNet20
 from examples.resnet20_cifar10 import images as tiles
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, work_folder
-from experiments.ritter2018.notmnist import probabilities
+from experiments.ritter2018.notmnist import COLOURS, probabilities
 from experiments.ritter2018.settings import Residual
 
 __all__ = ["figures", "jobs", "verdicts"]
@@ -269,19 +269,24 @@ def _stronger(results: Results) -> Verdict:
 # Figures
 
 
-def figures(results: Results, folder: Path) -> None:
-    """Figure 5: the share of right and of wrong answers with at least so much entropy, first seed."""
+def figures(results: Results, folder: Path) -> dict[str, str]:
+    """Figure 5: the share of right and of wrong answers with at least so much entropy, first seed; returns its caption."""
     found = {m: results.values.get(f"residual/{m}/seed0") for m in NAMES}
     if any(value is None for value in found.values()):
-        return
+        return {}
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 2.6), layout="constrained")
-    for place, (part, title) in enumerate((("wrong", "misclassified"), ("right", "correct"))):
-        ax = figure.add_subplot(1, 2, place + 1)
+    panels = figure.subplots(1, 2, sharey=True)
+    for ax, (part, title) in zip(panels, (("wrong", "misclassified"), ("right", "correct")), strict=True):
         for method, value in found.items():
             assert value is not None
             levels = value["curves"][part]
-            ax.plot(levels, [1 - k / 100 for k in range(len(levels))], lw=1.1, label=NAMES[method])
-        finish(ax, title=title, x="entropy (nats)", y="share above" if place == 0 else "", legend=place == 1)
+            share = [1 - k / 100 for k in range(len(levels))]
+            ax.plot(levels, share, color=COLOURS[method], lw=1.2, label=NAMES[method])
+        ax.set(xlim=(0, math.log(10)), ylim=(0, 1))
+        finish(
+            ax, title=title, x="entropy (nats)", y="share with more" if ax is panels[0] else "", legend=part == "right"
+        )
     (folder / "figure5.svg").write_text(save_svg(figure), encoding="utf-8")
+    return {"figure5.svg": "Figure 5: entropy of wrong and of right answers of the residual network; first seed."}

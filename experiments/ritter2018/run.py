@@ -15,8 +15,9 @@ from experiments.framework import Job, Results, Verdict, run
 from experiments.ritter2018 import adversarial, notmnist, outlook, residual, toy
 from experiments.ritter2018.settings import BUDGETS, Settings
 
-__all__ = ["BUDGETS", "TITLE", "figures", "jobs", "tables", "verdicts"]
+__all__ = ["BUDGETS", "DATA", "TITLE", "figures", "jobs", "tables", "verdicts"]
 
+DATA = ("mnist", "notmnist", "cifar10", "models")
 TITLE = "A scalable Laplace approximation for neural networks (Ritter, Botev and Barber 2018)"
 
 
@@ -43,13 +44,15 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def tables(results: Results) -> str:
     """What goes below the table of claims."""
-    return toy.tables(results)
+    return "\n\n".join(filter(None, [notmnist.tables(results), toy.tables(results)]))
 
 
-def figures(results: Results, folder: Path) -> None:
-    """Figures 1 to 8, as far as their jobs are done."""
+def figures(results: Results, folder: Path) -> dict[str, str]:
+    """Figures 1 to 8, as far as their jobs are done, with their captions."""
+    drawn: dict[str, str] = {}
     for part in (toy, notmnist, adversarial, residual):
-        part.figures(results, folder)
+        drawn |= part.figures(results, folder)
+    return dict(sorted(drawn.items()))
 
 
 if __name__ == "__main__":

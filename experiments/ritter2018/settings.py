@@ -18,7 +18,8 @@ class Toy:
 
     Attributes:
         priors: The precisions of the prior; verdicts are about the first.
-        seeds: How many data sets and networks.
+        seeds: How many data sets and networks under the first prior.
+        other_seeds: How many under each other prior.
         hmc_seeds: The first of them are sampled by HMC, too.
         restarts: How many starts the training takes the best of.
         steps: The number of Adam steps.
@@ -33,16 +34,21 @@ class Toy:
 
     priors: tuple[float, ...] = (0.1, 1.0)
     seeds: int = 10
+    other_seeds: int = 3
     hmc_seeds: int = 3
     restarts: int = 6
     steps: int = 4000
     samples: int = 1000
     tuning_samples: int = 100
-    warmup: int = 200
-    draws: int = 500
-    trajectory: float = math.pi / 2
+    warmup: int = 150
+    draws: int = 250
+    trajectory: float = math.pi / 8
     scales: tuple[float, ...] = _decades(0, 4)
     ratios: tuple[float, ...] = _decades(-5, 3, 2)
+
+    def seeds_under(self, prior: float) -> int:
+        """The number of data sets and networks under a prior."""
+        return self.seeds if prior == self.priors[0] else self.other_seeds
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Images:
         seeds: How many networks.
         width: The number of units of both hidden layers.
         train: How many images of the training part are trained on.
+        train_batch: The size of batches in training.
         epochs: The number of epochs.
         field_epochs: The number of epochs of mean-field inference, which begins at the trained network.
         fit: How many images the curvature is of.
@@ -75,23 +82,24 @@ class Images:
     seeds: int = 3
     width: int = 1024
     train: int = 50_000
-    epochs: int = 12
-    field_epochs: int = 4
-    fit: int = 50_000
+    train_batch: int = 250
+    epochs: int = 8
+    field_epochs: int = 1
+    fit: int = 10_000
     passes: int = 2
     batch: int = 500
-    validation: int = 1000
-    tuning_samples: int = 15
+    validation: int = 500
+    tuning_samples: int = 8
     scales: tuple[float, ...] = _decades(-1, 3)
     ratios: tuple[float, ...] = _decades(-1, 4)
-    samples: int = 50
-    test: int = 10_000
-    letters: int = 5000
+    samples: int = 20
+    test: int = 5000
+    letters: int = 2000
     attacked: int = 1000
-    aimed: int = 500
-    attack_samples: int = 20
+    aimed: int = 100
+    attack_samples: int = 6
     iterations: int = 50
-    exact_fit: int = 5000
+    exact_fit: int = 1000
 
 
 @dataclass(frozen=True)
@@ -112,13 +120,13 @@ class Residual:
     """
 
     seeds: int = 3
-    fit: int = 2000
+    fit: int = 300
     passes: int = 1
-    tuning: int = 500
-    tuning_samples: int = 5
+    tuning: int = 150
+    tuning_samples: int = 3
     scales: tuple[float, ...] = _decades(0, 6)
     ratios: tuple[float, ...] = (1.0, 100.0, 1e4)
-    samples: int = 10
+    samples: int = 4
     test: int = 5000
     drops: tuple[float, ...] = (0.02, 0.05, 0.1)
 
@@ -146,8 +154,8 @@ class Outlook:
     steps: int = 500
     members: int = 5
     test: int = 2000
-    pool: int = 2000
-    labels: int = 200
+    pool: int = 1000
+    labels: int = 150
     scales: tuple[float, ...] = _decades(-1, 4)
     ratios: tuple[float, ...] = _decades(-3, 4)
 

@@ -218,11 +218,12 @@ def iterate(
     device: torch.device,
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
+    may_be_empty: bool = False,
 ) -> Iterable[Batch]:
     """Batches of ``data``, taken apart, checked and moved to ``device``.
 
     Raises:
-        DataError: There is no batch at all, an input is not finite, or a floating-point input has another dtype than
+        DataError: There is no batch at all, unless ``may_be_empty``, an input is not finite, or a floating-point input has another dtype than
             the model.
     """
     if isinstance(data, Tensor) or not isinstance(data, Iterable):
@@ -238,7 +239,7 @@ def iterate(
             continue
         check_inputs(batch.inputs, dtype)
         yield batch.to(device)
-    if not seen:
+    if not seen and not may_be_empty:
         raise DataError(
             "the data are empty: not a single batch came. Check the loader (drop_last? an exhausted generator?)"
         )

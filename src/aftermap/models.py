@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from aftermap.batches import Unpack, describe, iterate, tensors_of
+from aftermap.distributed import is_sharded
 from aftermap.errors import AftermapError, InputError, ShapeError, UnsupportedError
 from aftermap.linalg import all_finite
 from aftermap.params import Params
@@ -36,6 +37,7 @@ __all__ = [
     "check_modes",
     "check_not_causal",
     "check_not_scripted",
+    "check_not_sharded",
     "check_outputs",
     "chosen_parameters",
     "evaluating",
@@ -172,6 +174,20 @@ def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     if device.type == "meta":
         raise InputError("the model's parameters are on the meta device and hold no values; load its weights first")
     return device, parameters[0].dtype if parameters else torch.get_default_dtype()
+
+
+def check_not_sharded(parameters: Iterable[Tensor]) -> None:
+    """Raises where the processes hold only parts of the weights, since sums over data need whole ones on every process.
+
+    Raises:
+        UnsupportedError: FSDP2 or tensor parallelism has cut a parameter into parts.
+    """
+    if any(map(is_sharded, parameters)):
+        raise UnsupportedError(
+            "the model's parameters are cut into parts over the processes (FSDP2 or tensor parallelism), but every process needs whole "
+            "weights, each with its own part of the data. Load the full weights (torch.distributed.checkpoint.state_dict."
+            "get_model_state_dict with full_state_dict=True) into a model that is not sharded"
+        )
 
 
 @contextmanager

@@ -161,7 +161,9 @@ def test_without_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("aftermap.__file__", str(tmp_path / "site-packages" / "aftermap" / "__init__.py"))
     for verb, arguments in (("reproduce", ["list"]), ("bench", [])):
-        assert "is part of the sources of aftermap" in words(invoke(verb, *arguments, code=2).stderr)
+        said = words(invoke(verb, *arguments, code=2).stderr)
+        assert "is part of the sources of aftermap" in said
+        assert "clone the repository of aftermap with git" in said
 
 
 def test_bench_hands_its_arguments_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

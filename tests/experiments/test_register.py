@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from experiments import page
-from experiments.framework import ROOT, Claim, Verdict, claim_table, read_claims
+from experiments.framework import NOT_RUN, NOT_TESTABLE, ROOT, Claim, Verdict, claim_table, read_claims
 
 # Letter and number of claims of each document.
 REGISTER = {"R": 20, "W": 13, "V": 16, "L": 10, "H": 6, "X": 2, "U": 2, "A": 3}
@@ -69,10 +69,29 @@ def test_results_are_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(RESULTS))
+def test_a_number_that_is_compared_has_three_seeds(name: str) -> None:
+    for verdict in RESULTS[name]["verdicts"]:
+        judged = verdict["verdict"] not in (NOT_RUN, NOT_TESTABLE)
+        assert not judged or verdict["seeds"] == 0 or verdict["seeds"] >= 3, verdict["id"]
+
+
+@pytest.mark.parametrize("name", list(RESULTS))
 def test_the_table_in_the_readme_is_that_of_the_results(name: str) -> None:
     verdicts = [Verdict(**v) for v in RESULTS[name]["verdicts"]]
     table = claim_table([c for c in CLAIMS if c.experiment == name], verdicts)
     assert table in (ROOT / "experiments" / name / "README.md").read_text(encoding="utf-8")
+
+
+def test_few_claims_are_not_testable_and_results_are_small() -> None:
+    verdicts = [v["verdict"] for content in RESULTS.values() for v in content["verdicts"]]
+    assert verdicts.count(NOT_TESTABLE) <= 10
+    files = [
+        f
+        for name in RESULTS
+        for f in (ROOT / "experiments" / name).glob("*.*")
+        if f.suffix in (".json", ".svg", ".png")
+    ]
+    assert sum(f.stat().st_size for f in files) < 2_000_000
 
 
 def test_the_committed_page_is_the_generated_one() -> None:

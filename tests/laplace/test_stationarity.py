@@ -13,7 +13,7 @@ from torch import nn
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.laplace import Laplace
 from aftermap.laplace.evidence import log_evidence
-from aftermap.laplace.stationarity import check_stationarity, refined_evidence, warn_unless_stationary
+from aftermap.laplace.stationarity import check_stationarity, linear_mode, refined_evidence, warn_unless_stationary
 from aftermap.likelihoods import Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, linear_regression, mlp, normal, regression, trained
@@ -77,6 +77,34 @@ def test_refinement_of_a_classifier_takes_the_curvature_at_its_own_mode() -> Non
     assert found.log_evidence == pytest.approx(float(exact.log_evidence()), abs=1e-4)
     assert not check_stationarity(away).stationary
     assert check_stationarity(exact).stationary
+
+
+def test_the_mode_of_the_linear_model_is_the_one_that_the_evidence_is_taken_at() -> None:
+    """For a softmax regression it is the trained one, from anywhere, under any prior; for a network its gradient vanishes there."""
+    net = nn.Linear(3, 4).double().eval()
+    la = Laplace(net, "classification", structure="full", prior_precision=0.7).fit(classes(), progress=False)
+    found = linear_mode(la)
+    best = trained(nn.Linear(3, 4).double().eval(), classes(), nn.CrossEntropyLoss(reduction="sum"), decay=0.7)
+    assert found.converged
+    torch.testing.assert_close(found.mean["weight"], best.weight.detach(), rtol=1e-3, atol=1e-3)
+
+    model = mlp()
+    away = Laplace(model, "classification", structure="kron", prior_precision=0.7).fit(classes(), progress=False)
+    found = linear_mode(away)
+    refined = refined_evidence(away)
+    assert found.gain == refined.gain
+    own = {n: p.detach() for n, p in model.named_parameters()}
+    mode = {n: v.clone().requires_grad_() for n, v in found.mean.items()}
+    loss = 0.5 * 0.7 * sum(v.square().sum() for v in mode.values())
+    for x, y in classes():
+        f, moved = torch.func.jvp(
+            lambda params, x=x: torch.func.functional_call(model, params, (x,)),
+            (own,),
+            ({n: mode[n] - own[n] for n in own},),
+        )
+        loss = loss + nn.functional.cross_entropy(f + moved, y, reduction="sum")
+    slopes = torch.autograd.grad(loss, list(mode.values()))
+    assert max(float(g.abs().max()) for g in slopes) < 1e-3
 
 
 def test_at_a_mode_refinement_changes_nothing() -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from aftermap.optim.noise import NoiseSource
 from tests.optim.elastic import STEPS
 from tests.optim.problems import classifier, make_regression
 from tests.optim.ranks import PRESETS, UNEVEN, Branched, Gated, flat, reparametrised_mean, steps, uneven_data
@@ -55,20 +54,13 @@ def test_the_same_noise_and_split_data_equal_one_process(ranks: list[dict[str, A
 
 
 @pytest.mark.parametrize("name", ["vogn", "ivon", "noisy kfac"])
-def test_different_noise_is_averaged(ranks: list[dict[str, Any]], name: str) -> None:
+def test_two_groups_of_draws_equal_one_process_with_two_draws(ranks: list[dict[str, Any]], name: str) -> None:
     net, x, y = classifier()
-    opt = PRESETS[name](net)
-    sources = [NoiseSource(opt._noise.seed, group) for group in range(2)]
-    for _ in range(3):
-        for source in sources:
-            opt._noise = source
-            with opt.sampled_params():
-                opt._draws = 0
-                F.cross_entropy(net(x), y).backward()
-            opt._draws = 0
-        opt.step()
+    losses = steps(PRESETS[name](net, mc_samples=2), net, x, y, 3)
     for found in ranks:
-        assert_close(found[f"{name} | samples"]["weights"], flat(net))
+        case = found[f"{name} | samples"]
+        assert_close(case["weights"], flat(net))
+        assert_close(torch.tensor(case["losses"]), torch.tensor(losses))
 
 
 def test_processes_agree_bit_by_bit(ranks: list[dict[str, Any]]) -> None:

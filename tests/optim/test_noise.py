@@ -30,7 +30,7 @@ def test_numbers_are_standard_normal_and_those_of_one_generator() -> None:
 
 def test_noise_depends_on_seed_step_sample_group_and_stream_alone() -> None:
     def draw(seed: int, group: int, step: int, sample: int, stream: int) -> Tensor:
-        return flat(NoiseSource(seed, group).normal(MANY, step=step, sample=sample, stream=stream))
+        return flat(NoiseSource(seed, group, groups=3).normal(MANY, step=step, sample=sample, stream=stream))
 
     first = draw(1, 0, 0, 0, 0)
     before = torch.get_rng_state()
@@ -39,6 +39,17 @@ def test_noise_depends_on_seed_step_sample_group_and_stream_alone() -> None:
     for other in ((2, 0, 0, 0, 0), (1, 1, 0, 0, 0), (1, 0, 1, 0, 0), (1, 0, 0, 1, 0), (1, 0, 0, 0, 1)):
         assert not torch.equal(first, draw(*other))
         assert abs(float(torch.corrcoef(torch.stack([first, draw(*other)]))[0, 1])) < 5 / math.sqrt(len(first))
+
+
+def test_groups_of_processes_draw_what_one_process_would_draw() -> None:
+    alone = [flat(NoiseSource(4).normal(MANY, step=2, sample=k, stream=1)) for k in range(6)]
+    together = [
+        flat(NoiseSource(4, group, groups=3).normal(MANY, step=2, sample=k, stream=1))
+        for k in range(2)
+        for group in range(3)
+    ]
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_number_of_threads_changes_nothing() -> None:

@@ -70,12 +70,6 @@ class Contributions:
     nats: dict[str, Tensor]
     calls: dict[str, int]
 
-    @property
-    def whole(self) -> Tensor:
-        """Each layer's part of the variances with its cross terms [L, n, T, C]: they add up to `var`."""
-        own = self.variance["own"]
-        return own + self.variance["cross"] if "cross" in self.variance else own
-
 
 def layers_of(parts: Sequence[LayerParts], model: nn.Module, order: Sequence[str], structure: str) -> tuple[Layer, ...]:
     """Returns the layers of a posterior, in the order of the model's parameters.

@@ -18,14 +18,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aftermap.distributed import rank
-from aftermap.errors import AftermapError, InputError
+from aftermap.distributed import launched_rank, rank
+from aftermap.errors import AftermapError, InputError, ProcessError
 
 __all__ = [
     "BAD_INPUT",
     "CHECK_FAILED",
     "GOOD",
     "INTERRUPTED",
+    "PROCESS_LOST",
     "WORSE",
     "Reporter",
     "confirmed",
@@ -34,7 +35,7 @@ __all__ = [
     "replaced_file",
 ]
 
-GOOD, BAD_INPUT, CHECK_FAILED, WORSE, INTERRUPTED = 0, 2, 3, 4, 130
+GOOD, BAD_INPUT, CHECK_FAILED, WORSE, PROCESS_LOST, INTERRUPTED = 0, 2, 3, 4, 5, 130
 P = ParamSpec("P")
 
 _out, _err = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -96,9 +97,11 @@ def _print(console: Console, text: str, style: str | None = None, label: str = "
 
 
 def _complain(text: str, kind: str = "error") -> None:
-    if rank() == 0:
+    """Says an error, or a warning of the first process; the errors of others say whose they are, since it may be gone."""
+    if rank() == 0 and (kind == "error" or launched_rank() == 0):
         colour = "red" if kind == "error" else "yellow"
-        _print(_err, text, None, f"{kind}: ", f"bold {colour}")
+        who = f"process {launched_rank()}: " if launched_rank() else ""
+        _print(_err, text, None, f"{who}{kind}: ", f"bold {colour}")
 
 
 def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
@@ -113,6 +116,9 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
         with torch.random.fork_rng(), _warnings_in_words():
             try:
                 code = function(*args, **kwargs)
+            except ProcessError as error:
+                _complain(str(error))
+                code = PROCESS_LOST
             except AftermapError as error:
                 _complain(str(error))
                 code = BAD_INPUT

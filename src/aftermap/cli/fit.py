@@ -17,6 +17,7 @@ from aftermap.cli.models import make_model
 from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.curvature import STRUCTURES
+from aftermap.curvature.passes.checkpoint import clear_checkpoint
 from aftermap.distributed import fail_together, process_group
 from aftermap.errors import AftermapError, InputError
 from aftermap.laplace import Laplace, describe_costs, estimate_costs
@@ -101,6 +102,14 @@ class PosteriorOptions:
         o.option("The most seconds that the fit may take. Structures that need longer are not considered."),
     ] = None
     false_alarms: _FalseAlarms = 0.05
+    checkpoint: Annotated[
+        Path | None,
+        o.option(
+            "A folder that keeps the sums of the fit: killed and started again, the same command goes on. It is emptied when the "
+            "posterior is saved."
+        ),
+    ] = None
+    every: Annotated[int, o.option("The number of batches after which --checkpoint is written.")] = 100
 
 
 @dataclass(frozen=True)
@@ -248,6 +257,8 @@ def fit_posterior(
             verbose=None,
             on_cost=reporter.note,
             prior_precision=options.prior_precision,
+            checkpoint=options.checkpoint,
+            every=options.every,
         )
     structure = "kron" if options.structure == "auto" else options.structure
     params, which = ("all", "last_layer") if options.params == "last_layer" else (options.params, "all")
@@ -259,7 +270,12 @@ def fit_posterior(
     laplace = Laplace(
         model, likelihood, structure=structure, params=options.params, prior_precision=options.prior_precision
     )
-    laplace.fit(batches, generator=torch.Generator().manual_seed(seed))
+    laplace.fit(
+        batches,
+        generator=torch.Generator().manual_seed(seed),
+        checkpoint=options.checkpoint,
+        every=options.every,
+    )
     if options.tune:
         labelled = options.method in ("auto", "validation", "grid")
         laplace.tune(held_out if labelled else None, method=None if options.method == "auto" else options.method)
@@ -280,7 +296,7 @@ def prior_in_words(laplace: Laplace) -> str:
     return text
 
 
-@o.command(without=("score",))
+@o.command(without=("score",), by_all=True)
 def fit(
     output: Annotated[Path, o.option("The folder for the posterior.", "--output", "-o")],
     model: o.ModelOptions,
@@ -323,6 +339,8 @@ def fit(
                 overwrite=overwrite,
                 reporter=reporter,
             )
+        if posterior.checkpoint is not None:
+            clear_checkpoint(posterior.checkpoint)
     reporter.result(
         {
             **content,

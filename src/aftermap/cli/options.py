@@ -23,6 +23,7 @@ from aftermap.cli.console import Reporter, guarded
 from aftermap.cli.models import check_device
 from aftermap.cli.sources import DataFormat, parse_size
 from aftermap.cli.store import Fitted, load_fitted
+from aftermap.distributed import launched_rank
 from aftermap.errors import InputError
 from aftermap.evaluation.reference import FLAG_SCORES
 
@@ -80,11 +81,14 @@ class Fraction:
             raise InputError(f"{flag} {value} must lie between 0 and 1; write 5 % as 0.05")
 
 
-def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Callable[..., int | None]], Any]:
+def command(
+    *, without: Collection[str] = (), by_all: bool = False, **defaults: Any
+) -> Callable[[Callable[..., int | None]], Any]:
     """Makes a command of a function whose arguments are groups of options, and single options.
 
     Args:
         without: The names of options in these groups that mean nothing to this command; they keep their default.
+        by_all: Whether all processes that torchrun starts work together; else the first does everything and the others end.
         **defaults: Other defaults than those of the groups, by the names of the options.
     """
 
@@ -98,6 +102,8 @@ def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Call
             offered += [_offered(p, getattr(group, "panel", None), defaults) for p in members if p.name not in without]
 
         def run(**values: Any) -> int | None:
+            if launched_rank() and not by_all:
+                return None
             for parameter in offered:
                 for restriction in get_args(parameter.annotation)[2:]:
                     restriction.check(_flag(parameter), values[parameter.name])

@@ -36,7 +36,7 @@ def find_checkout(folder: str) -> Path:
                 return place
     raise InputError(
         f"{folder}/ is part of the sources of aftermap, not of the installed package, and was found neither above {Path.cwd()} "
-        "nor beside the package. Change into a checkout of the sources and run the command there"
+        "nor beside the package: clone the repository of aftermap with git, change into it and run the command there"
     )
 
 

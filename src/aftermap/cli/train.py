@@ -54,7 +54,7 @@ class TrainOptions:
     checkpoint_seconds: Annotated[float, o.option("The seconds between checkpoints within an epoch.")] = 30.0
 
 
-@o.command(without=("kind", "score"), batch_size=128, samples=32)
+@o.command(without=("kind", "score"), by_all=True, batch_size=128, samples=32)
 def train(
     output: Annotated[Path, o.option("The folder of the run.", "--output", "-o")],
     model: o.ModelOptions,

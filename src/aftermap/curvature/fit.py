@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +13,7 @@ from torch import nn
 
 from aftermap import checks
 from aftermap.batches import Unpack
+from aftermap.curvature.passes.checkpoint import Checkpoint
 from aftermap.curvature.passes.last_block import find_last_block
 from aftermap.curvature.passes.plan import ModelPlan, PlanContradicted, plan_model
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts, first_batch
@@ -24,13 +27,13 @@ from aftermap.curvature.structures import (  # noqa: F401 (every module register
     low_rank,
     subset,
 )
-from aftermap.curvature.structures.base import Block, Factors, Structure, Treatment, find_structure
+from aftermap.curvature.structures.base import STRUCTURES, Block, Factors, Structure, Treatment, find_structure
 from aftermap.curvature.structures.kron import APPROACHES
-from aftermap.distributed import fail_together
+from aftermap.distributed import fail_together, rank
 from aftermap.errors import DataError, InputError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Bernoulli, Likelihood, parse_likelihood
 from aftermap.models import check_device
-from aftermap.params import Selection, named_parameters, select
+from aftermap.params import Selection, named_parameters, select, weights_hash
 
 __all__ = ["fit_curvature"]
 
@@ -56,6 +59,8 @@ def fit_curvature(
     unpack: Unpack | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 100,
 ) -> Factors:
     """Σ_n of the curvature of −log p(y_n | f(x_n, θ)) in the parameters θ.
 
@@ -81,6 +86,9 @@ def fit_curvature(
         unpack: Turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
         generator: For rademacher and sampled, and for the examples of "subset"; None: PyTorch's default generator.
         progress: Show a bar; None: on a terminal.
+        checkpoint: A folder that keeps the sums, so that a fit that was killed goes on when it is called again with the same
+            model, data and options. All processes must see it. Delete it when the result is saved.
+        every: The number of batches after which the sums are written to ``checkpoint``.
 
     Returns:
         The factors, with the number of data seen, the loss and how each parameter was treated. In an initialised
@@ -102,24 +110,34 @@ def fit_curvature(
     entry.check_options(curvature, damping="exact")
     checks.choice("approach", approach, APPROACHES)
     samples, passes = checks.count("samples", samples), checks.count("passes", passes)
-    rank, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
+    directions, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
     subset_size = checks.count("subset_size", subset_size)
     chunk = None if chunk is None else checks.count("chunk", chunk)
     _check_options(entry, passes, accumulate, data)
     parsed = parse_likelihood(likelihood)
     if params == "last_block":
+        batch = first_batch(model, data, unpack, together=True)
         with fail_together("looking for the last block"):
-            params = find_last_block(model, first_batch(model, data, unpack))
+            params = find_last_block(model, batch)
     names = select(model, params)
     parameters = named_parameters(model)
     shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)
+    batch = first_batch(model, data, unpack, together=True)
     with fail_together("looking at the first batch"):
-        plan = plan_model(model, names, first_batch(model, data, unpack))
+        plan = plan_model(model, names, batch)
+    del batch
     plan = plan.agree_over_processes(names)
     dtype = check_device(model)[1]
     # Sums in half precision stop growing after a few hundred data.
     sums_dtype = accumulate or (torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+    kept: Checkpoint | None = None
+    if checkpoint is not None:
+        _check_resumable(entry, passes)
+        identity = _identity(model, parsed, entry, names, curvature, approach, samples, small_block, sums_dtype)
+        kept = Checkpoint.open(checkpoint, every, identity)
+        plan = plan.without({n: why for n, why in kept.given_up.items() if n in plan.layers_of_parameter})
+        generator = generator or _generator(identity, check_device(model)[0])
     while True:
         if strict:
             _check_strict(plan, shapes)
@@ -134,19 +152,21 @@ def fit_curvature(
             samples,
             chunk,
             passes,
-            rank,
+            directions,
             subset_size,
             small_block,
             sums_dtype,
             unpack,
             generator,
             progress,
+            kept,
         )
         try:
             blocks, counts = entry.fit(problem)
             break
         except PlanContradicted as contradicted:
             plan = plan.without(contradicted.reasons)
+            kept = None if kept is None else kept.without_rules(contradicted.reasons)
             _warn_of_new_start(contradicted)
     if counts.probabilities:
         _warn_of_probabilities(parsed)
@@ -167,6 +187,42 @@ def _check_options(entry: Structure, passes: int, accumulate: torch.dtype | None
             f"data is a one-shot {type(data).__name__}, but structure={entry.name!r} goes through it {needed} times "
             "(once to look at the first batch). Pass a DataLoader or a list of batches"
         )
+
+
+def _check_resumable(entry: Structure, passes: int) -> None:
+    """Raises where the sums of a fit cannot be kept in a checkpoint."""
+    if not entry.streams_sums:
+        able = ", ".join(repr(s.name) for s in STRUCTURES.values() if s.streams_sums)
+        raise UnsupportedError(
+            f"checkpoint= keeps sums over the data, and a fit with structure={entry.name!r} is no such sum; allowed are {able}. Choose one "
+            "of them, or fit without checkpoint="
+        )
+    if passes > 1:
+        raise UnsupportedError(
+            f"checkpoint= needs data that are the same each time, but passes={passes} is for data that augment themselves: fit with "
+            "passes=1, or without checkpoint="
+        )
+
+
+def _identity(
+    model: nn.Module, likelihood: Likelihood, entry: Structure, names: Sequence[str], *options: object
+) -> dict[str, str]:
+    """What must be the same when a fit goes on: in words, by which a difference is told."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    words = ("curvature", "approach", "samples", "small_block", "dtype of the sums")
+    return {
+        "weights": weights_hash(state),
+        "structure": entry.name,
+        "parameters": " ".join(names),
+        "likelihood": json.dumps(likelihood.config(), sort_keys=True, default=str),
+        **{word: str(option) for word, option in zip(words, options, strict=True)},
+    }
+
+
+def _generator(identity: Mapping[str, str], device: torch.device) -> torch.Generator:
+    """A source of random vectors that is the same for the same fit, another one on each process."""
+    seed = int(identity["weights"].removeprefix("sha256:")[:15], 16)
+    return torch.Generator(device).manual_seed(seed + rank())
 
 
 def _check_strict(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -15,7 +15,14 @@ from aftermap.laplace.saving import load, load_laplace, read_extras
 from aftermap.laplace.selection import Candidate, Ranking, select
 from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.self_consistent import CavityCheck, SelfConsistentResult
-from aftermap.laplace.stationarity import RefinedEvidence, Stationarity, check_stationarity, refined_evidence
+from aftermap.laplace.stationarity import (
+    LinearMode,
+    RefinedEvidence,
+    Stationarity,
+    check_stationarity,
+    linear_mode,
+    refined_evidence,
+)
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.laplace.validation import ValidationResult
 
@@ -30,6 +37,7 @@ __all__ = [
     "FitReport",
     "GridResult",
     "Laplace",
+    "LinearMode",
     "Mixture",
     "Ranking",
     "RefinedEvidence",
@@ -45,6 +53,7 @@ __all__ = [
     "effective_dimension",
     "estimate_costs",
     "fit",
+    "linear_mode",
     "load",
     "load_laplace",
     "load_mixture",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from aftermap.batches import Unpack, iterate
+from aftermap.distributed import broadcast_number, fail_together
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.fitted import TuningResult
@@ -75,6 +77,8 @@ def fit(
     unpack: Unpack | None = None,
     verbose: bool | None = None,
     on_cost: Callable[[str], None] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 100,
     **options: Any,
 ) -> Laplace:
     """Makes a trained network Bayesian.
@@ -96,6 +100,8 @@ def fit(
         unpack: What turns a batch of an unusual form into (inputs, targets).
         verbose: Whether to say what is done; None says it on a terminal.
         on_cost: A function that is handed the line with the costs before the work starts; None shows it like a progress bar.
+        checkpoint: A folder that keeps the sums of the fit, so that one that was killed goes on; see `Laplace.fit`.
+        every: The number of batches after which they are written.
         options: Further arguments of `Laplace`.
 
     Returns:
@@ -112,7 +118,10 @@ def fit(
     regression = has_noise(parsed)
     drawn = options.get("subset_size", _SMALL_REGRESSION if regression else 300)
     costs = estimate_costs(model, train_loader, parsed, params=params, subset_size=drawn, unpack=unpack)
-    chosen = _choose(costs, structure, memory_limit, time_limit, regression)
+    with fail_together("choosing a structure"):
+        chosen = _choose(costs, structure, memory_limit, time_limit, regression)
+    # Each process sees its own data and clock; all take the choice of the first.
+    chosen = costs[broadcast_number(costs.index(chosen))]
     if chosen.structure == "subset" and regression and structure is None:
         options = {"subset_size": drawn, "rank": None, **options}
     if on_cost is None:
@@ -121,7 +130,7 @@ def fit(
         on_cost(describe_costs(chosen, costs))
     which: Selection = params if chosen.params == "all" else chosen.params
     laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
-    laplace.fit(train_loader, unpack=unpack, progress=verbose).tune(val_loader)
+    laplace.fit(train_loader, unpack=unpack, progress=verbose, checkpoint=checkpoint, every=every).tune(val_loader)
     check = _check(laplace, val_loader, unpack)
     laplace.report = FitReport(costs, chosen, laplace.tuning, check)
     # What tuning without labels found out about itself it has said already.

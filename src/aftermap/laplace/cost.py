@@ -22,14 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from aftermap.batches import Batch, Unpack, iterate
+from aftermap.batches import Batch, Unpack
 from aftermap.curvature.passes.last_block import find_last_block, last_block
 from aftermap.curvature.passes.plan import find_last_layer, find_layers
 from aftermap.curvature.passes.record import record_calls
+from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.passes.vectors import resolve_kind
 from aftermap.errors import AftermapError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device, check_modes, only_require_grad
+from aftermap.models import call_model, check_modes, only_require_grad
 from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs"]
@@ -120,8 +121,7 @@ def estimate_costs(
         unpack: What turns a batch of an unusual form into (inputs, targets).
     """
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
-    device, dtype = check_device(model)
-    batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
+    batch = first_batch(model, data, unpack, together=True)
     shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), len(data) if isinstance(data, Sized) else 1)
     chosen = {"all": select(model, find_last_block(model, batch) if params == "last_block" else params)}
     if params == "all":

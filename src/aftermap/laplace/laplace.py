@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from aftermap.laplace.subnetwork import (
 )
 from aftermap.laplace.tune import choose_method, tune_by, tune_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
-from aftermap.models import check_not_causal, explain_model_errors
+from aftermap.models import check_not_causal, check_not_sharded, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise
@@ -101,6 +102,7 @@ class Laplace(NotebookView):
         entry = find_structure(structure)
         entry.check_options(curvature, damping)
         check_not_causal(model)
+        check_not_sharded(model.parameters())
         self.model = model
         self.base_likelihood, noise = split_noise(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
@@ -250,6 +252,8 @@ class Laplace(NotebookView):
         unpack: Unpack | None = None,
         generator: torch.Generator | None = None,
         progress: bool | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 100,
     ) -> Laplace:
         """Sums the curvature over the data and forms the posterior.
 
@@ -264,6 +268,8 @@ class Laplace(NotebookView):
             unpack: What turns a batch of another form into (inputs, targets).
             generator: The source of random vectors, and of the examples that structure="subset" draws.
             progress: Whether to show a bar; None shows it on a terminal.
+            checkpoint: A folder that keeps the sums, so that a fit that was killed goes on when it is called again; see `fit_curvature`.
+            every: The number of batches after which the sums are written to ``checkpoint``.
 
         Returns:
             self.
@@ -273,7 +279,15 @@ class Laplace(NotebookView):
             before.weights.check(self.model)
         with explain_model_errors(self.model, lambda: first_batch(self.model, data, unpack).inputs):
             factors = self._fit_curvature(
-                data, before, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
+                data,
+                before,
+                samples=samples,
+                passes=passes,
+                unpack=unpack,
+                generator=generator,
+                progress=progress,
+                checkpoint=checkpoint,
+                every=every,
             )
         factors = factors if before is None else before.factors + factors
         parameters = named_parameters(self.model)
@@ -318,7 +332,7 @@ class Laplace(NotebookView):
             )
         params = self.params
         if params == "last_layer":
-            params = find_last_layer(self.model, first_batch(self.model, data, options["unpack"]))
+            params = find_last_layer(self.model, first_batch(self.model, data, options["unpack"], together=True))
         return fit_curvature(
             self.model,
             data,

@@ -30,7 +30,15 @@ from aftermap.posteriors.base import with_noise
 if TYPE_CHECKING:
     from aftermap.laplace.laplace import Laplace
 
-__all__ = ["RefinedEvidence", "Stationarity", "check_stationarity", "refined_evidence", "warn_unless_stationary"]
+__all__ = [
+    "LinearMode",
+    "RefinedEvidence",
+    "Stationarity",
+    "check_stationarity",
+    "linear_mode",
+    "refined_evidence",
+    "warn_unless_stationary",
+]
 
 # A mode may be this many nats away: models are compared by differences of nats, and large data forgive more.
 _GAIN = 1.0
@@ -190,19 +198,32 @@ class _Shifted(nn.Module):
         return call_model(self.model, kwargs or (args if len(args) > 1 else args[0])) + offset
 
 
+@dataclass(frozen=True)
+class LinearMode:
+    """The mode of the linear model.
+
+    Attributes:
+        mean: The mode v*, by name.
+        gain: The nats of log joint that moving from θ* gave.
+        converged: Whether the gradient at v* is small.
+    """
+
+    mean: Params
+    gain: float
+    converged: bool
+
+
 @torch.inference_mode(False)
-def refined_evidence(
+def linear_mode(
     laplace: Laplace,
     data: Iterable[Any] | None = None,
     *,
     iterations: int = 100,
     unpack: Unpack | None = None,
-) -> RefinedEvidence:
-    """Returns the evidence of the linear model f(x, θ*) + J(x)(v − θ*) at its own mode v*, under the present prior and noise.
+) -> LinearMode:
+    """Returns the mode v* of the linear model f(x, θ*) + J(x)(v − θ*) under the present prior and noise.
 
-    The mode v* minimises the convex −p Σ log p(y|f + J(v − θ*)) + ½‖v − μ₀‖²_{P₀} by L-BFGS, preconditioned with the
-    posterior's covariance. Where θ* is a mode, v* = θ* and the evidence is the usual one; where it is not, only this
-    one is an evidence.
+    It minimises the convex −p Σ log p(y|f + J(v − θ*)) + ½‖v − μ₀‖²_{P₀} by L-BFGS, preconditioned with the posterior's covariance.
 
     Args:
         laplace: A fitted approximation with Kronecker, full, low-rank or diagonal blocks.
@@ -217,6 +238,11 @@ def refined_evidence(
     References:
         Antorán et al. 2022, Adapting the linearised Laplace model evidence for modern deep learning, section 4.
     """
+    return _find_mode(laplace, list(_batches(laplace, data, unpack)), iterations)[0]
+
+
+def _find_mode(laplace: Laplace, batches: list[Batch], iterations: int) -> tuple[LinearMode, Params]:
+    """Returns the mode v*, and the way v* − θ* to it."""
     fitted = laplace.fitted.without_narrowing()
     posterior, weight = fitted.posterior, fitted.hyperparameters.likelihood_weight
     likelihood = with_noise(laplace.base_likelihood, fitted.hyperparameters.noise)
@@ -225,22 +251,14 @@ def refined_evidence(
     laplace.check_weights()
     prepare_forward_mode()
     model, names = laplace.model, list(posterior.names)
-    batches = list(_batches(laplace, data, unpack))
     start = {n: v.detach() for n, v in posterior.mean.items()}
 
-    def offsets(direction: Params, batch: Batch) -> Tensor:
-        def outputs(params: Params) -> Tensor:
-            return functional_outputs(model, params, batch.inputs)
-
-        return jvp(outputs, (start,), (direction,))[1]
-
     def energy_and_slope(flat: Tensor) -> tuple[float, Tensor]:
-        direction = {n: v.to(start[n].dtype) for n, v in unflatten(flat, start, names).items()}
+        direction = _direction(flat, start)
         value, slope = 0.0, torch.zeros_like(flat)
         for batch in batches:
             params = {n: v.clone().requires_grad_() for n, v in start.items()}
-            with torch.no_grad():
-                moved = offsets(direction, batch)
+            moved = _offsets(model, start, direction, batch)
             with torch.enable_grad():
                 f = functional_outputs(model, params, batch.inputs)
                 shifted = (f.detach() + moved).requires_grad_()
@@ -254,15 +272,56 @@ def refined_evidence(
 
     with evaluating(model):
         flat, gain, converged = _minimise(energy_and_slope, posterior, start, iterations)
-        direction = {n: v.to(start[n].dtype) for n, v in unflatten(flat, start, names).items()}
-        shifted = []
-        for batch in batches:
-            with torch.no_grad():
-                moved = offsets(direction, batch)
-            shifted.append((_with_offset(batch.inputs, moved), batch.targets, batch.weight))
+    direction = _direction(flat, start)
+    return LinearMode({n: start[n] + direction[n] for n in names}, gain, converged), direction
+
+
+def _direction(flat: Tensor, start: Params) -> Params:
+    """Returns v − θ* by name, in the network's precision."""
+    return {n: v.to(start[n].dtype) for n, v in unflatten(flat, start, list(start)).items()}
+
+
+@torch.no_grad()
+def _offsets(model: nn.Module, start: Params, direction: Params, batch: Batch) -> Tensor:
+    """Returns J(x)(v − θ*), what moving adds to the outputs of the linear model."""
+    return jvp(lambda params: functional_outputs(model, params, batch.inputs), (start,), (direction,))[1]
+
+
+@torch.inference_mode(False)
+def refined_evidence(
+    laplace: Laplace,
+    data: Iterable[Any] | None = None,
+    *,
+    iterations: int = 100,
+    unpack: Unpack | None = None,
+) -> RefinedEvidence:
+    """Returns the evidence of the linear model f(x, θ*) + J(x)(v − θ*) at its own mode v*, under the present prior and noise.
+
+    Where θ* is a mode, v* = θ* and the evidence is the usual one; where it is not, only this one is an evidence.
+
+    Args:
+        laplace: A fitted approximation with Kronecker, full, low-rank or diagonal blocks.
+        data: The training data, which are held in memory. None means those of the fit.
+        iterations: The number of iterations of `linear_mode`; each is one pass forward and back.
+        unpack: A function that turns a batch of another form into (inputs, targets).
+
+    Raises:
+        InputError: There are no data.
+        UnsupportedError: The posterior is matrix-free.
+
+    References:
+        Antorán et al. 2022, Adapting the linearised Laplace model evidence for modern deep learning, section 4.
+    """
+    batches = list(_batches(laplace, data, unpack))
+    mode, direction = _find_mode(laplace, batches, iterations)
+    fitted = laplace.fitted.without_narrowing()
+    start = {n: v.detach() for n, v in fitted.posterior.mean.items()}
+    with evaluating(laplace.model):
+        shifted = [
+            (_with_offset(b.inputs, _offsets(laplace.model, start, direction, b)), b.targets, b.weight) for b in batches
+        ]
         value, refined = _evidence_at(laplace, fitted, shifted, start, direction)
-    mean = {n: start[n] + direction[n] for n in names}
-    return RefinedEvidence(value, mean, refined, gain, converged)
+    return RefinedEvidence(value, mode.mean, refined, mode.gain, mode.converged)
 
 
 def _with_offset(inputs: Any, offset: Tensor) -> Any:

@@ -13,7 +13,7 @@ from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.structures.full import MAX_FULL
 from aftermap.curvature.structures.subnetwork import SubnetworkBlock
 from aftermap.curvature.structures.subnetwork import fit_subnetwork as fit_entries
-from aftermap.errors import InputError
+from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params, Selection, named_parameters, select
 from aftermap.posteriors import GaussianPosterior
@@ -125,9 +125,20 @@ def fit_subnetwork(
     likelihood: Likelihood,
     prior: PriorSpec,
     scale: Tensor,
+    *,
+    checkpoint: Any = None,
+    every: int = 100,
     **options: Any,
 ) -> Factors:
-    """Chooses the weights, or keeps those of an earlier fit, and sums their curvature."""
+    """Chooses the weights, or keeps those of an earlier fit, and sums their curvature; there is no checkpoint of it.
+
+    Raises:
+        UnsupportedError: A checkpoint was asked for.
+    """
+    if checkpoint is not None:
+        raise UnsupportedError(
+            "checkpoint= keeps the sums of whole layers, not those of a Subnetwork: fit without checkpoint="
+        )
     if previous is not None and isinstance(previous.blocks[0], SubnetworkBlock):
         entries: Mapping[str, Tensor] = previous.blocks[0].entries
     else:

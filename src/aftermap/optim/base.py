@@ -29,8 +29,9 @@ from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.base import Block, Factors, Treatment
 from aftermap.curvature.structures.diagonal import DiagonalBlock, ggn_diagonal_of_closure
 from aftermap.distributed import broadcast_, is_distributed, make_mesh, unsynchronised, unwrapped
-from aftermap.errors import InputError, NotFittedError, NumericalWarning, StatisticalWarning
+from aftermap.errors import AftermapError, InputError, NotFittedError, NumericalWarning, StatisticalWarning
 from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.models import check_not_sharded
 from aftermap.optim.noise import NoiseSource, draw_seed, mix
 from aftermap.optim.options import check_group, parameter_groups, parse_schedule, read_options
 from aftermap.optim.statistics import (
@@ -106,7 +107,7 @@ class VariationalOptimizer(Optimizer, ABC):
         seed = torch.tensor(draw_seed(generator), dtype=torch.int64, device=device)
         if is_distributed():
             broadcast_([seed, *(p.data for g in self.param_groups for p in g["params"])])
-        self._noise = NoiseSource(mix(int(seed), 0x5EED), self.mesh.sample_rank)
+        self._noise = NoiseSource(mix(int(seed), 0x5EED), self.mesh.sample_rank, self.mesh.sample_size)
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group; its options are checked, and its parameters must belong to the model."""
@@ -114,10 +115,11 @@ class VariationalOptimizer(Optimizer, ABC):
         group = self.param_groups[-1]
         try:
             check_group(group)
+            check_not_sharded(group["params"])
             unknown = [tuple(p.shape) for p in group["params"] if self.model is not None and id(p) not in self._names]
             if unknown:
                 raise InputError(f"a parameter of shape {unknown[0]} does not belong to the model that was given")
-        except InputError:
+        except AftermapError:
             self.param_groups.pop()
             raise
         start = len(self._names)
@@ -552,7 +554,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self.steps = int(extra["steps"])
         self.updates = int(extra.get("updates", self.steps))  # versions that did not count updates took them for steps
         self.skipped_steps = int(extra["skipped_steps"])
-        self._noise = NoiseSource(int(extra["seed"]), self._noise.group)
+        self._noise = NoiseSource(int(extra["seed"]), self._noise.group, self._noise.groups)
         self.settings = replace(self.settings, temperature=parse_schedule(extra["temperature"], "temperature"))
         self._has_own_priors = any("prior_precision" in state for state in self.state.values())
         self._micro_batches = None

@@ -46,6 +46,8 @@ class NoiseSource:
     Args:
         seed: The seed of all noise of one optimiser.
         group: The number of the sample group that this process belongs to. Other groups draw other weights.
+        groups: The number of sample groups. Draw k of group g is draw kG + g of a single process, so that G groups with K draws
+            each draw what one process with GK draws draws.
 
     >>> source = NoiseSource(3)
     >>> first = source.normal([torch.zeros(2)], step=5, sample=0)[0]
@@ -53,12 +55,12 @@ class NoiseSource:
     True
     """
 
-    def __init__(self, seed: int, group: int = 0):
-        self.seed, self.group = seed, group
+    def __init__(self, seed: int, group: int = 0, groups: int = 1):
+        self.seed, self.group, self.groups = seed, group, groups
 
     def generator(self, device: torch.device, *, step: int, sample: int, stream: int = 0) -> torch.Generator:
         """A generator in the state of one draw."""
-        seed = mix(self.seed, step, sample, self.group, stream)
+        seed = mix(self.seed, step, sample * self.groups + self.group, 0, stream)
         return torch.Generator(device=device).manual_seed(seed)
 
     def normal(self, like: Sequence[Tensor], *, step: int, sample: int, stream: int = 0) -> list[Tensor]:

@@ -193,6 +193,12 @@ class EigenAccumulator(Accumulator):
             turned = torch.einsum("vbgto,gop->vbgtp", grads[:, start : start + length], self.outer)
             DenseRows(some, ones=False).add_squares_(self.sums.room_for(length)[0], turned)
 
+    def state(self) -> dict[str, Tensor]:
+        return self.sums.state()
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        self.sums.add_state(state)
+
     def blocks(self) -> list[Block]:
         return [EkfacBlock(self.layout, self.basis, self.sums.take())]
 
@@ -210,10 +216,12 @@ def fit_ekfac(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]
     del blocks
     # Half precision has no eigendecomposition, and its rotations would lose what the bases are for.
     basis_dtype = torch.float32 if problem.model_dtype in (torch.float16, torch.bfloat16) else problem.model_dtype
+    bases = decompose_bases(krons, basis_dtype, lambda make: problem.kept("bases", make))
     second: list[Accumulator] = [
         EigenAccumulator(layer, layout, basis, problem.model_dtype, problem.sums_dtype)
-        for layer, layout, basis in zip(layers, layouts, decompose_bases(krons, basis_dtype), strict=True)
+        for layer, layout, basis in zip(layers, layouts, bases, strict=True)
     ]
+    del bases
     corrected, _ = problem.run(second, "ekfac: eigenvalues")
     following = iter(corrected)
     return tuple(next(following) if b is None else b for b in rest), counts
@@ -231,6 +239,7 @@ register_structure(
         "Kronecker eigenbases with the exact curvature along each eigenvector.",
         fit_ekfac,
         (EkfacBlock, FullBlock, DiagonalBlock),
+        streams_sums=True,
         passes=2,
         updatable=False,  # Two fits have two eigenbases.
     )

@@ -334,6 +334,7 @@ register_structure(
         "One dense matrix over all weights, with the terms between layers.",
         fit_full,
         (FullBlock,),
+        streams_sums=True,
         max_parameters=MAX_FULL,
     )
 )

@@ -27,6 +27,7 @@ from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood
+from aftermap.linalg import take_under
 from aftermap.models import evaluating
 
 __all__ = [
@@ -497,6 +498,13 @@ class KfraAccumulator(Accumulator):
     def add(self, gradients: LayerGradients) -> None:
         """Does nothing, since the recursion needs no vectors."""
 
+    def state(self) -> dict[str, Tensor]:
+        return {f"{k}.{name}": value for k, part in enumerate(self.parts) for name, value in part.state().items()}
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        for k, part in enumerate(self.parts):
+            part.add_state(take_under(state, f"{k}."))
+
     def blocks(self) -> list[Block]:
         return [replace(b, kind="kfra") for p in self.parts for b in p.blocks() if isinstance(b, KronBlock)]
 
@@ -517,6 +525,7 @@ register_structure(
         fit_kfra,
         (KronBlock, FullBlock, DiagonalBlock),
         dampings=DAMPINGS,
+        streams_sums=True,
         depends_on_batches=True,  # The recursion averages over the examples of a batch.
     )
 )

@@ -31,7 +31,7 @@ is a draw from the block, exactly, where R and C are the directions in which T d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -62,7 +62,7 @@ from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
 from aftermap.draws import normal_like
 from aftermap.errors import InputError
-from aftermap.linalg import GramSum, kron
+from aftermap.linalg import GramSum, kron, take_like, take_under
 from aftermap.params import Params
 from aftermap.prior import Prior
 
@@ -186,18 +186,26 @@ class KronBlock(Block):
         )
 
 
-def decompose_bases(blocks: list[KronBlock], dtype: torch.dtype) -> list[KroneckerEigenbasis]:
+def decompose_bases(
+    blocks: list[KronBlock], dtype: torch.dtype, kept: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
+) -> list[KroneckerEigenbasis]:
     """Returns the eigenbases of Kronecker blocks; over several processes the work is shared out.
 
     Args:
         blocks: The blocks, in a list that is emptied, so that a factor can go when its basis exists and never both
             exist of all layers.
         dtype: The precision of the eigenvectors.
+        kept: A function that returns the eigenvectors of an earlier run, or those that its argument makes.
     """
     diagonal_inputs = [block.inputs.dim() == 2 for block in blocks]
+    device = blocks[0].outputs.device if blocks else None
     matrices = [pair for block in blocks for pair in block.matrices_to_decompose()]
     blocks.clear()
-    vectors = iter([eigenvectors for _, eigenvectors in eigendecompose(matrices, dtype, release=True)])
+
+    def decompose() -> list[Tensor]:
+        return [eigenvectors for _, eigenvectors in eigendecompose(matrices, dtype, release=True)]
+
+    vectors = iter([eigenvectors.to(device) for eigenvectors in kept(decompose)])
     bases = []
     for diagonal in diagonal_inputs:
         outputs = next(vectors)
@@ -273,6 +281,17 @@ class KronAccumulator(Accumulator):
             return
         total = sum((g.sum(3) for g in arrived[1:]), arrived[0].sum(3))  # [v, b, g, o]
         self.outputs.add(total.flatten(0, 1).transpose(0, 1))
+
+    def state(self) -> dict[str, Tensor]:
+        inputs = {f"inputs.{name}": value for name, value in self.inputs.state().items()}
+        outputs = {f"outputs.{name}": value for name, value in self.outputs.state().items()}
+        return {**inputs, **outputs, "rows": torch.tensor(self.rows, dtype=torch.float64)}
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        self.inputs.add_state(take_under(state, "inputs."))
+        self.outputs.add_state(take_under(state, "outputs."))
+        rows = take_like(state, "rows", torch.tensor(self.rows, dtype=torch.float64))
+        self.rows = [mine + saved for mine, saved in zip(self.rows, rows.tolist(), strict=True)]
 
     def blocks(self) -> list[Block]:
         rows = torch.tensor(self.rows, dtype=torch.float64, device=self.device)
@@ -494,5 +513,6 @@ register_structure(
         fit_kron,
         (KronBlock, FullBlock, DiagonalBlock),
         dampings=DAMPINGS,
+        streams_sums=True,
     )
 )

@@ -1,9 +1,9 @@
 """Can a posterior over all layers of a network with BatchNorm be scaled without a single validation label?
 
-    AFTERMAP_DATA=path/to/data python experiments/evidence_normalised/run.py [--fit-images 2000] [--test-images 1000]
+    AFTERMAP_DATA=path/to/data python -m experiments.antoran2022.cifar [--fit-images 2000] [--test-images 1000]
 
 The pretrained ResNet-20 of the data folder, Kronecker factors of its layers from some training images, and five ways to set the
-prior and the width of the posterior. Writes results.json and figure.svg into this folder; the README explains them.
+prior and the width of the posterior. Writes cifar.json and cifar.svg into this folder; cifar.md explains them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
@@ -22,22 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+import aftermap as am
+from aftermap import metrics
+from aftermap.batches import iterate
+from aftermap.curvature.passes.products import GGNOperator
+from aftermap.laplace.dimension import match_dimension
+from aftermap.laplace.examples import informative_examples
+from aftermap.likelihoods import Categorical
+from aftermap.params import unflatten
+from aftermap.predictive import gaussian_prediction, latent_gaussians
+from examples.resnet20_cifar10 import ResNet20, batches, images
+from experiments.antoran2022.kernel import FullMatrix
+from experiments.framework import default_data_dir
 
-import aftermap as am  # noqa: E402
-from aftermap import metrics  # noqa: E402
-from aftermap.batches import iterate  # noqa: E402
-from aftermap.curvature.passes.products import GGNOperator  # noqa: E402
-from aftermap.laplace.dimension import match_dimension  # noqa: E402
-from aftermap.laplace.examples import informative_examples  # noqa: E402
-from aftermap.likelihoods import Categorical  # noqa: E402
-from aftermap.params import unflatten  # noqa: E402
-from aftermap.predictive import gaussian_prediction, latent_gaussians  # noqa: E402
-from examples.resnet20_cifar10 import ResNet20, batches, images  # noqa: E402
-from experiments.evidence_normalised.kernel import FullMatrix  # noqa: E402
-
-DATA = Path(os.environ.get("AFTERMAP_DATA", ROOT.parent / "shared" / "data"))
+DATA = default_data_dir()
 TRAINED_ON = 50_000  # images that the network was trained on; the data folder holds 20,000 of them
 STRUCTURES = {
     "KFAC expand": {"structure": "kron", "approach": "expand"},
@@ -311,10 +308,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     found = {"settings": settings, "rows": rows}
 
     def keep() -> None:
-        name = "results_all_images.json" if options.all_images else "results.json"
+        name = "cifar_all_images.json" if options.all_images else "cifar.json"
         (options.output / name).write_text(json.dumps(found, indent=1) + "\n")
         if not options.all_images:
-            draw(rows, options.output / "figure.svg")
+            draw(rows, options.output / "cifar.svg")
 
     for name in filter(None, options.structures.split(",")):
         rows += structure_rows(name, model, train, tune, x, y, options.examples)

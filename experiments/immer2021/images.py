@@ -1,0 +1,232 @@
+"""Digits and clothes: a perceptron and a convolutional network, each shown the other's images (claims L3, L6 to L8).
+
+Trained weights are kept in the work folder, a file for every seed and prior precision.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import aftermap as am
+from aftermap import metrics
+from experiments.framework import Job, work_folder
+from experiments.immer2021.contest import Pair, contest, network_probabilities, predicted, quality
+from experiments.immer2021.settings import Images
+
+__all__ = ["GROUPS", "METHODS", "Part", "jobs", "parts"]
+
+# Posteriors, and the predictives that are made of each.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "map": (),
+    "kron": ("linearised", "sampling", "evidence"),
+    "damped": ("sampling",),
+    "diagonal": ("linearised", "sampling"),
+    "subset": ("linearised",),
+}
+METHODS = {
+    "map": ("map", "MAP"),
+    "kron_sampling": ("kron", "sampling, Kronecker"),
+    "damped_sampling": ("damped", "sampling, Kronecker, Ritter's damping"),
+    "diagonal_sampling": ("diagonal", "sampling, diagonal"),
+    "kron_linearised": ("kron", "linearised, Kronecker"),
+    "diagonal_linearised": ("diagonal", "linearised, diagonal"),
+    "subset_linearised": ("subset", "linearised, subset of data"),
+}
+_LEVELS = 41
+
+
+@cache
+def _read(data_dir: Path, name: str, part: str) -> Pair:
+    examples = am.data.named(name, part, folder=data_dir)
+    assert examples.targets is not None
+    return examples.inputs, examples.targets
+
+
+@dataclass(frozen=True)
+class Part:
+    """One data set with its network.
+
+    Attributes:
+        settings: The settings.
+        data_dir: The folder with the data sets.
+        name: "mnist" (perceptron) or "fashion-mnist" (convolutional network).
+    """
+
+    settings: Images
+    data_dir: Path
+    name: str
+
+    @property
+    def precisions(self) -> tuple[float, ...]:
+        """The grid of prior precisions."""
+        return self.settings.precisions if self.name == "mnist" else self.settings.clothes_precisions
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The posteriors; the gradients of a subset of data do not fit for the perceptron."""
+        return tuple(g for g in GROUPS if g != "subset" or self.name != "mnist")
+
+    def network(self) -> nn.Sequential:
+        """The network before training."""
+        settings = self.settings
+        if self.name == "mnist":
+            sizes = (784, *settings.widths)
+            layers: list[nn.Module] = [nn.Flatten()]
+            for into, out in itertools.pairwise(sizes):
+                layers += [nn.Linear(into, out), nn.Tanh()]
+            return nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
+        first, second = settings.channels
+        return nn.Sequential(
+            nn.Conv2d(1, first, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(first, second, 5),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(16 * second, settings.dense),
+            nn.Tanh(),
+            nn.Linear(settings.dense, 10),
+        )
+
+    def data(self, seed: int) -> Pair:
+        """The training images of a seed."""
+        x, y = _read(self.data_dir, self.name, "train")
+        kept = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: self.settings.train]
+        return x[kept], y[kept]
+
+    @property
+    def validation(self) -> Pair:
+        """Held-out images of the official training set."""
+        x, y = _read(self.data_dir, self.name, "validation")
+        return x[: self.settings.validation], y[: self.settings.validation]
+
+    @property
+    def test(self) -> Pair:
+        """Test images."""
+        x, y = _read(self.data_dir, self.name, "test")
+        return x[: self.settings.test], y[: self.settings.test]
+
+    @property
+    def other(self) -> Tensor:
+        """Test images of the other data set."""
+        name = "fashion-mnist" if self.name == "mnist" else "mnist"
+        return _read(self.data_dir, name, "test")[0][: self.settings.other]
+
+    def _weights(self, seed: int, precision: float) -> Path:
+        return work_folder(self.name) / f"network{seed}_{precision:g}.pt"
+
+    def train(self, seed: int, precision: float) -> dict[str, Any]:
+        """Trains the network under one prior precision."""
+        x, y = self.data(seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = self.network()
+        generator = torch.Generator().manual_seed(seed)
+        optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
+        steps = self.settings.epochs * len(x.split(128))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+        losses = []
+        for _ in range(self.settings.epochs):
+            total = 0.0
+            for index in torch.randperm(len(x), generator=generator).split(128):
+                optimiser.zero_grad()
+                loss = F.cross_entropy(model(x[index]), y[index])
+                energy = sum((0.5 * precision * p.square().sum() for p in model.parameters()), torch.zeros(()))
+                (loss + energy / len(x)).backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+                schedule.step()
+                total += float(loss.detach()) * len(index)
+            losses.append(total / len(x))
+        torch.save(model.state_dict(), self._weights(seed, precision))
+        return {"losses": losses}
+
+    def _networks(self, seed: int) -> Iterator[tuple[float, nn.Module]]:
+        for precision in self.precisions:
+            model = self.network()
+            model.load_state_dict(torch.load(self._weights(seed, precision), weights_only=True))
+            yield precision, model.eval()
+
+    def _fits(self, seed: int, group: str) -> Iterator[tuple[float, am.Laplace]]:
+        x, y = self.data(seed)
+        options: dict[str, Any] = {"structure": group, "curvature": "exact"}
+        factor = 1.0
+        if group == "damped":
+            options = {"structure": "kron", "curvature": "exact", "damping": "factored"}
+        if group == "subset":  # The precision times N/M, as in the paper.
+            factor = len(x) / self.settings.subset
+            x, y = x[: self.settings.subset], y[: self.settings.subset]
+            options = {"structure": "subset", "subset_size": len(x), "rank": None}
+        batches = list(zip(x.split(500), y.split(500), strict=True))
+        for precision, model in self._networks(seed):
+            la = am.Laplace(model, "classification", prior_precision=factor * precision, **options)
+            yield precision, la.fit(batches, progress=False)
+
+    def compare(self, seed: int, group: str) -> dict[str, Any]:
+        """The precisions that validation images, or the evidence, choose, and what the predictives are worth then."""
+        settings = self.settings
+        (vx, vy), (tx, ty), other = self.validation, self.test, self.other
+        if group == "map":
+            scorer = {"map": lambda m: metrics.nll(network_probabilities(m, "classification", vx), vy)}
+            best = contest(self._networks(seed), scorer)["map"]
+            inside, outside = (network_probabilities(best.predictor, "classification", x) for x in (tx, other))
+            return self._numbers("map", best, inside, ty, outside)
+        if group == "subset":
+            count = settings.subset_test
+            vx, vy, tx, ty, other = vx[:count], vy[:count], tx[:count], ty[:count], other[:count]
+
+        def loss(la: am.Laplace, kind: str) -> float:
+            return metrics.nll(predicted(la, kind, vx, settings.samples, seed), vy)
+
+        scorers: dict[str, Any] = {kind: partial(loss, kind=kind) for kind in GROUPS[group] if kind != "evidence"}
+        if "evidence" in GROUPS[group]:
+            scorers["evidence"] = lambda la: -float(la.log_evidence())
+        numbers: dict[str, Any] = {}
+        for rule, best in contest(self._fits(seed, group), scorers).items():
+            kind = "linearised" if rule == "evidence" else rule
+            inside, outside = (predicted(best.predictor, kind, x, settings.samples, seed) for x in (tx, other))
+            found = self._numbers(f"{group}_{rule}", best, inside, ty, outside)
+            curves = {**numbers.get("curves", {}), **found["curves"]}
+            numbers |= {**found, "curves": curves}
+        return numbers
+
+    @staticmethod
+    def _numbers(name: str, best: Any, inside: Tensor, labels: Tensor, outside: Tensor) -> dict[str, Any]:
+        scores, positive = metrics.labelled_scores(metrics.entropy(inside), metrics.entropy(outside))
+        levels = torch.linspace(0, 1, _LEVELS, dtype=torch.float64)
+        return {
+            **quality(name, inside, labels),
+            f"{name}_auroc": metrics.auroc(scores, positive),
+            f"{name}_precision": best.precision,
+            f"{name}_scores": best.scores,
+            "curves": {
+                name: {
+                    "inside": metrics.entropy(inside).quantile(levels).tolist(),
+                    "outside": metrics.entropy(outside).quantile(levels).tolist(),
+                }
+            },
+        }
+
+
+def parts(settings: Images, data_dir: Path) -> list[Part]:
+    """Digits and clothes."""
+    return [Part(settings, data_dir, name) for name in ("mnist", "fashion-mnist")]
+
+
+def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
+    """Training under every precision, then a job for every posterior."""
+    for part in parts(settings, data_dir):
+        for seed in range(settings.seeds):
+            for precision in part.precisions:
+                yield Job(f"{part.name}/train_{precision:g}/seed{seed}", partial(part.train, seed, precision))
+            for group in part.groups:
+                yield Job(f"{part.name}/{group}/seed{seed}", partial(part.compare, seed, group))

@@ -1,0 +1,120 @@
+"""A run of jobs can be interrupted, goes on where it was, and says what it did not repeat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, run
+
+NAME = "antoran2022"  # It judges one claim, L10.
+
+
+@dataclass(frozen=True)
+class Settings:
+    seeds: int = 3
+    size: float = 1.0
+
+
+def experiment(done: list[str], **budget: Any) -> SimpleNamespace:
+    """An experiment that notes which jobs it does."""
+
+    def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
+        def work(seed: int) -> dict[str, Any]:
+            done.append(f"seed{seed}")
+            return {"value": seed * settings.size, "curves": {"line": [1 / 3, float("nan")]}}
+
+        for seed in range(settings.seeds):
+            yield Job(f"part/seed{seed}", lambda s=seed: work(s))
+
+    def verdicts(results: Results) -> list[Verdict]:
+        def judge(r: Results) -> list[Verdict]:
+            numbers = r.numbers("part/*", "value")
+            return [Verdict.of("L10", sum(numbers) > 0, mean_and_error(numbers, 1), seeds=len(numbers))]
+
+        return judged(results, {"part/*": results.settings.seeds}, ("L10",), judge)
+
+    def figures(results: Results, folder: Path) -> dict[str, str]:
+        (folder / "figure.svg").write_text("<svg/>")
+        return {"figure.svg": "Nothing."}
+
+    budgets = {"stated": Settings(), "small": Settings(**budget)}
+    return SimpleNamespace(TITLE="A trial", BUDGETS=budgets, jobs=jobs, verdicts=verdicts, figures=figures)
+
+
+def written(folder: Path) -> Any:
+    return json.loads((folder / "output" / "results.json").read_text(encoding="utf-8"))
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+    return ["--budget", "small", "--work", str(folder / "work"), "--output", str(folder / "output"), *more]
+
+
+def test_jobs_are_done_once_and_a_part_can_be_written(tmp_path: Path) -> None:
+    done: list[str] = []
+    trial = experiment(done)
+    assert run(trial, NAME, arguments(tmp_path, "--only", "*/seed1")) == 0
+    assert done == ["seed1"]
+    assert not (tmp_path / "output").exists()
+    run(trial, NAME, arguments(tmp_path, "--only", "part/seed1", "--partial"))
+    verdict = written(tmp_path)["verdicts"][0]
+    assert (verdict["verdict"], verdict["reason"]) == ("not run yet", "2 of 3 jobs are missing")
+    assert done == ["seed1"]
+    run(trial, NAME, arguments(tmp_path))
+    assert done == ["seed1", "seed0", "seed2"]
+    content = written(tmp_path)
+    assert content["verdicts"][0] == {"id": "L10", "verdict": "holds", "ours": "1.0 ± 0.6", "reason": "", "seeds": 3}
+    assert content["budget"] == {"name": "small", "seeds": 3, "size": 1.0}
+    assert content["values"]["part/seed1"]["curves"] == {"line": [0.3333, None]}
+    assert content["values"]["part/seed1"]["commit"] == content["commit"]
+    assert "| L10 |" in (tmp_path / "output" / "README.md").read_text(encoding="utf-8")
+
+
+def test_results_that_were_written_can_be_gone_on_with_elsewhere(tmp_path: Path) -> None:
+    done: list[str] = []
+    run(experiment(done, seeds=2), NAME, arguments(tmp_path))
+    before = written(tmp_path)["values"]
+    (tmp_path / "work").rename(tmp_path / "lost")
+    run(experiment(done, seeds=4), NAME, arguments(tmp_path, "--resume"))
+    assert done == ["seed0", "seed1", "seed2", "seed3"]
+    assert {k: v for k, v in written(tmp_path)["values"].items() if k in before} == before
+
+
+def test_hours_end_a_run_between_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
+    assert run(experiment(done), NAME, arguments(tmp_path, "--hours", "-1")) == 0
+    assert done == []
+    assert "3 jobs are left" in capsys.readouterr().out
+
+
+def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
+    run(experiment(done), NAME, arguments(tmp_path))
+    assert "settings changed" not in capsys.readouterr().out
+    run(experiment(done, size=2.0), NAME, arguments(tmp_path))
+    assert "settings changed (size: 1.0 to 2.0); jobs that are done are not repeated" in capsys.readouterr().out
+    assert len(done) == 3
+
+
+def test_verdicts_and_register_must_agree(tmp_path: Path) -> None:
+    trial = experiment([])
+    trial.verdicts = lambda results: [Verdict.of("H1", True, "1")]
+    with pytest.raises(ValueError, match="H1.*L10"):
+        run(trial, NAME, arguments(tmp_path))
+
+
+def test_paired_differences() -> None:
+    difference = paired([1.0, 2.0, 3.0], [0.5, 1.0, 1.5])
+    assert difference.mean == pytest.approx(1.0)
+    assert difference.error == pytest.approx(0.5 / 3**0.5)
+    assert difference.higher
+    assert not difference.lower
+    assert not paired([1.0], [0.0]).higher  # One seed decides nothing.
+    with pytest.raises(ValueError, match="3 and 2"):
+        paired([1.0, 2.0, 3.0], [1.0, 2.0])
