@@ -77,6 +77,11 @@ class Batch:
         shared = frozenset(path for path, tensor in _walk(self.inputs) if not self.is_batched(path, tensor))
         return Batch(inputs, take(self.targets, index, self.size), weight, len(index), shared)
 
+    @property
+    def numbers_per_example(self) -> int:
+        """How many numbers the inputs hold for each example."""
+        return sum(t.numel() for path, t in _walk(self.inputs) if self.is_batched(path, t)) // max(1, self.size)
+
     def is_batched(self, path: Path, tensor: Tensor) -> bool:
         """Whether a tensor among the inputs holds one row for each example."""
         return tensor.dim() > 0 and tensor.shape[0] == self.size and path not in self.whole

@@ -171,8 +171,8 @@ def fail_together(what: str) -> Iterator[None]:
             dist.all_reduce(notes)
         if error is None and bool(notes.any()):
             failed = [(r, bytes(note[note > 0].tolist())) for r, note in enumerate(notes.cpu()) if bool(note.any())]
-            told = "; ".join(f"process {r}: {text.decode(errors='ignore')}" for r, text in failed)
-            raise DataError(f"{len(failed)} of {world_size()} processes failed while {what}, so all stop. {told}")
+            causes = "; ".join(f"process {r}: {text.decode(errors='ignore')}" for r, text in failed)
+            raise DataError(f"{len(failed)} of {world_size()} processes failed while {what}, so all stop. {causes}")
     if error is not None:
         raise error
 

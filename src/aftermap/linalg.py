@@ -38,9 +38,9 @@ __all__ = [
 TERMS_PER_PART = 4096
 # Eigenvalues this many times further below zero than rounding alone would put them mean that a matrix is not p.s.d.
 _ROUNDING_MARGIN = 16.0
-# Rows of a strip: narrower ones save more of the lower triangle, but make thinner products (measured on CPU).
+# Rows of a strip: narrower ones save more of the lower triangle, but make thinner products. Strips start, and their rows lie, at
+# multiples of so many numbers: products into other places are slower. `python -m benchmarks.gram` measures both.
 _STRIP = 128
-# Strips start, and their rows lie, at multiples of so many numbers: products into other places are slower (measured on CPU).
 _ALIGNED = 16
 
 
@@ -372,19 +372,19 @@ class GramSum:
         if self.diagonal is not None:
             return self.diagonal.to(self.dtype)
         self._views.clear()
-        found = torch.empty(self.groups, self.width, self.width, dtype=self.dtype, device=self.device)
+        gram = torch.empty(self.groups, self.width, self.width, dtype=self.dtype, device=self.device)
         for start, end in reversed(self.bounds):
             strip = self.strips.take()
             if self._ones is not None:
                 part = self._ones[:, start:end]
                 strip[:, : part.shape[1], -1].add_(part)
                 strip[:, part.shape[1] :, -1].add_(self._count)  # the last row of the last strip
-            found[:, start:end, end:] = strip[:, :, end - start :]
-            found[:, end:, start:end] = strip[:, :, end - start :].transpose(-1, -2)
+            gram[:, start:end, end:] = strip[:, :, end - start :]
+            gram[:, end:, start:end] = strip[:, :, end - start :].transpose(-1, -2)
             corner = strip[:, :, : end - start]
             # The products of a square block may differ in their last digit across the diagonal.
-            found[:, start:end, start:end] = corner.triu() + corner.triu(1).transpose(-1, -2)
-        return found
+            gram[:, start:end, start:end] = corner.triu() + corner.triu(1).transpose(-1, -2)
+        return gram
 
 
 def _strip(groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -47,6 +47,7 @@ __all__ = [
     "only_require_grad",
     "prepare_forward_mode",
     "update_bn",
+    "without_view",
 ]
 
 _ENTRIES = 64
@@ -232,6 +233,17 @@ def check_not_causal(model: nn.Module) -> None:
             f"{name} is a causal language model: its outputs at position t are of token t + 1, while labels are compared position by "
             "position. Wrap it in a module of your own whose forward returns logits[:, :-1], and pass labels[:, 1:] as targets"
         )
+
+
+def without_view(output: Any) -> Any:
+    """The same numbers in the same memory, but not as a view in the eyes of autograd.
+
+    A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
+    sum) rewrites the graph around it, and the gradient edge of the view is lost.
+    """
+    if isinstance(output, Tensor) and output.requires_grad and output._is_view():
+        return torch.ops.aten._unsafe_view(output, output.shape)
+    return output
 
 
 @contextmanager
@@ -423,18 +435,16 @@ class WeightsFingerprint:
     """A few entries and a checksum of every parameter and floating-point buffer: cheap to compare, no copy of the weights.
 
     Attributes:
-        entries: Some entries of each tensor, by its name.
-        sums: The sum of all bits of each tensor, read as whole numbers: a change of any one entry changes it.
+        marks: For each tensor some of its entries, and the sum of all its bits, read as whole numbers: a change of any one
+            entry changes it.
     """
 
-    entries: dict[str, Tensor]
-    sums: dict[str, int]
+    marks: dict[str, tuple[Tensor, int]]
 
     @staticmethod
     def of(model: nn.Module) -> WeightsFingerprint:
         """Looks at a model."""
-        state = _state(model)
-        return WeightsFingerprint({n: _some(t) for n, t in state.items()}, {n: _sum(t) for n, t in state.items()})
+        return WeightsFingerprint({n: _marks(t) for n, t in _state(model).items()})
 
     def check(
         self,
@@ -449,36 +459,32 @@ class WeightsFingerprint:
             since: The moment at which the model was looked at first, for the message.
             advice: What the message says about the reason and the remedy.
         """
-        now = _state(model)
-        changed = [n for n in self.entries if n not in now or not self._same(n, now[n])]
+        now = {n: _marks(t) for n, t in _state(model).items() if n in self.marks}
+        changed = []
+        for name, (entries, total) in self.marks.items():
+            if name not in now or now[name][1] != total or not torch.equal(now[name][0], entries):
+                changed.append(name)
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise InputError(
                 f"the model's weights have changed since {since} ({', '.join(changed[:3])}{more}). {advice}"
             )
 
-    def _same(self, name: str, value: Tensor) -> bool:
-        return torch.equal(_some(value), self.entries[name]) and _sum(value) == self.sums[name]
-
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    found = {n: p.detach() for n, p in model.named_parameters()}
-    found.update({n: b for n, b in model.named_buffers() if b.is_floating_point()})
-    return found
-
-
-def _some(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _ENTRIES)].clone()
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    state.update({n: b for n, b in model.named_buffers() if b.is_floating_point()})
+    return state
 
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _sum(tensor: Tensor) -> int:
+def _marks(tensor: Tensor) -> tuple[Tensor, int]:
     flat = tensor.detach().reshape(-1)
+    entries = flat[:: max(1, flat.numel() // _ENTRIES)].clone()
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return int(flat.view(_WHOLE[flat.element_size()]).sum(dtype=torch.int64))
+    return entries, int(flat.view(_WHOLE[flat.element_size()]).sum(dtype=torch.int64))
 
 
 @torch.no_grad()

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from aftermap.batches import Batch, Unpack
-from aftermap.curvature.passes.last_block import find_last_block, last_block
-from aftermap.curvature.passes.plan import find_last_layer, find_layers
+from aftermap.curvature.passes.last_block import find_last_block, find_last_layer, last_block
+from aftermap.curvature.passes.plan import find_layers
 from aftermap.curvature.passes.record import record_calls
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.passes.vectors import resolve_kind
@@ -35,7 +35,7 @@ from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs"]
 
-_EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition on one modest machine
+_EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition: the order of magnitude of one core
 _CANDIDATES = (
     ("kron", "all"),
     ("ekfac", "all"),
@@ -145,10 +145,10 @@ def _size_of(data: Iterable[Any], batch: Batch) -> int:
 def _block_of_blocks(model: nn.Module, batch: Batch) -> list[str] | None:
     """The parameters of the last block of a network that is made of blocks; None for other networks."""
     try:
-        found = last_block(model, batch)
+        block = last_block(model, batch)
     except AftermapError:
         return None
-    return list(found.names) if found.is_module else None
+    return list(block.names) if block.is_module else None
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class _Shapes:
         }[structure]
         decomposed = min(rows, size)
         extra = {"full": 10.0 * size**3, "subset": 10.0 * decomposed**3 + 2.0 * rows * size * decomposed}
-        held = {
+        memory_of = {
             "ekfac": memory + 16.0 * size,
             "diagonal": 16.0 * size,
             "full": 28.0 * size**2,
@@ -230,7 +230,7 @@ class _Shapes:
         decompositions = extra.get(structure, eigh if structure in ("kron", "ekfac") else 0.0)
         seconds = self.batches * self.unit * passes / 3 + decompositions / _EIGH_FLOPS
         return Cost(
-            structure, which, size, seconds, held.get(structure, memory), self.n_data, self.n_data * self.outputs
+            structure, which, size, seconds, memory_of.get(structure, memory), self.n_data, self.n_data * self.outputs
         )
 
 

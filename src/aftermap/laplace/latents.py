@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from aftermap.errors import DataError, StatisticalWarning, warn_caller
 from aftermap.laplace.examples import random_examples
 from aftermap.likelihoods import Categorical, Likelihood
 from aftermap.models import call_model
+from aftermap.posteriors import Posterior
 from aftermap.predictive import PosteriorPredictor, latent_gaussians
 
 __all__ = ["OutputGaussians", "output_gaussians"]
@@ -56,7 +56,7 @@ def output_gaussians(
     predictor: PosteriorPredictor,
     batches: Iterable[Batch],
     likelihood: Likelihood,
-    posteriors: Sequence[Any],
+    posteriors: Sequence[Posterior],
     *,
     limit: int,
     generator: torch.Generator | None = None,

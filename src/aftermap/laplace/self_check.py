@@ -1,4 +1,4 @@
-"""A posterior checks itself on held-out data: is the Bayesian predictive as good as the network that it came from?
+"""A posterior checks itself on held-out data, where it must not be worse than the network that it came from.
 
 A badly scaled prior makes a predictive that is uncertain about everything. On held-out labels that shows in the likelihood and in the
 accuracy, by more than chance. Training data cannot tell: a network that knows them by heart is always better there, so they are judged
@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from aftermap.batches import Batch
 from aftermap.errors import DataError
-from aftermap.predictive import PosteriorPredictor, Prediction
+from aftermap.predictive import PosteriorPredictor, Prediction, TrainedPosterior
+
+if TYPE_CHECKING:
+    from aftermap.laplace.laplace import Laplace
 
 __all__ = ["SelfCheck", "check_predictive"]
 
@@ -35,14 +38,14 @@ class SelfCheck:
     Attributes:
         n_data: How many examples were used.
         map_nll: The network's mean negative log predictive probability of a label; an example may have several.
-        bayes_nll: The same of the Bayesian predictive.
+        bayes_nll: The Bayesian predictive's mean negative log predictive probability of a label.
         map_accuracy: The network's accuracy; None where there are no classes.
-        bayes_accuracy: The same of the Bayesian predictive.
+        bayes_accuracy: The Bayesian predictive's accuracy; None where there are no classes.
         map_confidence: The network's mean probability of the predicted class; None where there are no classes.
-        bayes_confidence: The same of the Bayesian predictive.
+        bayes_confidence: The Bayesian predictive's mean probability of its predicted class; None where there are no classes.
         collapsed: Whether the predictive is worse than the network itself, by more than chance and by more than matters.
         message: The comparison in one sentence.
-        difference: ``bayes_nll`` less ``map_nll``.
+        difference: The rise of the negative log-likelihood, ``bayes_nll`` less ``map_nll``.
         standard_error: The standard error of the difference, example by example.
         adds_nothing: Whether the predictive is the network's own: the posterior has next to no variance on these data.
     """
@@ -67,7 +70,7 @@ class SelfCheck:
 
 
 def check_predictive(
-    laplace: Any,
+    laplace: Laplace | TrainedPosterior | PosteriorPredictor,
     batches: Iterable[Batch],
     *,
     limit: int = 1000,
@@ -85,7 +88,7 @@ def check_predictive(
         link: How the linearised predictive turns the Gaussian over logits into probabilities.
         samples: The number of draws that the predictive averages over.
     """
-    predictor = laplace if isinstance(laplace, PosteriorPredictor) else laplace.predictor
+    predictor = laplace.predictor
     plain: list[Prediction] = []
     bayes: list[Prediction] = []
     targets: list[Tensor] = []

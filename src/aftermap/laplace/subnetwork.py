@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.structures.full import MAX_FULL
 from aftermap.curvature.structures.subnetwork import SubnetworkBlock
@@ -56,8 +57,7 @@ class Subnetwork:
             raise InputError(
                 f"a subnetwork needs a whole number of weights from 1 to {MAX_FULL:,}, got size={self.size!r}"
             )
-        if self.score not in SCORES:
-            raise InputError(f"score={self.score!r} is not known; allowed are {', '.join(map(repr, SCORES))}")
+        checks.choice("score", self.score, SCORES)
 
 
 def is_subnetwork(factors: Factors) -> bool:
@@ -118,7 +118,7 @@ def chosen_entries(
 
 
 def fit_subnetwork(
-    subnetwork: Any,
+    subnetwork: Subnetwork | Selection,
     previous: Factors | None,
     model: nn.Module,
     data: Iterable[Any],
@@ -142,6 +142,7 @@ def fit_subnetwork(
     if previous is not None and isinstance(previous.blocks[0], SubnetworkBlock):
         entries: Mapping[str, Tensor] = previous.blocks[0].entries
     else:
+        assert isinstance(subnetwork, Subnetwork)
         entries = chosen_entries(subnetwork, model, data, likelihood, prior, scale, **options)
     return fit_entries(model, data, likelihood, entries, **options)
 

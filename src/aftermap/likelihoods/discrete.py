@@ -104,8 +104,8 @@ class Categorical(Likelihood):
     def config(self) -> dict[str, Any]:
         """Returns name, weight (a list or None), ignore_index, and the temperature unless it is 1."""
         weight = self.weight.tolist() if isinstance(self.weight, Tensor) else None
-        found = {"name": "categorical", "weight": weight, "ignore_index": self.ignore_index}
-        return found if self.temperature == 1 else {**found, "temperature": self.temperature}
+        config = {"name": "categorical", "weight": weight, "ignore_index": self.ignore_index}
+        return config if self.temperature == 1 else {**config, "temperature": self.temperature}
 
     def _check_shapes(self, outputs: Tensor, targets: Tensor | None) -> None:
         n_classes = outputs.shape[-1]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, check_inputs, unpack_inputs
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.errors import DataError, InputError
@@ -22,6 +23,7 @@ from aftermap.models import (
     explain_model_errors,
 )
 from aftermap.params import Params
+from aftermap.posteriors import Posterior
 from aftermap.predictive.functionals import Functional, functional_covariance, functional_gradients, parse_functionals
 from aftermap.predictive.linearised import (
     check_chosen,
@@ -44,7 +46,7 @@ class PosteriorPredictor:
 
     Args:
         model: The network at the posterior's mean, in eval mode.
-        posterior: A `Posterior` over its parameters; for linearised predictions one with `functional_covariance`.
+        posterior: The posterior over its parameters.
         likelihood: The likelihood, with its noise.
         previous: A predictor of the same model and parameters whose knowledge of the model is reused.
         weights: The weights that the model must still have. None means those that it has now.
@@ -55,7 +57,7 @@ class PosteriorPredictor:
     def __init__(
         self,
         model: nn.Module,
-        posterior: Any,
+        posterior: Posterior,
         likelihood: Likelihood,
         previous: PosteriorPredictor | None = None,
         weights: WeightsFingerprint | None = None,
@@ -70,6 +72,11 @@ class PosteriorPredictor:
     def __getstate__(self) -> dict[str, Any]:
         # What was found out goes by the identity of modules, which a copy does not share: it looks anew.
         return {**self.__dict__, "_plan": None}
+
+    @property
+    def predictor(self) -> PosteriorPredictor:
+        """This object: a Laplace approximation and the posterior of an optimiser answer to the same name."""
+        return self
 
     def plan(self, batch: Batch) -> CheckedPlan:
         """Returns how the model's layers are read; made from the first batch, and checked on every one."""
@@ -120,8 +127,7 @@ class PosteriorPredictor:
             differentiable: Whether to keep the gradient in x (small batches).
             generator: The source of the random samples.
         """
-        if kind not in KINDS:
-            raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
+        checks.choice("kind", kind, KINDS)
         if local and (kind != "sampling" or weights is not None):
             raise InputError(
                 "local=True draws layer outputs for kind='sampling'; it has no use for weights= or other kinds"

@@ -268,23 +268,21 @@ class BackwardPass:
         asked: list[Any] = [*(record.edges[n] for n in deepest), *also]
         place = 0
 
-        def arrived(edge: int, gradient: Tensor) -> None:
+        def arrived(edge: int, output: int, gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[output]
+            if gradient is None:
+                return
             if edge in stacked_edges:
                 if edge not in buffers:  # An output that does not depend on a layer has a zero gradient there.
                     buffers[edge] = gradient.new_zeros(gradient.shape[0], len(vectors), *gradient.shape[1:])
                 buffers[edge][:, place] = gradient
             self.receive(edge, gradient[None])
 
-        def passes_by(edge: int, place: int, gradients: Sequence[Tensor | None]) -> None:
-            gradient = gradients[place]
-            if gradient is not None:
-                arrived(edge, gradient)
-
         wanted: list[Tensor | None] = []
         with ExitStack() as stack:
             for number, edge in enumerate(record.edges):
                 if number not in deepest and number in self._readers:
-                    stack.callback(edge.node.register_prehook(partial(passes_by, number, edge.output_nr)).remove)
+                    stack.callback(edge.node.register_prehook(partial(arrived, number, edge.output_nr)).remove)
             for place, vector in enumerate(vectors):
                 self.start_vectors(vectors[place : place + 1], waiting)
                 if asked:
@@ -294,10 +292,7 @@ class BackwardPass:
                     )
                     wanted = gradients[len(deepest) :]
                     for number in reversed(range(len(deepest))):
-                        gradient = gradients.pop(number)
-                        if gradient is not None:
-                            arrived(deepest[number], gradient)
-                        del gradient  # The next vector needs the memory.
+                        arrived(deepest[number], 0, [gradients.pop(number)])  # It is let go: the next needs its memory.
                     del gradients
                 self.end_vectors()
         for number in stacking:

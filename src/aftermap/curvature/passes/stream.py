@@ -34,7 +34,7 @@ from aftermap.models import (
 )
 from aftermap.progress import progress
 
-__all__ = ["Choose", "CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
+__all__ = ["Choose", "CurvatureProblem", "DataCounts", "first_batch"]
 
 # This many numbers of gradients are back-propagated at once (8 MB in float32).
 _GRADIENT_NUMBERS = 1 << 21
@@ -45,12 +45,6 @@ _LEAST_EXAMPLES = 16
 # A process without data plans with so many examples of another one: enough to tell a batch from its examples.
 _FEW_EXAMPLES = 4
 Choose = Callable[[Batch], Batch | None]  # some examples of a batch; None where none is chosen
-
-
-def vectors_go_together(model: nn.Module) -> bool:
-    """Tells whether all vectors go in one pass: PyTorch's vectorised backward pass is slow for convolutions and pooling."""
-    slow = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.RNNBase)
-    return not any(isinstance(m, slow) for m in model.modules())
 
 
 def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None, *, together: bool = False) -> Batch:
@@ -176,7 +170,7 @@ class CurvatureProblem:
         Raises:
             PlanContradicted: A batch, of this process or of another, used the network in another way than the plan says.
         """
-        counts, check, together = DataCounts(), PlanCheck(self.plan), vectors_go_together(self.model)
+        counts, check = DataCounts(), PlanCheck(self.plan)
         reasons: dict[str, str] = {}
         batch_number = 1
         resumed = None if self.checkpoint is None else self._resumed(self.checkpoint, description, accumulators, counts)
@@ -191,7 +185,7 @@ class CurvatureProblem:
                         del calls, outputs
                         check.check(record)
                         counts.used = counts.used | check.used
-                        self._back_propagate(record, accumulators, counts.kind, together)
+                        self._back_propagate(record, accumulators, counts.kind)
                         del record
             except PlanContradicted as contradicted:
                 reasons, batch_number = contradicted.reasons, contradicted.batch
@@ -247,12 +241,13 @@ class CurvatureProblem:
         """Yields batches in pieces whose gradients take little memory; sums over data do not notice."""
         if resumed is not None and resumed.nothing_left:
             return
-        size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, self.plan.numbers)))
         batches = self._batches(description)
         for whole in batches if choose is None else filter(None, map(choose, batches)):
             batch = whole if resumed is None else resumed.rest_of(whole, whole_batches)
             if batch is None:
                 continue
+            fitting = _PIECE_NUMBERS // self.plan.numbers_per_example(batch)
+            size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, fitting))
             if whole_batches or batch.size <= size:
                 yield batch
             else:
@@ -276,11 +271,9 @@ class CurvatureProblem:
         counts.n_outputs = math.prod(outputs.shape[1:])
         counts.kind = resolve_kind(self.curvature, outputs)
 
-    def _back_propagate(
-        self, record: ForwardRecord, accumulators: Sequence[Accumulator], kind: str, together: bool
-    ) -> None:
+    def _back_propagate(self, record: ForwardRecord, accumulators: Sequence[Accumulator], kind: str) -> None:
         """Sends the vectors of a batch through its graph, one by one or all together."""
-        batch, outputs = record.batch, record.outputs.detach()
+        batch, outputs, together = record.batch, record.outputs.detach(), self.plan.vectors_go_together
         for accumulator in accumulators:
             accumulator.start_batch(record)
         vectors = make_vectors(

@@ -29,7 +29,6 @@ from aftermap.curvature.passes.record import ForwardRecord
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import make_vectors
 from aftermap.curvature.rules.base import Layout, examples_per_chunk
-from aftermap.curvature.rules.scale import ScaleRows
 from aftermap.curvature.structures.base import (
     Block,
     BlockPosterior,
@@ -124,7 +123,7 @@ class DiagonalAccumulator(Accumulator):
         if len(calls) == 1:
             call, arrived = calls[0]
             rows = call.rows
-            columns = rows.columns(arrived) if isinstance(rows, ScaleRows) else None
+            columns = rows.columns(arrived)
             if columns is not None:
                 self._add_columns(columns)
             else:

@@ -21,7 +21,7 @@ from aftermap.curvature.passes.backward import Accumulator, LayerGradients
 from aftermap.curvature.passes.record import LayerCall
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import InputRows, Layout, examples_per_chunk
-from aftermap.curvature.rules.linear import DenseRows, OneHotRows
+from aftermap.curvature.rules.linear import DenseRows
 from aftermap.curvature.structures.assign import layer_accumulators
 from aftermap.curvature.structures.base import Block, Factors, Structure, register_structure
 from aftermap.curvature.structures.diagonal import DiagonalBlock
@@ -55,6 +55,7 @@ class EkfacBlock(Block):
     basis: KroneckerEigenbasis
     values: Tensor
     kind: str = "ekfac"
+    one_precision = True
 
     @property
     def name(self) -> str:
@@ -76,7 +77,10 @@ class EkfacBlock(Block):
     def __add__(self, other: Block) -> Block:
         if isinstance(other, EkfacBlock) and self.shapes == other.shapes:
             mine, theirs = self.basis, other.basis
-            same_inputs = mine.inputs is None or (theirs.inputs is not None and torch.equal(mine.inputs, theirs.inputs))
+            if mine.inputs is None or theirs.inputs is None:
+                same_inputs = mine.inputs is theirs.inputs
+            else:
+                same_inputs = torch.equal(mine.inputs, theirs.inputs)
             if not (same_inputs and torch.equal(mine.outputs, theirs.outputs)):
                 raise InputError(
                     f"the EKFAC blocks of {self.name} have different eigenbases and cannot be added; "
@@ -129,7 +133,7 @@ def _pieces(batch: int, numbers: int) -> Iterator[tuple[int, int]]:
 
 
 def _rows(call: LayerCall) -> InputRows:
-    """Returns the rows of a call, kept for the next vector except where windows are small and many (4 % of a fit's time)."""
+    """Returns the rows of a call, kept for the next vector except where windows are small and many: those are made anew."""
     fresh = call.fresh_rows()
     return call.rows if fresh.shared <= fresh.features else fresh
 
@@ -160,7 +164,7 @@ class EigenAccumulator(Accumulator):
             return
         pairs = [(_rows(call), grads) for call, grads in calls]
         rows, grads = pairs[0]
-        if len(calls) == 1 and isinstance(rows, OneHotRows):  # U_A = I
+        if len(calls) == 1 and self.inner is None:  # U_A = I
             turned = torch.einsum("vbgto,gop->vbgtp", grads, self.outer)
             rows.add_squares_(self.sums.room_for(rows.batch)[0], turned)
             return

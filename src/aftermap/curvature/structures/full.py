@@ -125,6 +125,7 @@ class FullBlock(Block):
     matrix: Tensor
     kind: str = "full"
     joins_layers = True
+    is_complete = True
 
     @property
     def name(self) -> str:

@@ -128,17 +128,17 @@ def run(graph: fx.Graph, model: nn.Module, inputs: Any) -> Values:
     """Runs the graph with inputs (a tensor, a tuple or a mapping) and keeps all results."""
     placeholders = _bind(graph, inputs)
     results: dict[fx.Node, Any] = {}
-    kept: dict[fx.Node, dict[fx.Node, Tensor]] = {}
+    inputs_of: dict[fx.Node, dict[fx.Node, Tensor]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             results[node] = placeholders[node]
         elif node.op == "get_attr":
             results[node] = _attribute(model, node.target)
         elif node.op != "output":
-            kept[node] = {n: results[n].clone() for n in node.all_input_nodes if isinstance(results[n], Tensor)}
+            inputs_of[node] = {n: results[n].clone() for n in node.all_input_nodes if isinstance(results[n], Tensor)}
             args, kwargs = _arguments(node, results)
             results[node] = _callable(node, model)(*args, **kwargs)
-    return Values(results, kept)
+    return Values(results, inputs_of)
 
 
 def function_of(node: fx.Node, source: fx.Node, values: Values, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -156,11 +156,11 @@ def function_of(node: fx.Node, source: fx.Node, values: Values, model: nn.Module
 
 def downstream_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Returns the given nodes and everything computed from them: where curvature has to travel."""
-    found = set(nodes)
+    reached = set(nodes)
     for node in graph.nodes:
-        if any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+    return reached
 
 
 def describe(node: fx.Node, model: nn.Module) -> str:

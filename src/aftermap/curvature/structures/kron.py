@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -61,13 +60,10 @@ from aftermap.curvature.structures.eigenbasis import (
 from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
 from aftermap.draws import normal_like
-from aftermap.errors import InputError
+from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import GramSum, kron, take_like, take_under
 from aftermap.params import Params
 from aftermap.prior import Prior
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "APPROACHES",
@@ -107,6 +103,7 @@ class KronBlock(Block):
     kind: str = "kron"
     approach: str = "expand"
     dampings = DAMPINGS
+    one_precision = True
 
     def __add__(self, other: Block) -> Block:
         if isinstance(other, KronBlock) and other.approach != self.approach:
@@ -255,7 +252,12 @@ class KronAccumulator(Accumulator):
 
     def start_batch(self, record: ForwardRecord) -> None:
         weight = record.batch.weight
-        rows = [r for r in (call.fresh_rows() for call in record.calls[self.layer]) if isinstance(r, MatrixRows)]
+        rows = [rows for call in record.calls[self.layer] if isinstance(rows := call.fresh_rows(), MatrixRows)]
+        if len(rows) < len(record.calls[self.layer]):
+            raise UnsupportedError(
+                f"the rule of {self.layout.name} says that its block is a weight matrix, but its rows have no Gram matrix. Derive "
+                "them from MatrixRows, or set matrix = False in the rule"
+            )
         if not rows:
             return
         count = record.size if weight is None else float(weight.sum())
@@ -427,7 +429,7 @@ class KronBlockPosterior(BlockPosterior):
 
     def with_prior(self, prior: Prior, scale: Tensor) -> KronBlockPosterior:
         device = self.basis.outputs.device
-        return replace(self, prior=prior.scalar(self.names).to(device), scale=scale.to(device))
+        return replace(self, prior=prior.scalar(self.layout.names).to(device), scale=scale.to(device))
 
     def log_det_ratio(self) -> Tensor:
         if self.damping == "exact":
