@@ -140,7 +140,7 @@ def _default_with_labels(prepared: Prepared, resplits: int | None) -> Iterator[N
     sets = list(_validation_sets(prepared, resplits))
     with _Watch() as fitting:
         laplace = am.fit(
-            prepared.model, prepared.train, sets[-1][2], prepared.likelihood, verbose=False, **prepared.task.options()
+            prepared.model, prepared.likelihood, prepared.train, sets[-1][2], verbose=False, **prepared.task.options()
         )
     yield from _retuned(prepared, laplace, sets, fitting.seconds)
 
@@ -170,7 +170,7 @@ def _retuned(
 def _default_without_labels(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
     with _Watch() as watch:
         laplace = am.fit(
-            prepared.model, prepared.train, None, prepared.likelihood, verbose=False, **prepared.task.options()
+            prepared.model, prepared.likelihood, prepared.train, None, verbose=False, **prepared.task.options()
         )
     note = watch.note | _described(laplace)
     yield measure(Made(_predicting(laplace), seconds=watch.seconds, note=note), prepared)

@@ -101,7 +101,9 @@ def last_block(
     x, y = parts["train"]
     options = {"subset_size": 300, "rank": 50} if structure == "subset" else {}
     start = time.process_time()
-    la = am.Laplace(model, structure=structure, params="last_block", data_scale=TRAINED / FITTED, **options)
+    la = am.Laplace(
+        model, "classification", structure=structure, params="last_block", data_scale=TRAINED / FITTED, **options
+    )
     la.fit(batches(x[order[:FITTED]], y[order[:FITTED]]), progress=False)
     fitted = time.process_time()
     la.tune(crops(x[order[-TUNED:]], y[order[-TUNED:]], 0.5, True))

@@ -204,16 +204,17 @@ def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterato
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, AftermapError):
             raise
         given = inputs()
         try:
             with torch.no_grad():
                 call_model(model, given)
-        except RuntimeError as own:
+        except (RuntimeError, TypeError, ValueError, IndexError) as own:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(given))
-            raise InputError(f"the model does not accept inputs of shape {shapes}: {own}") from error
+            keys = f" with the keys {', '.join(map(str, given))}" if isinstance(given, Mapping) else ""
+            raise InputError(f"the model does not accept inputs{keys} of shape {shapes}: {own}") from error
         raise
 
 

@@ -130,7 +130,11 @@ def test_fit_needs_data(files: Files, tmp_path: Path) -> None:
     base = ["fit", "--model", files.model, "-o", str(tmp_path / "p")]
     for more, message in (
         ([], "say which data"),
-        (["--data", str(files.train)], "has no parts of its own: use --train and --val"),
+        (
+            ["--data", f"{files.train}:train"],
+            "is one part of a set, and --data is cut into parts: use --train and --val",
+        ),
+        (["--data", f"{files.model.rpartition(':')[0]}:batches"], "gives batches, which are not cut into parts"),
         (["--train", str(files.train), "--method", "validation"], "needs held-out data: add --val"),
         (["--data", "builtin:iris", "--val", str(files.val)], "--val goes with --train"),
     ):

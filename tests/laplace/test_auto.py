@@ -51,7 +51,8 @@ def test_without_validation_data_the_report_holds_the_tuning_and_its_check() -> 
     assert report.tuning is laplace.tuning
     assert report.check is laplace.tuning.check
     assert report.check.passed
-    structure, tuning, check = str(report).splitlines()
+    structure, tuning, check, likelihood = str(report).splitlines()
+    assert likelihood.startswith("likelihood: classification, as the targets are")
     assert structure == f"structure: {report.chosen}"
     assert tuning == f"tuning: {laplace.tuning}"
     assert check == f"check passed: {report.check.message}"
@@ -137,7 +138,7 @@ def test_regression() -> None:
     model = trained(mlp(1, 6, 1), data, gaussian_nll(0.3))
     laplace = am.fit(model, data, likelihood="regression", verbose=False)
     assert float(laplace.hyperparameters.noise) == pytest.approx(0.3, rel=0.3)
-    held = am.fit(model, data, regression(noise=0.3, seed=14), "regression", verbose=False)
+    held = am.fit(model, "regression", data, regression(noise=0.3, seed=14), verbose=False)
     assert held.report.check.passed
     assert held.report.check.map_accuracy is None
 

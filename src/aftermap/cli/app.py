@@ -64,7 +64,7 @@ COMMANDS = {
         "aftermap.cli.fit",
         _BAYES,
         "Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or by the evidence.",
-        "aftermap tune posterior/ --val val.npz",
+        "aftermap tune posterior/ --val val.npz -o tuned/",
     ),
     "train": Entry(
         "aftermap.cli.train",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import os
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -29,6 +31,7 @@ __all__ = [
     "PROCESS_LOST",
     "WORSE",
     "Reporter",
+    "check_writable",
     "confirmed",
     "guarded",
     "plain_table",
@@ -120,7 +123,7 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
                 _complain(str(error))
                 code = PROCESS_LOST
             except AftermapError as error:
-                _complain(str(error))
+                _complain(_with_flags(str(error)))
                 code = BAD_INPUT
             except KeyboardInterrupt:
                 _complain("interrupted; nothing half-written is left behind")
@@ -140,6 +143,28 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
     return command
 
 
+# Arguments of Python that messages of the library name, and the options that set them.
+_FLAGS = {
+    "memory_limit": "--memory",
+    "time_limit": "--seconds",
+    "likelihood": "--task",
+    **{name: f"--{name.replace('_', '-')}" for name in ("structure", "params", "prior_precision", "kind", "samples")},
+}
+
+
+def _with_flags(text: str) -> str:
+    """A message of the library in the words of the command line.
+
+    >>> _with_flags("Raise memory_limit= or time_limit=, or params='last_layer'")
+    "Raise --memory or --seconds, or --params 'last_layer'"
+    """
+
+    def flag(found: re.Match[str]) -> str:
+        return _FLAGS[found[1]] + (" " if found[2] else "")
+
+    return re.sub(rf"\b({'|'.join(_FLAGS)})=(?=(['\"\w])?)", flag, text)
+
+
 def _about_file(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else ""
     text = f"{where}{error.strerror or error}"
@@ -155,7 +180,7 @@ def _warnings_in_words() -> Iterator[None]:
     def show(message: Any, category: Any, *rest: Any, **more: Any) -> None:
         if str(message) not in seen:
             seen.add(str(message))
-            _complain(str(message), "warning")
+            _complain(_with_flags(str(message)), "warning")
 
     with warnings.catch_warnings():
         # Under `python -W error`, as in tests, a warning stays an error.
@@ -163,17 +188,24 @@ def _warnings_in_words() -> Iterator[None]:
         yield
 
 
-def confirmed(place: Path | None, *, force: bool, what: str) -> bool:
+def confirmed(place: Path | None, *, force: bool, what: str, state: str = "exists") -> bool:
     """Makes sure that ``place`` may be written: it is not there, --force was given, or the person at the terminal says yes.
+
+    Args:
+        place: The file or folder; None means that nothing is written.
+        force: Whether --force was given.
+        what: The command, for messages.
+        state: What is said about a place that is there.
 
     Returns:
         Whether something is to be replaced.
 
     Raises:
-        InputError: It is there, and nobody allowed to replace it.
+        InputError: It is there, and nobody allowed to replace it; or nothing can be written there.
     """
     if place is None:
         return False
+    check_writable(place)
     there = place.exists() and not (place.is_dir() and not any(place.iterdir()))
     if not there or force:
         return there
@@ -181,10 +213,28 @@ def confirmed(place: Path | None, *, force: bool, what: str) -> bool:
         _err.is_terminal
         and _stdin_is_terminal()
         and rank() == 0
-        and typer.confirm(f"{place} exists. Replace it?", err=True)
+        and typer.confirm(f"{place} {state}. Replace it?", err=True)
     ):
         return True
-    raise InputError(f"{place} exists; {what} does not replace it. Choose another name with -o, or add --force")
+    raise InputError(f"{place} {state}; {what} does not replace it. Choose another name with -o, or add --force")
+
+
+def check_writable(place: Path) -> None:
+    """Raises before any work where nothing can be written to a file or folder, which need not be there yet.
+
+    Raises:
+        InputError: A part of its path is a file, or the folder that is there does not allow it.
+    """
+    above = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
+    if not above.is_dir():
+        if above == place.absolute():
+            above = above.parent
+        else:
+            raise InputError(f"{place} cannot be written: {above} is a file, not a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{place} cannot be written: the folder {above} does not allow it. Choose another place with -o"
+        )
 
 
 @contextmanager

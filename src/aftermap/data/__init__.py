@@ -13,7 +13,7 @@ from aftermap.data.named import (
     named,
     photograph_patches,
 )
-from aftermap.data.readers import csv_rows, read_csv, read_idx, read_image_folder, read_npz
+from aftermap.data.readers import csv_rows, own_parts, read_csv, read_idx, read_image_folder, read_npz
 
 __all__ = [
     "BUILTIN",
@@ -28,6 +28,7 @@ __all__ = [
     "fetch",
     "is_named",
     "named",
+    "own_parts",
     "part_of",
     "photograph_patches",
     "random_crops",

@@ -526,12 +526,17 @@ class Laplace(NotebookView):
         local: bool = False,
         differentiable: bool = False,
         generator: torch.Generator | None = None,
+        unpack: Unpack | None = None,
+        progress: bool | None = None,
     ) -> Prediction:
         """Predicts with uncertainty.
 
         Args:
-            x: The inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
-            kind: "linearised" for the Gaussian of the linearised network, or "sampling" for the network under weight samples.
+            x: The inputs as the model takes them: a tensor, an array, a table of pandas or polars, a tuple of positional or a mapping
+                of keyword arguments. Or batches of them: a DataLoader, or a list of (x, y), whose targets are not looked at.
+                Many inputs are predicted in pieces, with the same draws for all.
+            kind: "linearised" for the Gaussian of the linearised network, "margin" for its cheap form for classes (one backward pass), or
+                "sampling" for the network under weight samples.
             link: How the linearised predictive turns the Gaussian over logits into probabilities: "auto", "mc", "probit",
                 "pairwise" or "bridge".
             samples: The number of draws for link="mc", or of weight samples for kind="sampling".
@@ -541,19 +546,12 @@ class Laplace(NotebookView):
             local: Whether kind="sampling" draws the outputs of linear layers, afresh for every example, instead of weights.
             differentiable: Whether to keep the gradient in x; for small batches.
             generator: The source of the random draws.
+            unpack: What turns a batch of an unusual form into (inputs, targets).
+            progress: Whether to show a bar over several pieces; None shows it on a terminal.
         """
-        return self.predictor.predict(
-            x,
-            kind=kind,
-            link=link,
-            samples=samples,
-            diagonal=diagonal,
-            outputs=outputs,
-            weights=weights,
-            local=local,
-            differentiable=differentiable,
-            generator=generator,
-        )
+        options = dict(locals())
+        del options["self"], options["x"]
+        return self.predictor.predict(x, **options)
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""

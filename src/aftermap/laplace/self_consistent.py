@@ -73,6 +73,11 @@ class CavityCheck:
     passed: bool
     message: str
 
+    @property
+    def state(self) -> str:
+        """The judgement in a word: "passed" or "FAILED"."""
+        return "passed" if self.passed else "FAILED"
+
 
 @dataclass(frozen=True)
 class SelfConsistentResult:

@@ -146,6 +146,11 @@ class Categorical(Likelihood):
             return
         bad = ((targets < 0) | (targets >= n_classes)) & (targets != self.ignore_index)
         allowed = f"in 0 ... {n_classes - 1}, or ignore_index = {self.ignore_index}"
+        known = targets[targets != self.ignore_index]
+        if bool(bad.any()) and int(known.min()) >= 1 and int(known.max()) == n_classes:
+            allowed += "; labels that count from 1 are given as targets - 1"
+        elif bool((known[known < 0] == -1).any()):
+            allowed += "; for examples without a label use Categorical(ignore_index=-1), or leave them out"
         check_values(targets, bad, "targets", allowed, "Categorical")
 
     def _labels(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from aftermap.errors import AftermapError, InputError, NotFittedError, Numerical
 from aftermap.likelihoods import Likelihood, parse_likelihood
 from aftermap.models import check_not_sharded
 from aftermap.optim.noise import NoiseSource, draw_seed, mix
-from aftermap.optim.options import check_group, parameter_groups, parse_schedule, read_options
+from aftermap.optim.options import check_group, parameter_groups, parse_schedule, read_options, without_decay
 from aftermap.optim.statistics import (
     StepStatistics,
     add_micro_batch,
@@ -111,7 +111,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group; its options are checked, and its parameters must belong to the model."""
-        super().add_param_group(param_group)
+        super().add_param_group(without_decay(param_group, self.settings))
         group = self.param_groups[-1]
         try:
             check_group(group)

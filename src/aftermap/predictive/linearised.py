@@ -41,6 +41,7 @@ __all__ = [
     "function_samples",
     "joint_covariance",
     "latent_gaussians",
+    "margin_gaussian",
     "output_gradients",
 ]
 
@@ -64,6 +65,7 @@ def output_gradients(
     batch: Batch,
     *,
     outputs: Sequence[int] | None = None,
+    margin: bool = False,
     numbers: int = _NUMBERS,
 ) -> Iterator[tuple[slice, int, Tensor, LayerGradients]]:
     """Back-propagates the outputs of some examples at a time, one output position after another.
@@ -72,6 +74,7 @@ def output_gradients(
         checked: How the network's layers are read, and which parameters are meant.
         batch: The batch of inputs.
         outputs: The indices of the chosen outputs, of C; None for all.
+        margin: Whether to propagate one vector instead, the difference of the two largest outputs of each example.
         numbers: How many gradient numbers may be alive at once: a memory knob.
 
     Yields:
@@ -80,11 +83,11 @@ def output_gradients(
     plan, start = checked.plan, 0
     check_chosen(outputs, plan.width)
     batch = plan.marked(batch)
-    alive = plan.numbers_per_example(batch) * (plan.width if outputs is None else len(outputs))
+    alive = plan.numbers_per_example(batch) * (1 if margin else plan.width if outputs is None else len(outputs))
     with only_require_grad(checked.model, checked.names):
         for part in batch.pieces(max(1, numbers // alive)):
             record = checked.record(part)
-            for position, gradients in _gradients_by_position(record, outputs):
+            for position, gradients in _gradients_by_position(record, outputs, margin):
                 yield slice(start, start + part.size), position, record.outputs.detach(), gradients
             start += part.size
 
@@ -98,25 +101,40 @@ def check_chosen(chosen: Sequence[int] | None, width: int) -> None:
         raise InputError(f"outputs={list(chosen)!r} must name some of the {width} outputs, 0 to {width - 1}")
 
 
-def _gradients_by_position(record: ForwardRecord, chosen: Sequence[int] | None) -> Iterator[tuple[int, LayerGradients]]:
+def _gradients_by_position(
+    record: ForwardRecord, chosen: Sequence[int] | None, margin: bool
+) -> Iterator[tuple[int, LayerGradients]]:
     """Yields the gradients of the chosen outputs [v, b, ...], one output position (token, pixel) after another."""
     outputs = record.outputs
     size, width = outputs.shape[0], outputs.shape[-1]
     positions = math.prod(outputs.shape[1:-1])
-    index = torch.arange(width) if chosen is None else torch.as_tensor(list(chosen))
+    if margin:
+        rows = _margin_vectors(outputs).reshape(1, size, positions, width)
+    else:
+        index = torch.arange(width) if chosen is None else torch.as_tensor(list(chosen))
+        units = torch.eye(width, dtype=outputs.dtype, device=outputs.device)[index]
+        rows = units[:, None, None].expand(len(index), size, positions, width)
     gathered = _GatheredGradients()
     backward = BackwardPass(record, [gathered])
     if backward.ends_at_outputs and outputs.dim() == 2:
-        units = torch.eye(width, dtype=outputs.dtype, device=outputs.device)[index]
-        backward.serve_outputs(units[:, None].expand(len(index), size, width), unit_vectors=chosen is None)
+        backward.serve_outputs(rows[:, :, 0], unit_vectors=chosen is None and not margin)
         yield 0, gathered.gradients
         return
     for position in range(positions):
-        vectors = outputs.new_zeros(len(index), size, positions, width)
-        vectors[torch.arange(len(index)), :, position, index] = 1.0
-        vectors = vectors.reshape(len(index), *outputs.shape)
+        vectors = torch.zeros_like(rows)
+        vectors[:, :, position] = rows[:, :, position]
+        vectors = vectors.reshape(len(rows), *outputs.shape)
         backward.run(vectors, together=record.plan.vectors_go_together, keep_graph=position < positions - 1)
         yield position, gathered.gradients
+
+
+def _margin_vectors(outputs: Tensor) -> Tensor:
+    """Returns e_a − e_b of the two largest outputs a and b at every position [b, ..., C]; for one output 1."""
+    if outputs.shape[-1] == 1:
+        return torch.ones_like(outputs)
+    first, second = outputs.detach().topk(2).indices.unbind(-1)
+    vectors = torch.zeros_like(outputs).scatter_(-1, first.unsqueeze(-1), 1.0)
+    return vectors.scatter_(-1, second.unsqueeze(-1), -1.0)
 
 
 @dataclass(frozen=True)
@@ -186,6 +204,31 @@ def latent_gaussians(
                 layers[name] = share.reshape(len(mean), *space, -1)
         latents.append(LatentGaussian(mean, None if diagonal else stacked, var.clamp_min(0.0), layers))
     return latents
+
+
+def margin_gaussian(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> LatentGaussian:
+    """Returns a Gaussian over the outputs whose variance is that of one difference, from one backward pass.
+
+    The variance v of the difference between the two largest outputs is that of the linearised network, exactly. All outputs
+    are then taken as independent with variance v/2, so that every difference varies as this one does.
+
+    Args:
+        checked: The plan of the trained network, in eval mode, and of the posterior's parameters.
+        posterior: The posterior over these parameters.
+        batch: The batch of inputs.
+    """
+    means: list[Tensor] = []
+    parts: dict[int, list[Tensor]] = {}  # By position, these are chunks.
+    for _, position, values, gradients in output_gradients(checked, batch, margin=True):
+        if position == 0:
+            means.append(values)
+        (blocks,) = posterior.functional_covariance(gradients, [posterior], diagonal=True)
+        parts.setdefault(position, []).append(torch.stack(blocks).sum(0))
+    mean = torch.cat(means)
+    variance = torch.stack([torch.cat(chunks) for _, chunks in sorted(parts.items())], dim=1)  # [N, positions, 1]
+    variance = variance.reshape(*mean.shape[:-1], 1).clamp_min(0.0)
+    half = variance if mean.shape[-1] == 1 else variance / 2
+    return LatentGaussian(mean, None, half.expand(mean.shape), {})
 
 
 def joint_covariance(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> tuple[Tensor, Tensor]:
