@@ -23,6 +23,7 @@ from benchmarks.quality.kept import KeptOutputs
 from benchmarks.quality.measure import Made, hindsight, measure
 from benchmarks.quality.page import page_of
 from benchmarks.quality.plan import plan_of
+from benchmarks.quality.store import carry_over
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.tasks import QUICK, TASKS
 from benchmarks.quality.training import Prepared, prepare
@@ -265,6 +266,27 @@ def test_every_method_runs(tmp_path: Path, registered_structures: None) -> None:
     assert measured == set(methods.METHODS)
     absent = {name for name, reasons in found["skipped"].items() if any("no baselines." in why for why in reasons)}
     assert not absent & {"network", "temperature", "fit", "fit_unlabelled", "grid", "identity", "ensemble"}
+
+
+def test_rows_of_an_older_commit_are_kept_and_told_apart() -> None:
+    columns = ["nll", "d"]
+
+    def made(commit: str, **rows: float) -> dict[str, Any]:
+        listed = [{"task": "t", "method": m, "n": 0, "sets": 1, "values": [v, 0.0]} for m, v in rows.items()]
+        return {"commit": commit, "columns": columns, "rows": listed}
+
+    now = made("new", network=0.5, temperature=0.4)
+    joined = carry_over(now, made("old", network=0.5, temperature=0.3, fit=0.2))
+    assert [(row["method"], row.get("commit")) for row in joined["rows"]] == [
+        ("network", None),
+        ("temperature", None),
+        ("fit", "old"),
+    ]
+    # A second time it is still the row of that commit.
+    again = carry_over(now, {**joined, "commit": "later"})
+    assert again["rows"][-1]["commit"] == "old"
+    # Another network is another task.
+    assert carry_over(now, made("old", network=0.6, fit=0.2))["rows"] == now["rows"]
 
 
 def test_a_failure_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,14 @@ def _left_out(results: Mapping[str, Any]) -> list[str]:
         if without:
             which = "any task" if not any(m == method for _, m in measured) and not known else ", ".join(without)
             lines.append(f"- {facts.label}: not run on {which}")
+    older: dict[tuple[str, str], set[str]] = {}
+    for row in results["rows"]:
+        if "commit" in row:
+            older.setdefault((row["method"], row["commit"]), set()).add(row["task"])
+    lines += [
+        f"- {METHODS[method].label}: measured at the earlier commit {commit}, not again since, on {', '.join(sorted(names))}"
+        for (method, commit), names in older.items()
+    ]
     few = sorted({row["sets"] for row in results["rows"] if row["n"]})
     if few and few[0] < 5:
         lines.append(

@@ -20,7 +20,7 @@ from benchmarks.quality.datasets import MissingData
 from benchmarks.quality.methods import METHODS, Skip
 from benchmarks.quality.page import write_page
 from benchmarks.quality.plan import plan_of
-from benchmarks.quality.store import collect, read_result, result_path, write_result
+from benchmarks.quality.store import carry_over, collect, read_result, result_path, write_result
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.targets import targets_table
 from benchmarks.quality.tasks import QUICK, TASKS, Task
@@ -53,6 +53,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--quick", action="store_true", help="three tiny tasks that need no data folder: to see that all runs"
+    )
+    parser.add_argument(
+        "--carry-over", action="store_true", help="keep stored rows of an older commit where nothing is measured anew"
     )
     parser.add_argument("--train-only", action="store_true", help="only train the networks")
     parser.add_argument("--again", action="store_true", help="measure anew what failed")
@@ -177,6 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             except MissingData as missing:
                 sys.exit(str(missing))
     results = collect(asked.cache, known, seeds, METHODS)
+    stored = (asked.output or RESULTS) / "quality.json"
+    if asked.carry_over and stored.is_file():
+        results = carry_over(results, json.loads(stored.read_text()))
     for table in [targets_table(Results(results)), *tables_of(results)]:
         print(f"\n{table.text()}")
     output = asked.output or (None if asked.quick else RESULTS)
