@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -50,6 +51,8 @@ __all__ = [
     "without_view",
 ]
 
+# Hooks and flags change a network for a while, and everybody who uses it sees them: one thread at a time works on networks.
+_ONE_THREAD = threading.RLock()
 _ENTRIES = 64
 # Integer buffers with more entries than this are quantised weights, not statistics: nobody copies them.
 _LARGEST_INTEGER_BUFFER = 1 << 20
@@ -193,7 +196,7 @@ def check_not_sharded(parameters: Iterable[Tensor]) -> None:
 
 @contextmanager
 def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterator[None]:
-    """An error of the model itself, on inputs that it does not accept, is said to be one.
+    """An error of the model itself, on inputs that it does not accept, is said to be one. Other threads wait meanwhile.
 
     Args:
         model: The network that may be at fault.
@@ -203,7 +206,8 @@ def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterato
         InputError: Something failed inside, and the model alone fails on the inputs, too.
     """
     try:
-        yield
+        with _ONE_THREAD:
+            yield
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, AftermapError):
             raise
@@ -262,17 +266,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def only_require_grad(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Inside, exactly the named parameters require gradients: frozen parts build no graph and cost no memory."""
-    before = {n: p.requires_grad for n, p in model.named_parameters()}
     wanted = set(names)
-    try:
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(name in wanted)
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(before[name])
+    with _ONE_THREAD:
+        before = {n: p.requires_grad for n, p in model.named_parameters()}
+        try:
+            for name, parameter in model.named_parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(name in wanted)
+            yield
+        finally:
+            for name, parameter in model.named_parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(before[name])
 
 
 @contextmanager

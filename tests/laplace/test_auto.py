@@ -241,3 +241,18 @@ def test_token_outputs() -> None:
     # 240 positions, of which two have no label.
     assert laplace.report.check.n_data == 238
     assert laplace.predict(x).mean.shape == (40, 6, 4)
+
+
+def test_what_print_and_a_notebook_show() -> None:
+    laplace = am.fit(classifier(), classes(300), verbose=False)
+    lines = str(laplace).splitlines()
+    assert lines[0] == f"Laplace: 300 data, {laplace.posterior.n_params} uncertain parameters"
+    assert [line.split()[0] for line in lines[1:4]] == ["network", "likelihood", "structure"]
+    assert "classification" in lines[2]
+    assert "check passed" in str(laplace)
+    assert len(lines) < 15
+    assert max(map(len, lines[:5])) < 80
+    shown = laplace.report._repr_html_()
+    assert shown.startswith("<table>")
+    assert str(laplace.report.chosen) in shown.replace("&#x27;", "'")
+    assert "not fitted" in str(am.Laplace(classifier(), "classification"))

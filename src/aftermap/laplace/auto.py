@@ -25,6 +25,7 @@ from aftermap.likelihoods import Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model, check_device, check_modes, explain_model_errors
 from aftermap.params import Selection
 from aftermap.posteriors.base import has_noise
+from aftermap.predictive.display import html_table
 from aftermap.progress import announce, showing
 
 __all__ = ["FitReport", "fit", "predictions_after_fit"]
@@ -58,6 +59,10 @@ class FitReport:
         if self.check is not None:
             lines.append(f"check {self.check.state}: {self.check.message}")
         return "\n".join([*lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        named = [line.partition(": ") for line in str(self).split("\n")]
+        return html_table("fit", {"": [n for n, _, _ in named], " ": [t for _, _, t in named]}, left=["", " "])
 
     @property
     def checks(self) -> list[tuple[str, SelfCheck | CavityCheck]]:

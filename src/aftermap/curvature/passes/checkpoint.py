@@ -381,7 +381,7 @@ class ResumablePass:
 
 
 def clear_checkpoint(folder: str | os.PathLike[str]) -> None:
-    """Deletes the files of a checkpoint, and its folder where nothing else is in it; all processes call it together."""
+    """Deletes the files of a checkpoint, and nothing else in its folder; all processes call it together."""
     with fail_together("deleting the checkpoint"):
         place = Path(folder).expanduser()
         if rank() == 0 and place.is_dir():
