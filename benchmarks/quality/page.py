@@ -80,8 +80,8 @@ def _left_out(results: Mapping[str, Any]) -> list[str]:
         ]
         by_plan = [name for name in without if name in TASKS and plan_of(TASKS[name], method).reason]
         for why in sorted({plan_of(TASKS[name], method).reason for name in by_plan}):
-            which = [name for name in by_plan if plan_of(TASKS[name], method).reason == why]
-            lines.append(f"- {facts.label}: {why} ({len(which)} tasks)")
+            count = sum(plan_of(TASKS[name], method).reason == why for name in by_plan)
+            lines.append(f"- {facts.label}: {why} ({count} tasks)")
         without = [name for name in without if name not in by_plan]
         if without:
             which = "any task" if not any(m == method for _, m in measured) and not known else ", ".join(without)

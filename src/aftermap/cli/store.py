@@ -213,8 +213,9 @@ def finish(
     # Check, thresholds and words that an old folder holds belong to another prior.
     old = {k: v for k, v in fitted.extras.items() if k not in ("self_check", "thresholds", "tuning")}
     extras: dict[str, Any] = {**old, "predict": dict(options), "processes": world_size()}
-    if getattr(predictor, "tuning", None) is not None:
-        extras["tuning"] = str(predictor.tuning)
+    tuning = getattr(predictor, "tuning", None)
+    if tuning is not None:
+        extras["tuning"] = str(tuning)
     reference: dict[str, Tensor] = {}
     code = GOOD
     check, data = (

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aftermap.draws import uniform_like
 from aftermap.errors import InputError, ShapeError
 
 __all__ = ["random_crops"]
@@ -53,9 +52,10 @@ def random_crops(
         raise InputError(f"least={least!r} must be a share of the area, above 0 and at most 1")
     if not images.numel():
         return images.clone()
-    share, aspect, across, down, side = (
-        uniform_like(torch.empty(len(images), dtype=images.dtype, device=images.device), generator) for _ in range(5)
-    )
+    source = images.device if generator is None else generator.device
+    dtype = torch.promote_types(images.dtype, torch.float32)
+    drawn = torch.rand(5, len(images), generator=generator, device=source, dtype=dtype)
+    share, aspect, across, down, side = drawn.to(images.device)
     area = least + (1 - least) * share
     stretch = torch.exp(_LOG_ASPECT * (aspect - 0.5))  # the root of the aspect ratio
     width, height = ((area.sqrt() * s).clamp_max(1.0) for s in (stretch, 1 / stretch))
