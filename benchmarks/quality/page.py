@@ -66,6 +66,11 @@ def _left_out(results: Mapping[str, Any]) -> list[str]:
     """What was not measured, and why: tasks and methods without a result, few validation sets, methods that do not apply, failures."""
     measured = {(row["task"], row["method"]) for row in results["rows"]}
     lines = plan_in_words()
+    counts = [len(facts["training_seconds"]) for facts in results["tasks"].values()]
+    lines.append(
+        "- Measured so far: "
+        + ", ".join(f"{counts.count(k)} tasks with seeds {', '.join(map(str, range(k)))}" for k in sorted(set(counts)))
+    )
     missing = [name for name in TASKS if name not in results["tasks"]]
     if missing:
         lines.append(f"- {len(missing)} of {len(TASKS)} tasks: {', '.join(missing)}")

@@ -18,7 +18,7 @@ _LOG_ASPECT = math.log(4 / 3)
 def random_crops(
     images: Tensor, least: float = 0.5, *, flip: bool = True, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Random parts of images, each enlarged to the size of the whole.
+    """Returns random parts of images, each enlarged to the size of the whole.
 
     The share of the area is uniform between ``least`` and 1, the logarithm of the aspect ratio between those of 3/4 and 4/3, and the place
     uniform; values between pixels are interpolated linearly.
@@ -28,13 +28,13 @@ def random_crops(
     harder than any that it will meet.
 
     Args:
-        images: [N, C, H, W].
+        images: The images [N, C, H, W].
         least: The smallest share of the area that is kept.
         flip: Whether half of the images are mirrored, left to right.
         generator: The source of the random numbers.
 
     Returns:
-        As many images of the same size.
+        The parts, as many images of the same size.
 
     Raises:
         ShapeError: The images do not have four dimensions.
