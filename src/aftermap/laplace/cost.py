@@ -145,7 +145,7 @@ def estimate_costs(
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     batch = first_batch(model, data, unpack, together=True)
     with explain_model_errors(model, lambda: batch.inputs):
-        batches = len(data) if isinstance(data, Sized) else 1
+        batches = _count(data)
         shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), batches)
     chosen = {"all": select(model, find_last_block(model, batch) if params == "last_block" else params)}
     if params == "all":
