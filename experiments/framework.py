@@ -33,6 +33,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -272,7 +273,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     parser.add_argument(
         "--only",
         default="",
-        help="only jobs whose key begins so; nothing is written to the folder then, but with --partial",
+        help="only jobs whose key begins so, with * for anything ('*/seed1' is a seed); nothing is written to the folder then, but with --partial",
     )
     parser.add_argument(
         "--partial", action="store_true", help="write results, figures and table although jobs are missing"
@@ -306,7 +307,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     began, done, missing = time.monotonic(), 0, 0
     values: dict[str, Numbers] = {}
     for job in experiment.jobs(settings, options.data_dir):
-        wanted = job.key.startswith(options.only)
+        wanted = fnmatchcase(job.key, f"{options.only}*")
         if not wanted and not options.partial:
             continue
         path = work / f"{job.key.replace('/', '--')}.json"

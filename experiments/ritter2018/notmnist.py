@@ -24,7 +24,7 @@ from aftermap.baselines import Baseline, Deterministic, Particles
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, work_folder
 from experiments.ritter2018.settings import Images
 
-__all__ = ["METHODS", "NAMES", "Digits", "figures", "jobs", "tables", "verdicts"]
+__all__ = ["COLOURS", "METHODS", "NAMES", "Digits", "figures", "jobs", "tables", "verdicts"]
 
 NAMES = {
     "deterministic": "deterministic",
@@ -33,6 +33,7 @@ NAMES = {
     "kron": "Kronecker-factored Laplace",
     "field": "mean-field VI",
 }
+COLOURS = dict(zip(NAMES, CATEGORIES, strict=False))
 METHODS: dict[str, dict[str, str]] = {
     "kron": {"structure": "kfra", "damping": "factored"},
     "diagonal": {"structure": "diagonal", "curvature": "sampled"},
@@ -391,10 +392,10 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
     if any(value is None for value in found.values()):
         return {}
     ax = axes(width=4.4, height=2.9)
-    for place, (method, value) in enumerate(found.items()):
+    for method, value in found.items():
         assert value is not None
         share = [1 - k / 100 for k in range(101)]
-        ax.plot(value["curves"]["entropy"], share, color=CATEGORIES[place], lw=1.2, label=NAMES[method])
+        ax.plot(value["curves"]["entropy"], share, color=COLOURS[method], lw=1.2, label=NAMES[method])
     ax.set(xlim=(0, math.log(10)), ylim=(0, 1))
     finish(ax, x="entropy on notMNIST (nats)", y="share of letters with more", legend=True)
     (folder / "figure2.svg").write_text(save_svg(ax.figure), encoding="utf-8")

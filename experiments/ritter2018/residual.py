@@ -21,12 +21,12 @@ from torch import Tensor
 
 import aftermap as am
 from aftermap import metrics
-from aftermap.analysis.figures import CATEGORIES, finish, save_svg
+from aftermap.analysis.figures import finish, save_svg
 from aftermap.baselines import Baseline, Deterministic, Particles
 from examples.resnet20_cifar10 import ResNet20
 from examples.resnet20_cifar10 import images as tiles
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, work_folder
-from experiments.ritter2018.notmnist import probabilities
+from experiments.ritter2018.notmnist import COLOURS, probabilities
 from experiments.ritter2018.settings import Residual
 
 __all__ = ["figures", "jobs", "verdicts"]
@@ -279,11 +279,11 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
     figure = Figure(figsize=(6.4, 2.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for ax, (part, title) in zip(panels, (("wrong", "misclassified"), ("right", "correct")), strict=True):
-        for place, (method, value) in enumerate(found.items()):
+        for method, value in found.items():
             assert value is not None
             levels = value["curves"][part]
             share = [1 - k / 100 for k in range(len(levels))]
-            ax.plot(levels, share, color=CATEGORIES[place], lw=1.2, label=NAMES[method])
+            ax.plot(levels, share, color=COLOURS[method], lw=1.2, label=NAMES[method])
         ax.set(xlim=(0, math.log(10)), ylim=(0, 1))
         finish(
             ax, title=title, x="entropy (nats)", y="share with more" if ax is panels[0] else "", legend=part == "right"

@@ -40,9 +40,9 @@ class Toy:
     steps: int = 4000
     samples: int = 1000
     tuning_samples: int = 100
-    warmup: int = 200
-    draws: int = 500
-    trajectory: float = math.pi / 2
+    warmup: int = 150
+    draws: int = 250
+    trajectory: float = math.pi / 8
     scales: tuple[float, ...] = _decades(0, 4)
     ratios: tuple[float, ...] = _decades(-5, 3, 2)
 
@@ -83,23 +83,23 @@ class Images:
     width: int = 1024
     train: int = 50_000
     train_batch: int = 250
-    epochs: int = 12
+    epochs: int = 8
     field_epochs: int = 1
-    fit: int = 20_000
+    fit: int = 10_000
     passes: int = 2
     batch: int = 500
-    validation: int = 1000
-    tuning_samples: int = 10
+    validation: int = 500
+    tuning_samples: int = 8
     scales: tuple[float, ...] = _decades(-1, 3)
     ratios: tuple[float, ...] = _decades(-1, 4)
     samples: int = 20
-    test: int = 10_000
+    test: int = 5000
     letters: int = 2000
     attacked: int = 1000
-    aimed: int = 150
-    attack_samples: int = 8
+    aimed: int = 100
+    attack_samples: int = 6
     iterations: int = 50
-    exact_fit: int = 2000
+    exact_fit: int = 1000
 
 
 @dataclass(frozen=True)
@@ -120,13 +120,13 @@ class Residual:
     """
 
     seeds: int = 3
-    fit: int = 500
+    fit: int = 300
     passes: int = 1
-    tuning: int = 200
-    tuning_samples: int = 4
+    tuning: int = 150
+    tuning_samples: int = 3
     scales: tuple[float, ...] = _decades(0, 6)
     ratios: tuple[float, ...] = (1.0, 100.0, 1e4)
-    samples: int = 5
+    samples: int = 4
     test: int = 5000
     drops: tuple[float, ...] = (0.02, 0.05, 0.1)
 
@@ -154,8 +154,8 @@ class Outlook:
     steps: int = 500
     members: int = 5
     test: int = 2000
-    pool: int = 2000
-    labels: int = 200
+    pool: int = 1000
+    labels: int = 150
     scales: tuple[float, ...] = _decades(-1, 4)
     ratios: tuple[float, ...] = _decades(-3, 4)
 

@@ -69,9 +69,10 @@ def test_every_figure_is_drawn_and_holds_its_labels(name: str, image_result: Whe
 def test_layer_shares_draw_the_numbers(full_result: Where) -> None:
     figure = full_result.figure("layers")
     (ax,) = figure.axes
-    own, cross = ax.containers
-    assert [bar.get_width() for bar in own] == [k.predictive_share for k in full_result.layers]
-    assert [bar.get_width() for bar in cross] == [k.cross_share for k in full_result.layers]
+    (bars,) = ax.containers
+    own = [k.predictive_share for k in full_result.layers]
+    assert [bar.get_width() for bar in bars] == [share / sum(own) for share in own]
+    assert full_result.in_common == pytest.approx(1 - sum(own))
     assert [t.get_text() for t in ax.get_yticklabels()] == ["0", "2"]
     assert ax.get_ylim()[0] > ax.get_ylim()[1]  # the first layer is on top
     assert figures.layer_shares(["a"], [1.0], ax=ax) is ax

@@ -59,7 +59,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
 def test_jobs_are_done_once_and_a_part_can_be_written(tmp_path: Path) -> None:
     done: list[str] = []
     trial = experiment(done)
-    assert run(trial, NAME, arguments(tmp_path, "--only", "part/seed1")) == 0
+    assert run(trial, NAME, arguments(tmp_path, "--only", "*/seed1")) == 0
     assert done == ["seed1"]
     assert not (tmp_path / "output").exists()
     run(trial, NAME, arguments(tmp_path, "--only", "part/seed1", "--partial"))

@@ -44,7 +44,7 @@ class ClassResult:
         pairs: The mean mutual information of the rows with true class k that were predicted as j [K, K]; NaN without a
             row.
         pair_counts: The number of such rows [K, K].
-        layer_shares: For each group each layer's share of the variance, cross terms included [K, L].
+        layer_shares: For each group each layer's share of the layers' own variances [K, L]; they add up to one.
     """
 
     labels: tuple[str, ...]
@@ -126,7 +126,7 @@ class ClassSums:
         if not groups:
             return
         classes = max(2, width)
-        by_layer = contributions.whole.sum(-1).flatten(1).T.cpu()  # [rows, L]
+        by_layer = contributions.variance["own"].sum(-1).flatten(1).T.cpu()  # [rows, L]
         numbers = {
             "count": torch.ones(len(variance)),
             "epistemic": prediction.epistemic.reshape(-1),
@@ -204,7 +204,7 @@ class InputResult:
         predictions: The predictions of the inputs, on the CPU.
         epistemic: The epistemic uncertainty of these inputs [T].
         aleatoric: The aleatoric uncertainty of these inputs [T].
-        layer_shares: Each layer's share of the variance of its outputs, cross terms included [T, L].
+        layer_shares: Each layer's share of the layers' own variances of its outputs [T, L]; they add up to one.
         all_epistemic: The epistemic uncertainty of every input [N].
         all_aleatoric: The aleatoric uncertainty of every input [N].
         saliency: The gradients of the epistemic uncertainty in the inputs, of their shape [T, ...]; None if not asked
@@ -259,7 +259,7 @@ class InputKeeper:
         epistemic, aleatoric = _by_example(light.epistemic), _by_example(light.aleatoric)
         self.epistemic.append(epistemic)
         self.aleatoric.append(aleatoric)
-        layers = contributions.whole.sum((2, 3)).T.cpu()  # [n, L]
+        layers = contributions.variance["own"].sum((2, 3)).T.cpu()  # [n, L]
         shares = layers / layers.sum(1, keepdim=True)
         for i in epistemic.argsort(descending=True, stable=True)[: self.top].tolist():
             if len(self.kept) == self.top and float(epistemic[i]) <= self.kept[-1][0]:

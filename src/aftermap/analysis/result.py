@@ -56,6 +56,21 @@ class Where:
         return any(layer.cross_share is not None for layer in self.layers)
 
     @property
+    def own_shares(self) -> tuple[float, ...]:
+        """Each layer's share of the layers' own variances, in the order of the network.
+
+        The own variance of a layer is that of the outputs when only its weights are uncertain as the posterior says. The shares add up
+        to one and none is negative, whatever the layers have in common.
+        """
+        total = math.fsum(layer.predictive_share for layer in self.layers)
+        return tuple(layer.predictive_share / total for layer in self.layers)
+
+    @property
+    def in_common(self) -> float:
+        """What the covariance between layers adds to the variance of the outputs, as a share of it; mostly negative, and 0 for independent layers."""
+        return math.fsum(layer.cross_share or 0.0 for layer in self.layers)
+
+    @property
     def layer_names(self) -> tuple[str, ...]:
         """The names of the layers, in the order of the network."""
         return tuple(layer.name for layer in self.layers)
@@ -175,8 +190,10 @@ class Where:
             str(self.table("layer")),
         ]
         if self.crosses:
-            cross = math.fsum(k.cross_share or 0.0 for k in self.layers)
-            lines += ["", f"predictive and cross shares add up to 100 %; covariance between layers: {cross:+.1%}"]
+            lines += [
+                "",
+                f"predictive and cross shares add up to 100 %; covariance between layers: {self.in_common:+.1%}",
+            ]
         tied = [f"{k.name} ({', '.join(k.layer.modules)})" for k in self.layers if len(k.layer.modules) > 1]
         if tied:
             lines += ["", f"tied weights, counted once: {'; '.join(tied)}"]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
+from torch import Tensor
 
-from aftermap.analysis import Where, where
+from aftermap.analysis import Neighbours, Where, nearest_examples, where
 from aftermap.analysis.report import write_report
+from aftermap.analysis.report.cards import Features
 from aftermap.cli import options as o
 from aftermap.cli.console import confirmed
 from aftermap.cli.evaluate import MapComparison, compare_with_map, open_test
-from aftermap.cli.sources import Batches, Source
+from aftermap.cli.sources import Batches, Source, open_source
 from aftermap.cli.store import Fitted
 from aftermap.laplace import Laplace
 
@@ -32,6 +35,14 @@ def report(
     with_where: Annotated[
         bool, o.option("Whether the report says where in the network the uncertainty sits.", "--where/--no-where")
     ] = True,
+    train: Annotated[
+        str | None,
+        o.option(
+            "The training data, to show the nearest training examples beside each uncertain input.",
+            "--train",
+            metavar="DATA",
+        ),
+    ] = None,
     *,
     sets: o.TestData,
     data: o.DataOptions,
@@ -47,12 +58,13 @@ def report(
     fitted = saved.load(run.checked_device())
     score = fitted.score_name(predictive.score)
     source, ood = open_test(fitted, sets, data)
+    training = None if train is None else open_source(train, "train", fitted.complete(data.format()), what="--train")
     options = fitted.predict_options(predictive.kind, predictive.samples)
     compared = compare_with_map(fitted, source, ood, options=options, score=score, seed=run.seed)
     shares = where_for_report(fitted, source, run.seed) if with_where else None
     place = output or saved.posterior / "report.html"
     place.parent.mkdir(parents=True, exist_ok=True)
-    write_for(place, fitted, compared, shares, source, title=title, options=options, seed=run.seed)
+    write_for(place, fitted, compared, shares, source, title=title, options=options, seed=run.seed, train=training)
     compared.report_to(reporter, source.name)
     reporter.line(f"report written to {place}")
     reporter.result({**compared.to_dict(), "report": str(place)})
@@ -84,10 +96,14 @@ def write_for(
     title: str,
     options: dict[str, Any],
     seed: int,
+    train: Source | None = None,
 ) -> Path:
-    """Writes the report of a comparison."""
+    """Writes the report of a comparison; with training data it shows what each uncertain input is like."""
     examples = source.examples
     inputs = None if examples is None else examples.inputs
+    table = None
+    if examples is not None and examples.columns is not None and examples.inputs.dim() == 2:
+        table = Features(examples.columns, examples.inputs)
     pictures = inputs if inputs is not None and inputs.dim() == 4 and inputs.shape[1] in (1, 3) else None
     predictor = fitted.predictor
     settings: dict[str, Any] = {
@@ -103,6 +119,7 @@ def write_for(
         settings |= {
             "structure": predictor.structure,
             "data scale": predictor.data_scale,
+            "temperature": predictor.output_temperature,
             "prior precision": {n: float(v.mean()) for n, v in predictor.prior_precision.items()},
         }
     else:
@@ -117,4 +134,23 @@ def write_for(
         images=pictures,
         classes=fitted.extras.get("data", {}).get("classes"),
         threshold=compared.threshold,
+        features=table,
+        neighbours=None if train is None or inputs is None else partial(_neighbours, fitted, train, inputs),
+        notes=_notes(fitted),
     )
+
+
+def _neighbours(fitted: Fitted, train: Source, inputs: Tensor, indices: list[int]) -> Neighbours:
+    device = next(fitted.model.parameters()).device
+    return nearest_examples(fitted.model, train.batches.named("neighbours"), inputs[indices].to(device))
+
+
+def _notes(fitted: Fitted) -> list[str]:
+    """What tuning found, and how the posterior was checked then."""
+    notes = []
+    if fitted.extras.get("tuning"):
+        notes.append(f"Tuning: {fitted.extras['tuning']}.")
+    check = fitted.extras.get("self_check") or {}
+    if check.get("message"):
+        notes.append(f"Check on {check.get('on', 'data')}: {check['message']}.")
+    return notes

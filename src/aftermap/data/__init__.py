@@ -1,5 +1,6 @@
 """Data: readers of the usual formats, data sets by name, toy problems, and parts that never overlap."""
 
+from aftermap.data.augmentation import random_crops
 from aftermap.data.download import fetch, sha256_of
 from aftermap.data.examples import PARTS, TOYS, Examples, part_of, split, toy
 from aftermap.data.named import (
@@ -12,7 +13,7 @@ from aftermap.data.named import (
     named,
     photograph_patches,
 )
-from aftermap.data.readers import csv_rows, read_csv, read_idx, read_image_folder, read_npz
+from aftermap.data.readers import csv_rows, own_parts, read_csv, read_idx, read_image_folder, read_npz
 
 __all__ = [
     "BUILTIN",
@@ -27,8 +28,10 @@ __all__ = [
     "fetch",
     "is_named",
     "named",
+    "own_parts",
     "part_of",
     "photograph_patches",
+    "random_crops",
     "read_csv",
     "read_idx",
     "read_image_folder",

@@ -39,7 +39,6 @@ def layer_shares(
     names: Sequence[str],
     shares: Any,
     *,
-    cross: Any = None,
     parameters: Any = None,
     ax: Any = None,
     title: str = "share of the predictive variance",
@@ -48,8 +47,7 @@ def layer_shares(
 
     Args:
         names: The names of the layers, in the order of the network.
-        shares: The shares [L], which add up to one together with ``cross``.
-        cross: The signed shares of the covariance with other layers [L]; None where layers are independent.
+        shares: The shares [L], which add up to one.
         parameters: The share of all uncertain weights [L], drawn as a circle. None draws no circles.
         ax: The axes to draw on. None makes a new figure.
         title: The title above the figure.
@@ -61,51 +59,32 @@ def layer_shares(
     'share of the predictive variance'
     """
     values = as_array("shares", shares)
-    others = None if cross is None else as_array("cross", cross)
-    if len(names) != len(values) or (others is not None and len(others) != len(values)):
+    if len(names) != len(values):
         raise ShapeError(f"layer_shares got {len(names)} names, but {len(values)} shares")
-    ax = axes(ax, height=max(1.4, 0.8 + 0.22 * len(values) * (1 if others is None else 1.35)))
+    sizes = None if parameters is None else as_array("parameters", parameters)
+    ax = axes(ax, height=max(1.4, 0.8 + 0.22 * len(values)))
     place = np.arange(len(values))
-    thick = 0.7 if others is None else 0.42
-    shift = 0.0 if others is None else 0.22
-    ax.barh(
-        place - shift,
-        values,
-        thick,
-        color=CATEGORIES[0],
-        label="own" if others is not None else "variance",
-    )
-    if others is not None:
-        bars = ax.barh(place + shift, others, thick, color=CATEGORIES[1], label="with other layers")
-        for bar in bars:
-            bar.set(hatch="////", edgecolor="white", linewidth=0.0)
-        ax.axvline(0.0, color=INK, linewidth=0.6)
-    if parameters is not None:
-        sizes = as_array("parameters", parameters)
-        ax.plot(sizes, place - shift, "o", mfc="white", mec=INK, ms=4, mew=0.9, label="share of weights")
-    top = float(max(values.max(), 0.0 if parameters is None else np.max(parameters)))
-    for y, value in zip(place - shift, values, strict=True):
+    ax.barh(place, values, 0.7, color=CATEGORIES[0], label="variance")
+    if sizes is not None:
+        ax.plot(sizes, place, "o", mfc="white", mec=INK, ms=4, mew=0.9, label="share of weights")
+    for y, value in enumerate(values):
         ax.annotate(
             f"{value:.0%}" if value >= 0.095 else f"{value:.1%}",
             (value, y),
-            xytext=(
-                7 if parameters is not None and abs(value - np.asarray(parameters)[int(y + shift)]) < 0.03 else 3,
-                0,
-            ),
+            # A number stands beside its bar, and beside a circle that lies there.
+            xytext=(7 if sizes is not None and abs(value - sizes[y]) < 0.03 else 3, 0),
             textcoords="offset points",
             va="center",
             fontsize=7,
             color=INK,
         )
-    low = 0.0 if others is None else min(0.0, float(others.min()) * 1.1)
-    high = max(top, 0.0 if others is None else float(others.max())) * 1.18
-    ax.set_xlim(low, high if high > 0 else 1.0)
+    high = 1.18 * float(max(values.max(), 0.0 if sizes is None else sizes.max()))
+    ax.set_xlim(0.0, high if high > 0 else 1.0)
     ax.set_yticks(place, [short_name(n) for n in names])
     ax.invert_yaxis()
     ax.xaxis.set_major_formatter(percent)
-    several = others is not None or parameters is not None
     finish(ax, title=title)
-    if several:
+    if sizes is not None:
         legend_below(ax, 18)
     return ax
 
@@ -221,8 +200,7 @@ def _layers(where: Any, **options: Any) -> Any:
     total = sum(k.n_parameters for k in where.layers)
     return layer_shares(
         where.layer_names,
-        [k.predictive_share for k in where.layers],
-        cross=[k.cross_share for k in where.layers] if where.crosses else None,
+        where.own_shares,
         parameters=[k.n_parameters / total for k in where.layers],
         **options,
     ).figure

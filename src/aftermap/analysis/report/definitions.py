@@ -281,7 +281,12 @@ def written(value: float, form: str) -> str:
 
 
 def interval(metric: Metric, form: str) -> str:
-    """Returns the confidence interval of a number, or nothing where it has none."""
+    """Returns the confidence interval of a number, or nothing where it has none.
+
+    A bootstrap that does not even hold the number itself has failed: calibration errors of few data are too high in every resample.
+    """
+    if not metric.lower <= metric.value <= metric.upper:
+        return ""
     if metric.lower == metric.upper or not (math.isfinite(metric.lower) and math.isfinite(metric.upper)):
         return ""
     # The basic bootstrap of a calibration error, which cannot be negative, may cross zero.

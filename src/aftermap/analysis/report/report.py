@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from aftermap.analysis.neighbours import Neighbours
 from aftermap.analysis.report import sections
+from aftermap.analysis.report.cards import Features
+from aftermap.analysis.report.cards import most_uncertain as uncertain_cards
 from aftermap.analysis.report.comparison import MARKS, Row, comparison, main_score, score_in_words, verdict
 from aftermap.analysis.report.definitions import written
 from aftermap.analysis.report.sections import check_where, where_section
@@ -43,6 +47,9 @@ def write_report(
     threshold: Threshold | None = None,
     figures: Mapping[str, Any] | None = None,
     most_uncertain: int = 12,
+    features: Features | None = None,
+    neighbours: Callable[[list[int]], Neighbours] | None = None,
+    notes: Sequence[str] = (),
 ) -> Path:
     """Writes a report: one HTML file that needs nothing else, on screen (light or dark), on paper, at any width.
 
@@ -58,6 +65,10 @@ def write_report(
         threshold: The threshold for flagging inputs, if one was chosen.
         figures: The Axes of more figures by caption, such as a training history or a regression band.
         most_uncertain: The number of the most uncertain inputs to show.
+        features: The test inputs of a table with the names of their columns, so that uncertain rows can be read.
+        neighbours: A function from the numbers of test inputs to their nearest training examples
+            (`aftermap.analysis.nearest_examples`), which stand beside the uncertain inputs.
+        notes: Sentences that follow the verdict, such as what tuning found.
 
     Returns:
         The path of the file.
@@ -83,6 +94,9 @@ def write_report(
         threshold=threshold,
         figures=figures,
         most_uncertain=most_uncertain,
+        features=features,
+        neighbours=neighbours,
+        notes=notes,
     )
     part = target.with_name(target.name + ".part")
     try:
@@ -105,6 +119,9 @@ def render_report(
     threshold: Threshold | None = None,
     figures: Mapping[str, Any] | None = None,
     most_uncertain: int = 12,
+    features: Features | None = None,
+    neighbours: Callable[[list[int]], Neighbours] | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """Returns the text of the report; the arguments are those of `write_report`."""
     for name, results in (("bayesian", bayesian), ("map", map)):
@@ -113,7 +130,9 @@ def render_report(
     # What may be refused comes first: drawing takes a second.
     check_where(where)
     rows = comparison(bayesian, map)
-    cards = sections.most_uncertain(bayesian, images, classes, most_uncertain)
+    cards = uncertain_cards(
+        bayesian, images, classes, most_uncertain, where=where, features=features, neighbours=neighbours
+    )
     shown = {row.name for row in rows}
     others = [n for n in _every_name(bayesian, map) if n not in shown and "/" not in n]
     style, script = _asset("report.css"), _asset("report.js")
@@ -131,6 +150,8 @@ def render_report(
         map=map,
         names=_names(bayesian, map),
         verdict=verdict(bayesian, map, threshold=threshold),
+        most_nats=_most_nats(bayesian, classes),
+        notes=notes,
         key_numbers=_key_numbers(bayesian, rows),
         rows=rows,
         other_rows=comparison(bayesian, map, names=others) if others else [],
@@ -151,6 +172,13 @@ def render_report(
         script=safe(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
+
+
+def _most_nats(bayesian: Results, classes: Sequence[str] | None) -> float | None:
+    """Returns the entropy of a guess among all classes, where their number is known."""
+    if bayesian.kind == "binary":
+        return math.log(2)
+    return math.log(len(classes)) if bayesian.kind == "classification" and classes and len(classes) > 1 else None
 
 
 def _asset(name: str) -> str:

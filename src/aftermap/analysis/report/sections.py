@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from io import BytesIO
 from typing import Any
 
 import numpy as np
-import torch
 
 from aftermap.analysis import figures
 from aftermap.analysis.report.comparison import main_score, score_in_words, variance_notes
@@ -18,22 +15,17 @@ from aftermap.analysis.report.definitions import definition, written
 from aftermap.analysis.report.selective import OperatingPoints, column, operating_points
 from aftermap.analysis.report.svg import inline_svg, plot_box
 from aftermap.analysis.result import Where
-from aftermap.errors import DataError, InputError, ShapeError
+from aftermap.errors import InputError
 from aftermap.evaluation.results import Results
 from aftermap.evaluation.selective import EITHER, Threshold
-from aftermap.lazy import optional
 
 __all__ = [
-    "Card",
     "Picture",
     "Section",
-    "as_images",
     "attacks",
     "calibration",
     "check_where",
-    "data_uri",
     "detection",
-    "most_uncertain",
     "picture",
     "selective",
     "used_definitions",
@@ -49,56 +41,10 @@ _COLUMNS = {
     "parameters": ("Weights", "count"),
     "effective": ("Set by the data", "number"),
     "information": ("Information, nats", "number"),
-    "predictive share": ("Predictive variance", "percent"),
-    "cross share": ("With other layers", "points"),
-    "epistemic share": ("Epistemic", "percent"),
+    "own share": ("Variance of the outputs", "percent"),
+    "epistemic share": ("Epistemic uncertainty", "percent"),
 }
 _MOST_LAYERS = 24  # A longer table belongs in a file.
-
-
-def as_images(images: Any, n_data: int) -> Any:
-    """Returns images of the test inputs as one array [N, H, W] or [N, H, W, 3], not yet scaled.
-
-    Args:
-        images: A tensor or an array [N, H, W], [N, 1, H, W], [N, 3, H, W], [N, H, W, 1] or [N, H, W, 3], in the order
-            of the test data.
-        n_data: The number N of test inputs.
-
-    Raises:
-        ShapeError: The images have another shape, or their number is not that of the inputs.
-        DataError: Some numbers are not finite.
-
-    >>> as_images(torch.zeros(5, 1, 4, 3), 5).shape
-    (5, 4, 3)
-    """
-    array = images.detach().cpu().numpy() if isinstance(images, torch.Tensor) else np.asarray(images)
-    if array.ndim == 4 and array.shape[1] in (1, 3):
-        array = np.moveaxis(array, 1, -1)
-    if array.ndim == 4 and array.shape[-1] == 1:
-        array = array[..., 0]
-    if array.ndim not in (3, 4) or (array.ndim == 4 and array.shape[-1] != 3):
-        raise ShapeError(
-            f"images must have shape [N, H, W], [N, 1, H, W] or [N, 3, H, W], got {list(np.shape(images))}; "
-            "leave images out for inputs that are not pictures"
-        )
-    if len(array) != n_data:
-        raise ShapeError(f"there must be one image per test input: got {len(array)} for {n_data}")
-    if not bool(np.isfinite(array).all()):
-        raise DataError("images hold numbers that are not finite")
-    return array
-
-
-def data_uri(image: Any, low: float, high: float) -> str:
-    """Returns a picture [H, W] (grey) or [H, W, 3] as a PNG data address; `low` is black and `high` full brightness.
-
-    >>> data_uri(np.eye(3), 0.0, 1.0)[:22]
-    'data:image/png;base64,'
-    """
-    scaled = np.clip((np.asarray(image, dtype=np.float64) - low) / max(high - low, 1e-12), 0, 1)
-    buffer = BytesIO()
-    matplotlib_image = optional("matplotlib.image", "plot", "pictures")
-    matplotlib_image.imsave(buffer, scaled, format="png", cmap="gray", vmin=0, vmax=1, metadata={"Software": None})
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 @dataclass(frozen=True)
@@ -391,67 +337,6 @@ def attacks(bayesian: Results, map: Results | None) -> Section | None:
     return Section(pictures=pictures)
 
 
-@dataclass(frozen=True)
-class Card:
-    """One uncertain input, as a card of the page."""
-
-    title: str
-    answer: str
-    truth: str
-    correct: bool | None
-    epistemic: float
-    aleatoric: float
-    unit: str
-    image: str = ""
-
-    @property
-    def share(self) -> float:
-        """The epistemic part of the total, in percent."""
-        total = self.epistemic + self.aleatoric
-        return 100 * self.epistemic / total if total > 0 else 0.0
-
-
-def most_uncertain(results: Results, images: Any, classes: Sequence[str] | None, count: int) -> list[Card]:
-    """Returns the test inputs with the largest epistemic uncertainty, or, of a predictor that has none, the largest total."""
-    columns = [column(results, c) for c in ("epistemic", "aleatoric")]
-    if columns[0] is None or columns[1] is None or count < 1:
-        return []
-    epistemic, aleatoric = columns[0], columns[1]
-    order = np.argsort(-(epistemic if epistemic.max() > 0 else aleatoric), kind="stable")[:count]
-    shown = as_images(images, len(epistemic)) if images is not None else None
-    answers, targets = column(results, "prediction"), column(results, "target")
-    confidence, right = column(results, "confidence"), column(results, "correct")
-    is_class = results.kind in _CLASSES
-    if classes is not None and answers is not None and is_class and len(classes) <= int(answers.max()):
-        raise InputError(f"there are {len(classes)} names of classes, but class {int(answers.max())} is predicted")
-
-    def said(value: float) -> str:
-        if not is_class:
-            return written(value, "number")
-        return str(classes[int(value)]) if classes is not None and 0 <= value < len(classes) else f"{int(value)}"
-
-    cards = []
-    for i in order.tolist():
-        answer = "" if answers is None else said(answers[i])
-        if confidence is not None:
-            answer += f" ({100 * confidence[i]:.0f}\u00a0%)"
-        elif answers is not None and not is_class:
-            answer += f" ± {written(math.sqrt(max(0.0, epistemic[i] + aleatoric[i])), 'number')}"
-        cards.append(
-            Card(
-                f"Input {i}",
-                answer,
-                "" if targets is None else said(targets[i]),
-                None if right is None else bool(right[i]),
-                float(epistemic[i]),
-                float(aleatoric[i]),
-                "nats" if is_class else "variance",
-                "" if shown is None else data_uri(shown[i], float(shown.min()), float(shown.max())),
-            )
-        )
-    return cards
-
-
 def used_definitions(names: Sequence[str]) -> list[tuple[str, str]]:
     """Returns label and meaning of every number, once each."""
     definitions = {}
@@ -470,24 +355,49 @@ def check_where(where: Any) -> None:
 
 def where_section(where: Where) -> Section:
     """Shows layer shares, the classes that are taken for each other, and what the most uncertain inputs look at."""
+    table = _layer_table(where)
+    shown = [key for key in _COLUMNS if key in table]
     return Section(
         notes=_notes(where),
         pictures=_pictures(where),
-        header=[label for key, (label, _) in _COLUMNS.items() if key in where.table("layer")],
-        rows=_rows(where),
+        header=[_COLUMNS[key][0] for key in shown],
+        rows=[[_cell(table[key][i], _COLUMNS[key][1]) for key in shown] for i in _shown_layers(where)],
         caption="Layers in the order of the network",
     )
+
+
+def _layer_table(where: Where) -> dict[str, list[Any]]:
+    table: dict[str, list[Any]] = {**where.table("layer"), "own share": list(where.own_shares)}
+    if (
+        where.crosses
+    ):  # With what layers have in common, shares of nats are no shares of anything that a person can picture.
+        table.pop("epistemic share", None)
+    return table
 
 
 def _notes(where: Where) -> list[str]:
     total = math.fsum(layer.effective for layer in where.layers)
     count = sum(layer.n_parameters for layer in where.layers)
-    largest = max(where.layers, key=lambda layer: layer.predictive_share)
+    share, largest = max(zip(where.own_shares, where.layer_names, strict=True))
     notes = [
-        f"The layer {largest.name} holds {written(largest.predictive_share, 'percent')} of the variance of the outputs. "
-        f"The data determine {total:,.1f} of {count:,} uncertain weights and gave {where.information:,.1f} nats of information "
-        f"about them ({where.structure} posterior, {where.n_data:,} inputs)."
+        f"Of the variance of the outputs, {written(share, 'percent')} comes from the weights of the layer {largest}. "
+        f"The {where.structure} posterior counts {total:,.0f} of {count:,} uncertain weights as determined by the training data; together "
+        f"the data gave {where.information:,.0f} nats of information about them (a nat is 1.44 bits)."
     ]
+    if where.crosses:
+        before = 1 - where.in_common
+        notes.append(
+            "In this posterior layers depend on each other. Shares are those of the variances that each layer causes alone; these add up to "
+            f"{before:.3g} times the variance of the outputs, because what layers have in common "
+            + ("takes away the rest." if where.in_common < 0 else "adds the rest.")
+            + (" Most of it cancels between layers, so that no layer is uncertain by itself." if before > 2 else "")
+        )
+    elif where.kind == "classification" and "epistemic share" in _layer_table(where):
+        notes.append(
+            "Two shares stand in the table. That of the variance of the outputs counts every change of a logit. That of the epistemic "
+            "uncertainty counts only changes that move probabilities: a layer that shifts logits of which the network is sure anyway has much of "
+            "the first and little of the second."
+        )
     if len(where.layers) > _MOST_LAYERS:
         notes.append(f"The table shows the {_MOST_LAYERS} layers with the largest shares of {len(where.layers)}.")
     if where.certain:
@@ -496,14 +406,9 @@ def _notes(where: Where) -> list[str]:
     return notes
 
 
-def _rows(where: Where) -> list[list[str]]:
-    table = where.table("layer")
-    order = list(range(len(where.layers)))
-    if len(order) > _MOST_LAYERS:
-        largest = sorted(order, key=lambda i: -where.layers[i].predictive_share)[:_MOST_LAYERS]
-        order = sorted(largest)
-    shown = {key: form for key, (_, form) in _COLUMNS.items() if key in table}
-    return [[_cell(table[key][i], form) for key, form in shown.items()] for i in order]
+def _shown_layers(where: Where) -> list[int]:
+    order = sorted(range(len(where.layers)), key=lambda i: -where.own_shares[i])
+    return sorted(order[:_MOST_LAYERS])
 
 
 def _cell(value: Any, form: str) -> str:
@@ -520,7 +425,9 @@ def _pictures(where: Where) -> list[Picture]:
             where.figure("layers", title=""),
             "layers",
             "Share of each layer in the variance of the network's outputs; the shares add to one. Circles: share of the weights.",
-            "Bars: " + ", ".join(f"{k.name} {k.predictive_share:.1%}" for k in where.layers[:_MOST_LAYERS]) + ".",
+            "Bars: "
+            + ", ".join(f"{where.layer_names[i]} {where.own_shares[i]:.1%}" for i in _shown_layers(where))
+            + ".",
         )
     ]
     if where.kind == "classification" and where.classes.pairs is not None:
