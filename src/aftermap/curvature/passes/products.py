@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap import checks
 from aftermap.batches import Batch, Unpack, in_dtype, iterate
 from aftermap.distributed import all_reduce_, fail_together, is_distributed
 from aftermap.draws import normal_like
@@ -144,7 +143,8 @@ class GGNOperator:
         Returns:
             The draws [P, count] in float64.
         """
-        count = checks.count("count", count)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise InputError(f"the number of draws must be a whole number of at least 1, got {count!r}")
         total, seen = torch.zeros(self.size, count, dtype=torch.float64, device=self.device), 0
         with fail_together("drawing noise with the covariance of the GGN"), evaluating(self._model):
             for batch in self._batches():
