@@ -34,9 +34,9 @@ def test_a_tensor_of_unusual_inputs_is_enough() -> None:
     [
         (5 * X, "ood is a torch.Tensor, but must be a mapping from names to data"),
         ([(5 * X, None)], "ood is a list of 1 elements, but must be a mapping from names to data"),
-        ({"far": (X, X)}, "For two tensors pass"),
+        ({"far": (X, X)}, "the OOD set 'far' is a tuple of 2 elements; pass a tensor of inputs"),
         ({"far": X[:, :2]}, "shape"),
-        ({"far": "ood.npz"}, "an iterable of batches"),
+        ({"far": "ood.npz"}, "the OOD set 'far' is a builtins.str; pass a tensor of inputs"),
     ],
 )
 def test_unusual_data_of_another_form(ood: Any, message: str) -> None:

@@ -277,8 +277,7 @@ def evaluate(
         raise InputError(
             f"ood is {describe(ood)}, but must be a mapping from names to data, such as ood={{'other': loader}} or ood={{'other': x}}"
         )
-    # Unusual inputs need no targets, so that one tensor of them is as good as batches.
-    ood = {n: [(x, None) for x in d.split(1024)] if isinstance(d, Tensor) else d for n, d in (ood or {}).items()}
+    ood = {n: _as_batches(n, d) for n, d in (ood or {}).items()}
     if "test" in ood:
         raise InputError('an OOD set cannot be called "test": that is what the rows of the data themselves are called')
     named = check_detectors(detectors)
@@ -341,6 +340,18 @@ def evaluate(
             options=options,
         ),
     )
+
+
+def _as_batches(name: str, data: Any) -> Iterable[Any]:
+    """Batches of unusual inputs, from a tensor or as they are."""
+    if isinstance(data, Tensor):
+        return [(x, None) for x in data.split(1024)]
+    one_batch = isinstance(data, tuple) and all(isinstance(t, Tensor) for t in data)
+    if one_batch or isinstance(data, str | bytes | Mapping):
+        raise DataError(
+            f"the OOD set {name!r} is {describe(data)}; pass a tensor of inputs, a DataLoader or a list of batches (x, None)"
+        )
+    return data
 
 
 def _outside(
