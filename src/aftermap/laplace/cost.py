@@ -277,7 +277,7 @@ class _Shapes:
 
 def _eigh_flops(operations: float) -> float:
     """Operations per second in eigendecompositions: measured once, where so many are needed that the measurement is little beside them."""
-    return _EIGH_FLOPS if operations < 20 * 10.0 * _EIGH_SIZE**3 else _measured_eigh_flops()
+    return _EIGH_FLOPS if operations < 4 * 10.0 * _EIGH_SIZE**3 else _measured_eigh_flops()
 
 
 @functools.cache
