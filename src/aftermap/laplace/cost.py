@@ -147,7 +147,7 @@ def estimate_costs(
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     batch = first_batch(model, data, unpack, together=True)
     with explain_model_errors(model, lambda: batch.inputs):
-        batches = len(data) if isinstance(data, Sized) else 1
+        batches = _count(data)
         shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), batches)
     chosen = {"all": select(model, find_last_block(model, batch) if params == "last_block" else params)}
     if params == "all":
@@ -165,7 +165,15 @@ def _size_of(data: Iterable[Any], batch: Batch) -> int:
     size = getattr(getattr(data, "dataset", None), "__len__", None)
     if size is not None:
         return int(size())
-    return batch.size * (len(data) if isinstance(data, Sized) else 1)
+    return batch.size * _count(data)
+
+
+def _count(data: Iterable[Any]) -> int:
+    """The number of batches; 1 where it is unknown, as for a loader over a stream, which has ``__len__`` and raises there."""
+    try:
+        return len(data) if isinstance(data, Sized) else 1
+    except TypeError:
+        return 1
 
 
 def _block_of_blocks(model: nn.Module, batch: Batch) -> list[str] | None:
