@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from aftermap.curvature.rules.base import find_rule
 from aftermap.curvature.rules.convolution import ConvRows
 from benchmarks.models import MODELS
 
-__all__ = ["CONSTANTS", "LAYERS", "measure"]
+__all__ = ["CONSTANTS", "LAYERS", "measure", "replaced", "time_ratio"]
 
 # The network that a layer is taken from, the layer, and the size of its input's maps.
 LAYERS: dict[str, tuple[str, nn.Conv2d, int]] = {
@@ -56,17 +57,18 @@ def _rows_and_gradient(name: str) -> tuple[ConvRows, Tensor]:
 
 
 @contextmanager
-def _changed(name: str, value: Any) -> Iterator[None]:
-    """Replaces a constant or a function of the module for a while."""
-    shipped = getattr(convolution, name)
+def replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Replaces a constant or a function of a module for a while."""
+    shipped = getattr(module, name)
     try:
-        setattr(convolution, name, value)
+        setattr(module, name, value)
         yield
     finally:
-        setattr(convolution, name, shipped)
+        setattr(module, name, shipped)
 
 
-def _ratio(other: Callable[[], Any], shipped: Callable[[], Any], repeats: int) -> float:
+def time_ratio(other: Callable[[], Any], shipped: Callable[[], Any], repeats: int) -> float:
+    """How many times as much CPU time one function takes as another: the ratio of medians over interleaved rounds."""
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for function, times in zip((other, shipped), seconds, strict=True):
@@ -92,7 +94,7 @@ def measure(name: str, *, repeats: int) -> dict[str, float]:
 
     def with_change(constant: str, value: Any) -> Callable[[], None]:
         def run() -> None:
-            with _changed(constant, value):
+            with replaced(convolution, constant, value):
                 shipped()
 
         return run
@@ -111,13 +113,13 @@ def measure(name: str, *, repeats: int) -> dict[str, float]:
     for method in CONSTANTS:
         if method != chosen:
             always = with_change("choose_method", lambda *_, method=method: method)
-            ratios[method] = _ratio(always, shipped, repeats)
+            ratios[method] = time_ratio(always, shipped, repeats)
     for constant, values in CONSTANTS[chosen].items():
         for value in values:
             # Which method is chosen does not follow the size of chunks here: only the chunks are compared.
-            with _changed("choose_method", lambda *_: chosen):
-                ratios[f"{constant}={value:,}"] = _ratio(with_change(constant, value), shipped, repeats)
-    ratios[f"not cached, {VECTORS} vectors"] = _ratio(squares(lambda: rows), squares(rows.cached), repeats)
+            with replaced(convolution, "choose_method", lambda *_: chosen):
+                ratios[f"{constant}={value:,}"] = time_ratio(with_change(constant, value), shipped, repeats)
+    ratios[f"not cached, {VECTORS} vectors"] = time_ratio(squares(lambda: rows), squares(rows.cached), repeats)
     return ratios
 
 

@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DOCS", "Block", "blocks_of", "masked", "pages", "run_page", "with_outputs"]
+__all__ = ["DOCS", "FENCE", "Block", "blocks_of", "masked", "pages", "run_page", "with_outputs"]
 
 DOCS = Path(__file__).resolve().parent
-_FENCE = re.compile(
+FENCE = re.compile(
     r"^```python[^\n]*\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.DOTALL | re.MULTILINE
 )
 _NUMBER = re.compile(r"[-+−]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?\*?")  # with the star of a table's best
@@ -59,7 +59,7 @@ def blocks_of(text: str) -> list[Block]:
     >>> blocks_of("Look:\n\n```python\nprint(1)\n```\n\n```text\n1\n```\n")
     [Block(line=4, code='print(1)\n', output='1\n')]
     """
-    return [Block(text.count("\n", 0, m.start("code")) + 1, m["code"], m["output"]) for m in _FENCE.finditer(text)]
+    return [Block(text.count("\n", 0, m.start("code")) + 1, m["code"], m["output"]) for m in FENCE.finditer(text)]
 
 
 def masked(text: str) -> list[str]:
@@ -122,7 +122,7 @@ def with_outputs(text: str, printed: list[str]) -> str:
         start, end = (place - match.start() for place in match.span("output"))
         return match[0][:start] + new + match[0][end:]
 
-    return _FENCE.sub(renew, text)
+    return FENCE.sub(renew, text)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,16 +1,18 @@
-"""Two processes for tests: a free port, and what each of them found."""
+"""Several processes for tests: a free port, and what each of them found."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-__all__ = ["free_port", "from_two_processes"]
+__all__ = ["free_port", "from_processes", "from_two_processes"]
 
 
 def free_port() -> int:
@@ -25,3 +27,19 @@ def from_two_processes(run: Callable[[int, int, str], None], folder: Path) -> tu
     multiprocessing.spawn(run, args=(free_port(), str(folder)), nprocs=2, join=True)
     first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2))
     return first, second
+
+
+def from_processes(work: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
+    """What ``work(*arguments)`` returns in each of ``world`` processes of a gloo group; it must be importable by name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    multiprocessing.spawn(_run, args=(world, free_port(), str(folder), work, arguments), nprocs=world, join=True)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
+
+
+def _run(rank: int, world: int, port: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    torch.save(work(*arguments), os.path.join(folder, f"{rank}.pt"))
+    dist.barrier()  # nobody leaves while others still speak
+    dist.destroy_process_group()

@@ -14,10 +14,10 @@ from tests.call_traces import Trace, trace
 
 # The most that a call may go through: files, functions, depth.
 BOUNDS = {
-    "Laplace.fit": Trace(28, 193, 15),
-    "Laplace.predict": Trace(24, 147, 17),
-    "Laplace.tune": Trace(9, 45, 11),
-    "VOGN.step": Trace(14, 91, 10),
+    "Laplace.fit": Trace(27, 193, 14),
+    "Laplace.predict": Trace(22, 146, 15),
+    "Laplace.tune": Trace(9, 44, 10),
+    "VOGN.step": Trace(13, 91, 10),
     "IVON.step": Trace(10, 49, 9),
 }
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from aftermap.errors import StatisticalWarning
-from docs import run_pages
+from docs import make_gallery, make_notebooks, run_pages
 from tests.architecture import LAYERS
 
 ROOT = Path(__file__).parent.parent
@@ -338,3 +338,26 @@ def test_the_reference_of_the_command_line_is_that_of_the_commands() -> None:
     assert command_reference.PAGE.read_text(encoding="utf-8") == command_reference.page(), (
         "the commands have changed: python docs/command_reference.py"
     )
+
+
+@pytest.mark.parametrize("name", make_notebooks.TUTORIALS)
+def test_a_notebook_is_its_tutorial(name: str) -> None:
+    """The code of a tutorial is run by `test_page`; a notebook must hold that code, no more and no less."""
+    stored = (make_notebooks.FOLDER / f"{name}.ipynb").read_text(encoding="utf-8")
+    assert stored == make_notebooks.notebook(name), "the tutorials have changed: python -m docs.make_notebooks"
+    cells = json.loads(stored)["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert code == [block.code.rstrip("\n") for block in run_pages.blocks_of(text_of(f"tutorials/{name}.md"))]
+    assert f"tutorials/{name}.md" in PAGES
+    assert len({cell["id"] for cell in cells}) == len(cells)
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", "".join(line for cell in cells for line in cell["source"])):
+        assert (make_notebooks.FOLDER / link).exists(), link
+
+
+def test_the_gallery_shows_what_there_is() -> None:
+    assert make_gallery.PAGE.read_text(encoding="utf-8") == make_gallery.page(), (
+        "examples, experiments or pictures have changed: python -m docs.make_gallery"
+    )
+    shown = re.findall(r"\]\((images/[^)]+)\)", make_gallery.page())
+    assert len(shown) >= len(make_gallery.PICTURES)
+    assert all((DOCS / picture).is_file() for picture in shown)

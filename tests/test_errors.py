@@ -24,7 +24,7 @@ def test_each_class_is_also_what_a_python_programmer_expects(child: type, parent
 
 def test_every_error_is_an_aftermap_error_and_no_warning_is() -> None:
     classes = [found for name in errors.__all__ if isinstance(found := getattr(errors, name), type)]
-    assert len(classes) == 9
+    assert len(classes) == 10
     for cls in classes:
         assert issubclass(cls, errors.AftermapError) != issubclass(cls, Warning)
         assert inspect.getdoc(cls)

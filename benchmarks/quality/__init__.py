@@ -4,7 +4,7 @@
 
     from benchmarks.quality import load_task
     task = load_task("mnist2k_mlp", seed=0)
-    la = aftermap.fit(task.model, task.train, task.validation(300, 0), task.likelihood, **task.task.options())
+    la = aftermap.fit(task.model, task.likelihood, task.train, task.validation(300, 0), **task.task.options())
 """
 
 from benchmarks.quality.tasks import TASKS, Task

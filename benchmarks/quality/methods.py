@@ -134,7 +134,7 @@ def _default_with_labels(prepared: Prepared, resplits: int | None) -> Iterator[N
         with _Watch() as watch:
             if laplace is None or prepared.task.group != "image":
                 laplace = am.fit(
-                    prepared.model, prepared.train, data, prepared.likelihood, verbose=False, **prepared.task.options()
+                    prepared.model, prepared.likelihood, prepared.train, data, verbose=False, **prepared.task.options()
                 )
                 call = "fit"
             else:
@@ -147,7 +147,7 @@ def _default_with_labels(prepared: Prepared, resplits: int | None) -> Iterator[N
 def _default_without_labels(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
     with _Watch() as watch:
         laplace = am.fit(
-            prepared.model, prepared.train, None, prepared.likelihood, verbose=False, **prepared.task.options()
+            prepared.model, prepared.likelihood, prepared.train, None, verbose=False, **prepared.task.options()
         )
     note = watch.note | _described(laplace)
     yield measure(Made(_predicting(laplace), seconds=watch.seconds, note=note), prepared)

@@ -118,7 +118,7 @@ def load_task(name: str, seed: int = 0, *, data_dir: Path | str = DATA, cache: P
     """A task by its name, with its trained network.
 
     >>> task = load_task("wine_mlp")  # doctest: +SKIP
-    >>> la = aftermap.fit(task.model, task.train, task.validation(30, 0), task.likelihood)  # doctest: +SKIP
+    >>> la = aftermap.fit(task.model, task.likelihood, task.train, task.validation(30, 0))  # doctest: +SKIP
     """
     return prepare(find_task(name), seed, Path(data_dir), Path(cache))
 

@@ -59,12 +59,12 @@ class Settings:
     seeds: int = 3
     widths: tuple[int, int] = (6, 8)
     train: int = 54_000
-    epochs: int = 6
-    fit: int = 3000
-    rounds: int = 3
-    iterations: int = 8
-    validation: int = 500
-    test: int = 2000
+    epochs: int = 4
+    fit: int = 2000
+    rounds: int = 2
+    iterations: int = 6
+    validation: int = 300
+    test: int = 1500
     grid: tuple[float, ...] = tuple(10.0**k for k in range(-2, 7))
 
 
@@ -269,7 +269,8 @@ def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     for seed in range(settings.seeds):
         yield Job(f"train/seed{seed}", partial(digits.train, seed))
         yield Job(f"map/seed{seed}", partial(digits.map, seed))
-        for structure in STRUCTURES:
+    for structure in STRUCTURES:
+        for seed in range(settings.seeds):
             yield Job(f"{structure}/seed{seed}", partial(digits.compare, structure, seed))
 
 
@@ -339,6 +340,7 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
     ax.set_xscale("log")
     ax.set_yscale("log")
     finish(ax, x="prior precision", y="NLL", legend=True)
+    ax.tick_params(which="both", labelsize=7)
     (folder / "precision.svg").write_text(save_svg(ax.figure), encoding="utf-8")
     caption = "A residual network with BatchNorm on MNIST: NLL on validation images against the precision of the prior, mean over seeds, and the test NLL of what the evidence chooses, seed by seed."
     return {"precision.svg": caption}

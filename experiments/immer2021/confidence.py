@@ -49,14 +49,13 @@ def _far(settings: Far, data_dir: Path, activation: str, seed: int) -> dict[str,
         return network.predict(inputs).confidence[:, 0], la.predict(inputs).confidence[:, 0]
 
     found = [[float(c.mean()) for c in confidences(scale * test[0])] for scale in settings.scales]
-    line = torch.linspace(-_REACH, _REACH, GRID, dtype=torch.float64)
-    plane = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).reshape(-1, 2)
-    maps = [c.reshape(GRID, GRID).tolist() for c in confidences(plane)]
-    return {
-        "network": [a for a, _ in found],
-        "linearised": [b for _, b in found],
-        "curves": {"maps": maps, "reach": _REACH, "x": train[0][:100], "y": train[1][:100]},
-    }
+    numbers: dict[str, Any] = {"network": [a for a, _ in found], "linearised": [b for _, b in found]}
+    if seed == 0 and activation == "relu":  # the ones that are drawn
+        line = torch.linspace(-_REACH, _REACH, GRID, dtype=torch.float64)
+        plane = torch.stack(torch.meshgrid(line, line, indexing="xy"), -1).reshape(-1, 2)
+        maps = [c.reshape(GRID, GRID).tolist() for c in confidences(plane)]
+        numbers["curves"] = {"maps": maps, "reach": _REACH, "x": train[0][:100], "y": train[1][:100]}
+    return numbers
 
 
 def _svhn(settings: Svhn, data_dir: Path, seed: int) -> dict[str, Any]:

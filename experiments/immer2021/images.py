@@ -66,14 +66,9 @@ class Part:
     name: str
 
     @property
-    def precisions(self) -> tuple[float, ...]:
-        """The grid of prior precisions."""
-        return self.settings.precisions if self.name == "mnist" else self.settings.clothes_precisions
-
-    @property
     def groups(self) -> tuple[str, ...]:
-        """The posteriors; the gradients of a subset of data do not fit for the perceptron."""
-        return tuple(g for g in GROUPS if g != "subset" or self.name != "mnist")
+        """The posteriors; the gradients of a subset of data are too many numbers for the perceptron."""
+        return ("map", "kron", "damped") if self.name == "mnist" else ("map", "kron", "diagonal", "subset")
 
     def network(self) -> nn.Sequential:
         """The network before training."""
@@ -151,7 +146,7 @@ class Part:
         return {"losses": losses}
 
     def _networks(self, seed: int) -> Iterator[tuple[float, nn.Module]]:
-        for precision in self.precisions:
+        for precision in self.settings.precisions:
             model = self.network()
             model.load_state_dict(torch.load(self._weights(seed, precision), weights_only=True))
             yield precision, model.eval()
@@ -226,7 +221,7 @@ def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
     """Training under every precision, then a job for every posterior."""
     for part in parts(settings, data_dir):
         for seed in range(settings.seeds):
-            for precision in part.precisions:
+            for precision in settings.precisions:
                 yield Job(f"{part.name}/train_{precision:g}/seed{seed}", partial(part.train, seed, precision))
             for group in part.groups:
                 yield Job(f"{part.name}/{group}/seed{seed}", partial(part.compare, seed, group))

@@ -92,7 +92,7 @@ def _uci(results: Results) -> Any:
 
 
 def _precision(results: Results) -> Any:
-    shown = ("map", "kron_sampling", "damped_sampling", "kron_linearised", "diagonal_linearised")
+    shown = ("map", "kron_sampling", "damped_sampling", "kron_linearised")
     found = {m: list(results.among(f"mnist/{METHODS[m][0]}/*").values()) for m in shown}
     if not all(found.values()):
         return None
@@ -110,7 +110,9 @@ def _precision(results: Results) -> Any:
         )
     ax.set_xscale("log")
     ax.set_yscale("log")
-    return finish(ax, x="prior precision", y="validation NLL", legend=True).figure
+    finish(ax, x="prior precision", y="validation NLL", legend=True)
+    ax.tick_params(which="both", labelsize=7)
+    return ax.figure
 
 
 def _entropy(results: Results) -> Any:
@@ -210,7 +212,7 @@ def _svhn(results: Results) -> Any:
 
 def tables(results: Results) -> str:
     """NLL on tables, and the lines of both image networks."""
-    parts = [_uci_table(results, depth) for depth in DEPTHS] + [
+    parts = [_uci_table(results, depth) for depth in results.settings.uci.depths] + [
         _image_table(results, n) for n in ("mnist", "fashion-mnist")
     ]
     return "\n\n".join(filter(None, parts))

@@ -17,6 +17,7 @@ class Uci:
         sets: The data sets.
         seeds: The seeds of splits and weights, the first ones of the paper.
         width: The units of every hidden layer.
+        depths: The numbers of hidden layers, 1 first.
         steps: Steps of Adam over all data.
         precisions: The grid of prior precisions.
         samples: Weight samples, and draws of the linearised predictive.
@@ -27,11 +28,12 @@ class Uci:
     sets: tuple[str, ...] = SETS
     seeds: tuple[int, ...] = (711, 1, 75)
     width: int = 50
-    steps: int = 2000
-    precisions: tuple[float, ...] = (0.01, 0.1, 1.0, 10.0, 100.0)
+    depths: tuple[int, ...] = (1,)
+    steps: int = 1500
+    precisions: tuple[float, ...] = (0.1, 1.0, 10.0, 100.0)
     samples: int = 300
     subset: int = 100
-    rows: int = 10_000
+    rows: int = 2000
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,7 @@ class Images:
         validation: Held-out images of the official training set that choose the precision.
         test: Test images.
         other: Images of the other data set.
-        precisions: The grid of prior precisions of the perceptron on digits.
-        clothes_precisions: The grid of the convolutional network on clothes.
+        precisions: The grid of prior precisions.
         widths: The hidden layers of the perceptron.
         channels: The channels of the convolutional network.
         dense: The units of its dense layer.
@@ -56,13 +57,12 @@ class Images:
     """
 
     seeds: int = 3
-    train: int = 20_000
-    epochs: int = 15
-    validation: int = 2000
-    test: int = 4000
-    other: int = 4000
-    precisions: tuple[float, ...] = (0.1, 1.0, 10.0, 100.0, 1000.0)
-    clothes_precisions: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
+    train: int = 10_000
+    epochs: int = 12
+    validation: int = 1000
+    test: int = 3000
+    other: int = 3000
+    precisions: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
     widths: tuple[int, ...] = (256, 128, 64, 32)
     channels: tuple[int, int] = (8, 16)
     dense: int = 64
@@ -152,7 +152,9 @@ class Settings:
 BUDGETS = {
     "stated": Settings(),
     "small": Settings(
-        uci=Uci(seeds=(711,), width=4, steps=50, precisions=(0.1, 10.0), samples=20, subset=20, rows=120),
+        uci=Uci(
+            seeds=(711,), width=4, depths=(1, 2), steps=50, precisions=(0.1, 10.0), samples=20, subset=20, rows=120
+        ),
         images=Images(
             seeds=1,
             train=300,
@@ -161,7 +163,6 @@ BUDGETS = {
             test=100,
             other=100,
             precisions=(1.0, 100.0),
-            clothes_precisions=(10.0,),
             widths=(16, 8),
             channels=(2, 3),
             dense=8,

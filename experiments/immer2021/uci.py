@@ -25,7 +25,7 @@ from experiments.immer2021.settings import Uci
 __all__ = ["DEPTHS", "STRUCTURES", "jobs", "multilayer", "read", "split", "train_stack"]
 
 STRUCTURES = ("full", "kron", "diagonal", "subset")
-# With two hidden layers the full matrix has up to 6,310 rows, whose decomposition takes minutes at every precision.
+# With two hidden layers the full matrix has up to 6,310 rows, whose decomposition takes a minute at every precision.
 DEPTHS: dict[int, tuple[str, ...]] = {1: STRUCTURES, 2: ("kron", "diagonal", "subset")}
 
 
@@ -163,7 +163,7 @@ def _fit(
 
 def jobs(settings: Uci, data_dir: Path) -> Iterator[Job]:
     """A job for every set, depth and seed."""
-    for depth in DEPTHS:
+    for depth in settings.depths:
         for name in settings.sets:
             for seed in settings.seeds:
                 yield Job(f"uci/{name}/depth{depth}/seed{seed}", partial(_job, settings, data_dir, name, depth, seed))

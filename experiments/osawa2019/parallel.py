@@ -35,6 +35,7 @@ from experiments.osawa2019.training import Batches, Data
 __all__ = ["figures", "jobs", "verdicts"]
 
 OPTIONS: dict[str, Any] = {"lr": 5e-3, "damping": 0.1, "prior_precision": 16.0}
+N_DATA = 8000
 SINGLE, DOUBLE = "float32", "float64"
 # Sums of parts are rounded otherwise than sums of the whole: a few digits of the last place after some steps.
 ROUNDING = {SINGLE: 1e-4, DOUBLE: 1e-12}
@@ -71,7 +72,7 @@ def _process(asked: dict[str, Any]) -> dict[str, Any]:
             draws = asked["most"] // groups
             if kind == "data":
                 x, y = x[rank() :: world_size()], y[rank() :: world_size()]
-            net, opt = _start(getattr(torch, name), 8000, mc_samples=draws, sample_groups=groups)
+            net, opt = _start(getattr(torch, name), N_DATA, mc_samples=draws, sample_groups=groups)
             _steps(net, opt, x, y, asked["steps"])
             found[f"{kind} {name}"] = torch.cat([p.detach().flatten() for p in net.parameters()])
     for kind in ("data", "samples"):
@@ -80,7 +81,7 @@ def _process(asked: dict[str, Any]) -> dict[str, Any]:
         groups = world_size() if kind == "samples" else 1
         for draws in asked["draws"]:
             if draws % groups == 0:
-                net, opt = _start(torch.float32, 8000, mc_samples=draws // groups, sample_groups=groups)
+                net, opt = _start(torch.float32, N_DATA, mc_samples=draws // groups, sample_groups=groups)
                 _steps(net, opt, x, y, 2)
                 found[f"seconds {kind} {draws}"] = _steps(net, opt, x, y, asked["timed"])
     return found
@@ -125,7 +126,7 @@ def _compare(settings: Parallel) -> dict[str, Any]:
     alone = found[1][0]
     numbers: dict[str, Any] = {"differences": {}, "times": {}}
     for name in (SINGLE, DOUBLE):
-        net, _ = _start(getattr(torch, name), 8000)
+        net, _ = _start(getattr(torch, name), N_DATA)
         first = torch.cat([p.detach().flatten() for p in net.parameters()])
         for world, parts in found.items():
             for kind in ("data", "samples"):

@@ -97,7 +97,7 @@ class Data:
     @property
     def other(self) -> Tensor:
         """House numbers, which no class fits."""
-        return _mosaic(self.folder / "svhn" / "test_10k.webp")[: self.settings.test]
+        return _mosaic(self.folder / "svhn" / "test_10k.webp")[: self.settings.other]
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,14 @@ def network(name: str, *, norm: bool = True) -> nn.Module:
             nn.Linear(480, CLASSES),
         )
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(16),
+        nn.Conv2d(3, 12, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(12),
         nn.ReLU(),
-        Block(16, 16, 1),
-        Block(16, 32, 2),
+        Block(12, 12, 1),
+        Block(12, 24, 2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(32, CLASSES),
+        nn.Linear(24, CLASSES),
     )
     return model if norm else _without_norm(model)
 
@@ -244,7 +244,7 @@ def train(
             schedule.step()
         seconds += time.process_time() - start
         if watched or epoch + 1 == settings.epochs:
-            samples = settings.samples if epoch + 1 == settings.epochs else max(1, settings.samples // 2)
+            samples = settings.samples if epoch + 1 == settings.epochs else max(1, settings.samples // 3)
             p = probabilities(_predictor(method, model, opt, samples), data.held_out[0], samples)
             curve.append({"seconds": seconds, **_scores(p, data.held_out[1])})
     predictor = _predictor(method, model, opt, settings.samples)

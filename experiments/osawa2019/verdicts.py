@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 
 from experiments.framework import Paired, Results, Verdict, judged, mean_and_error, paired
-from experiments.osawa2019.settings import VARIANTS
+from experiments.osawa2019.settings import TRIALS, VARIANTS
 from experiments.osawa2019.training import NAMES
 
 __all__ = ["epochs_to", "ranking", "ratios", "verdicts"]
@@ -20,20 +20,29 @@ TIE = 1e-3  # the published table ranks numbers with three digits
 
 def verdicts(results: Results) -> list[Verdict]:
     """V1 to V13."""
-    settings = results.settings
-    lenet, wide, residual = ({f"{p.network}/{m}/*": p.seeds for m in p.methods} for p in settings.pictures())
-    varied = {f"residual/{v}/*": settings.residual.seeds for v in VARIANTS}
-    costs = {f"cost/{p.network}": 1 for p in settings.pictures()}
+    pictures = {p.network: p for p in results.settings.pictures()}
+
+    def need(network: str, *methods: str) -> dict[str, int]:
+        return {f"{network}/{m}/*": pictures[network].seeds for m in methods or pictures[network].methods}
+
+    def both(network: str) -> dict[str, int]:
+        return need(network, "adam", "vogn")
+
+    every = need("lenet") | need("wide") | need("residual")
+    costs = {f"cost/{name}": 1 for name in pictures}
+    slow = need("residual", "vogn", "no_momentum", "no_momentum_scaled", "no_norm")
     return [
-        *judged(results, lenet, ("V1", "V2"), lambda r: [_convergence(r), _likelihood(r)]),
-        *judged(results, wide, ("V3",), lambda r: [_overfitting(r)]),
-        *judged(results, lenet, ("V4",), lambda r: [_backprop(r)]),
-        *judged(results, lenet | wide | residual, ("V5", "V6"), lambda r: [_dropout(r), _ranks(r)]),
-        *judged(results, residual, ("V7",), lambda r: [_residual(r)]),
-        *judged(results, residual | varied, ("V8", "V9"), lambda r: [_speed(r), _augmentation(r)]),
+        *judged(results, both("lenet"), ("V1", "V2"), lambda r: [_convergence(r), _likelihood(r)]),
+        *judged(results, both("wide"), ("V3",), lambda r: [_overfitting(r)]),
+        *judged(results, need("lenet", "vogn", "bbb"), ("V4",), lambda r: [_backprop(r)]),
+        *judged(results, every, ("V5", "V6"), lambda r: [_dropout(r), _ranks(r)]),
+        *judged(results, both("residual"), ("V7",), lambda r: [_residual(r)]),
+        *judged(results, slow, ("V8",), lambda r: [_speed(r)]),
+        *judged(results, need("residual", "vogn", "rho1", "rho5"), ("V9",), lambda r: [_augmentation(r)]),
         *judged(results, costs, ("V10",), lambda r: [_cost(r)]),
-        *judged(results, lenet, ("V11", "V12"), lambda r: [_no_noise(r), _kronecker(r)]),
-        *judged(results, lenet | wide | residual, ("V13",), lambda r: [_other_data(r)]),
+        *judged(results, need("lenet", "vogn", "ogn"), ("V11",), lambda r: [_no_noise(r)]),
+        *judged(results, need("lenet", "kfac", "noisy_kfac"), ("V12",), lambda r: [_kronecker(r)]),
+        *judged(results, both("lenet") | both("wide") | both("residual"), ("V13",), lambda r: [_other_data(r)]),
     ]
 
 
@@ -99,9 +108,20 @@ def _overfitting(results: Results) -> Verdict:
             ("ece", "ECE"),
         )
     ]
-    return Verdict.of(
-        "V3", list(conditions.values()), "; ".join(parts), _failed(conditions), results.settings.wide.seeds
-    )
+    reason = f"{_failed(conditions)}. {_trials(results, 'wide', ('adam', 'vogn'))}"
+    return Verdict.of("V3", list(conditions.values()), "; ".join(parts), reason, results.settings.wide.seeds)
+
+
+def _trials(results: Results, network: str, methods: Sequence[str]) -> str:
+    """What each setting gave on held-out images."""
+    told = []
+    for method in methods:
+        tuned = results.values[f"{network}/tune_{method}"]
+        rows = zip(TRIALS[network][method], tuned["nll"], tuned["accuracy"], strict=True)
+        for values, nll, accuracy in rows:
+            setting = ", ".join(f"{k} {v:g}" for k, v in values.items())
+            told.append(f"{NAMES[method]} with {setting} {'∞' if nll is None else f'{nll:.2f}'} and {accuracy:.2f}")
+    return f"NLL and accuracy on held-out images: {'; '.join(told)}"
 
 
 def _backprop(results: Results) -> Verdict:

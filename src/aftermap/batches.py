@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from aftermap.errors import DataError, ShapeError
 from aftermap.linalg import all_finite
@@ -19,6 +21,8 @@ __all__ = [
     "check_inputs",
     "describe",
     "in_dtype",
+    "input_batches",
+    "is_batches",
     "iterate",
     "take",
     "tensors_of",
@@ -76,6 +80,11 @@ class Batch:
         weight = None if self.weight is None else self.weight[index.to(self.weight.device)]
         shared = frozenset(path for path, tensor in _walk(self.inputs) if not self.is_batched(path, tensor))
         return Batch(inputs, take(self.targets, index, self.size), weight, len(index), shared)
+
+    @property
+    def numbers_per_example(self) -> int:
+        """How many numbers the inputs hold for each example."""
+        return sum(t.numel() for path, t in _walk(self.inputs) if self.is_batched(path, t)) // max(1, self.size)
 
     def is_batched(self, path: Path, tensor: Tensor) -> bool:
         """Whether a tensor among the inputs holds one row for each example."""
@@ -218,14 +227,20 @@ def iterate(
     device: torch.device,
     dtype: torch.dtype | None = None,
     unpack: Unpack | None = None,
+    may_be_empty: bool = False,
 ) -> Iterable[Batch]:
     """Batches of ``data``, taken apart, checked and moved to ``device``.
 
     Raises:
-        DataError: There is no batch at all, an input is not finite, or a floating-point input has another dtype than
+        DataError: There is no batch at all, unless ``may_be_empty``, an input is not finite, or a floating-point input has another dtype than
             the model.
     """
-    if isinstance(data, Tensor) or not isinstance(data, Iterable):
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset):
+        raise DataError(
+            f"data is {describe(data)}, which gives single examples; batches are needed: DataLoader(data, batch_size=256)"
+        )
+    one_batch = isinstance(data, tuple) and unpack is None and all(isinstance(t, Tensor | np.ndarray) for t in data)
+    if one_batch or isinstance(data, Tensor | Mapping | str | bytes) or not isinstance(data, Iterable):
         raise DataError(
             f"data must be an iterable of batches (a DataLoader or a list of (x, y)), but it is {describe(data)}. "
             "For two tensors pass [(x, y)]"
@@ -238,19 +253,81 @@ def iterate(
             continue
         check_inputs(batch.inputs, dtype)
         yield batch.to(device)
-    if not seen:
+    if not seen and not may_be_empty:
         raise DataError(
             "the data are empty: not a single batch came. Check the loader (drop_last? an exhausted generator?)"
         )
 
 
-def unpack_inputs(inputs: Any) -> Batch:
-    """Inputs alone, without targets: a tensor, a tuple of positional or a mapping of keyword arguments."""
-    if isinstance(inputs, Mapping):
-        inputs = {k: inputs[k] for k in inputs}
-    elif isinstance(inputs, list):
-        inputs = tuple(inputs)
+def unpack_inputs(inputs: Any, dtype: torch.dtype | None = None) -> Batch:
+    """Inputs alone, without targets: a tensor, an array, a table, a tuple of positional or a mapping of keyword arguments.
+
+    Args:
+        inputs: The inputs as the model takes them. NumPy arrays become tensors, and so do tables of pandas or polars.
+        dtype: The dtype of floating-point numbers that come from arrays and tables; None keeps theirs.
+
+    >>> unpack_inputs(np.zeros((3, 2)), torch.float32).inputs.dtype
+    torch.float32
+    """
+    inputs = inputs if isinstance(inputs, Tensor) else _as_tensors(inputs, dtype)
     return Batch(inputs, None, None, _size(inputs))
+
+
+def _as_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Inputs in which arrays and tables are tensors, and lists are tuples."""
+    if isinstance(tree, Tensor):
+        return tree
+    if hasattr(tree, "columns") and hasattr(tree, "to_numpy"):
+        return _table_as_tensor(tree, dtype)
+    if isinstance(tree, np.ndarray):
+        if tree.dtype.kind not in "iufb":
+            raise DataError(f"the inputs are an array of {tree.dtype}, which are no numbers a network takes")
+        tensor = torch.as_tensor(np.ascontiguousarray(tree))
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+    if isinstance(tree, Mapping):
+        return {key: _as_tensors(tree[key], dtype) for key in tree}
+    if isinstance(tree, tuple | list):
+        return tuple(_as_tensors(item, dtype) for item in tree)
+    return tree
+
+
+def _table_as_tensor(table: Any, dtype: torch.dtype | None) -> Tensor:
+    """A table of numbers [N, columns]; whole numbers become floating-point ones, since columns are quantities here."""
+    wrong = [str(name) for name in table.columns if np.asarray(table[name]).dtype.kind not in "iufb"]
+    if wrong:
+        raise DataError(
+            f"the columns {', '.join(wrong[:5])} of the table hold no numbers; leave them out or encode them as in training: "
+            "table[columns_of_training]"
+        )
+    columns = [np.asarray(table[name], dtype=np.float64) for name in table.columns]
+    if not columns:
+        raise DataError("the table has no column")
+    return torch.from_numpy(np.stack(columns, 1)).to(dtype or torch.get_default_dtype())
+
+
+def is_batches(data: Any) -> bool:
+    """Tells whether data are many batches (a DataLoader, a generator, a list of (x, y)) and not the inputs of one."""
+    if isinstance(data, DataLoader):
+        return True
+    if isinstance(data, list):
+        return bool(data) and all(isinstance(b, tuple | list | Mapping) for b in data)
+    known = (Tensor, np.ndarray, Mapping, tuple, str, bytes)
+    return isinstance(data, Iterable) and not isinstance(data, known) and not hasattr(data, "columns")
+
+
+def input_batches(data: Iterable[Any], unpack: Unpack | None = None) -> Iterator[Any]:
+    """Yields the inputs of batches whose targets, if they have any, do not matter.
+
+    Args:
+        data: Batches as for a fit, or inputs alone: x, (x,), or a mapping without targets.
+        unpack: What turns a batch of another form into (inputs, targets).
+    """
+    for batch in data:
+        labelled = isinstance(batch, Mapping) and any(k in batch for k in _TARGET_KEYS)
+        if unpack is not None or labelled or (isinstance(batch, tuple | list) and len(batch) in (2, 3)):
+            yield unpack_batch(batch, unpack).inputs if unpack is not None or labelled else batch[0]
+        else:
+            yield batch
 
 
 def check_inputs(inputs: Any, dtype: torch.dtype | None) -> None:

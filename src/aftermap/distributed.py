@@ -11,9 +11,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from aftermap.errors import DataError, InputError
+from aftermap.errors import DataError, InputError, ProcessError
 
 __all__ = [
     "Mesh",
@@ -22,7 +24,10 @@ __all__ = [
     "broadcast_number",
     "distribute_work",
     "fail_together",
+    "from_any_process",
     "is_distributed",
+    "is_sharded",
+    "launched_rank",
     "make_mesh",
     "process_group",
     "rank",
@@ -56,11 +61,42 @@ def process_group(device: torch.device | str = "cpu") -> Iterator[None]:
     on_cards = torch.device(device).type == "cuda"
     if on_cards:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("nccl" if on_cards else "gloo")
+    with _talking():
+        store, own_rank, world = next(iter(rendezvous("env://")))
+        # After `torchrun --max-restarts` the store may still hold addresses of the processes of an earlier attempt.
+        attempt = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("nccl" if on_cards else "gloo", store=attempt, rank=own_rank, world_size=world)
     try:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _talking() -> Iterator[None]:
+    """Turns what the backend raises when a process does not answer into one sentence.
+
+    Raises:
+        ProcessError: A message did not arrive.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).strip().partition("\n")[0][:200]
+        raise ProcessError(
+            "another process has ended or does not answer, so this one stops, too. Look at the messages of the others; started again, "
+            f"`aftermap train`, and `aftermap fit` with --checkpoint, go on where they were ({said})"
+        ) from error
+
+
+def launched_rank() -> int:
+    """Returns the number that torchrun gave to this process, whether or not a process group exists; 0 without torchrun.
+
+    >>> launched_rank()
+    0
+    """
+    several = os.environ.get("WORLD_SIZE", "1").strip() not in ("", "1")
+    return int(os.environ.get("RANK") or 0) if several else 0
 
 
 def is_distributed() -> bool:
@@ -91,7 +127,8 @@ def all_reduce_(tensors: Sequence[Tensor]) -> None:
     for dtype in sorted({t.dtype for t in tensors}, key=str):
         same = [t for t in tensors if t.dtype == dtype]
         flat = torch.cat([t.reshape(-1) for t in same]).to(_device(same[0]))
-        dist.all_reduce(flat)
+        with _talking():
+            dist.all_reduce(flat)
         for tensor, part in zip(same, flat.split([t.numel() for t in same]), strict=True):
             tensor.copy_(part.view_as(tensor))
 
@@ -120,6 +157,8 @@ def fail_together(what: str) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
+    except ProcessError:  # Nobody could be told.
+        raise
     except Exception as caught:
         error = caught
     if is_distributed():
@@ -128,13 +167,35 @@ def fail_together(what: str) -> Iterator[None]:
             text = (f"{type(error).__name__}: {error}".encode() or b"?")[:_NOTE_BYTES]
             notes[rank(), : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
         notes = notes.to(_device(notes))
-        dist.all_reduce(notes)
+        with _talking():
+            dist.all_reduce(notes)
         if error is None and bool(notes.any()):
             failed = [(r, bytes(note[note > 0].tolist())) for r, note in enumerate(notes.cpu()) if bool(note.any())]
-            told = "; ".join(f"process {r}: {text.decode(errors='ignore')}" for r, text in failed)
-            raise DataError(f"{len(failed)} of {world_size()} processes failed while {what}, so all stop. {told}")
+            causes = "; ".join(f"process {r}: {text.decode(errors='ignore')}" for r, text in failed)
+            raise DataError(f"{len(failed)} of {world_size()} processes failed while {what}, so all stop. {causes}")
     if error is not None:
         raise error
+
+
+def from_any_process(value: Found | None) -> Found | None:
+    """Returns the value of the first process that has one, on every process; None where nobody has one.
+
+    The value goes over the network as Python's pickle, which only reads what the processes of this run have sent.
+
+    >>> from_any_process("here")
+    'here'
+    """
+    if not is_distributed():
+        return value
+    has = torch.zeros(world_size(), dtype=torch.int64)
+    has[rank()] = value is not None
+    all_reduce_([has])
+    if not bool(has.any()) or bool(has.all()):
+        return value
+    source, values = int(has.argmax()), [value]
+    with _talking():
+        dist.broadcast_object_list(values, src=source)
+    return values[0]
 
 
 def broadcast_number(number: int) -> int:
@@ -143,7 +204,8 @@ def broadcast_number(number: int) -> int:
         return number
     value = torch.tensor([number], dtype=torch.int64)
     value = value.to(_device(value))
-    dist.broadcast(value, src=0)
+    with _talking():
+        dist.broadcast(value, src=0)
     return int(value)
 
 
@@ -154,8 +216,9 @@ def broadcast_(tensors: Sequence[Tensor]) -> None:
     >>> broadcast_([x])  # one process: nothing happens
     """
     if is_distributed():
-        for tensor in tensors:
-            dist.broadcast(tensor, src=0)
+        with _talking():
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
 
 
 def distribute_work(
@@ -191,7 +254,8 @@ def distribute_work(
                 results.append([torch.empty(s, dtype=like.dtype, device=like.device) for s in job_shapes])
     for job, tensors in enumerate(results):
         for tensor in tensors:
-            dist.broadcast(tensor, src=owner[job])
+            with _talking():
+                dist.broadcast(tensor, src=owner[job])
     return results
 
 
@@ -226,6 +290,15 @@ def make_mesh(sample_groups: int) -> Mesh:
         )
     data_size = world // sample_groups
     return Mesh(rank() % data_size, data_size, rank() // data_size, sample_groups)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tells whether a tensor is only a part, whose rest is held by other processes (FSDP2, tensor parallelism)."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -20,6 +20,7 @@ __all__ = [
     "NotFittedError",
     "NumericalError",
     "NumericalWarning",
+    "ProcessError",
     "ShapeError",
     "StatisticalWarning",
     "UnsupportedError",
@@ -62,6 +63,10 @@ class NotFittedError(AftermapError, RuntimeError):
 
 class NumericalError(AftermapError, ArithmeticError):
     """A computation broke down: a matrix that is not positive definite, or a result that is not finite."""
+
+
+class ProcessError(AftermapError, RuntimeError):
+    """Another process of the group has ended or does not answer, so that nothing can be summed over all of them."""
 
 
 class NumericalWarning(UserWarning):

@@ -29,6 +29,8 @@ __all__ = [
     "psd_eigh",
     "safe_cholesky",
     "symmetrise",
+    "take_like",
+    "take_under",
 ]
 
 # So many terms are summed in the data's own precision before they go into a total in float64. Some matrix kernels carry the
@@ -36,9 +38,9 @@ __all__ = [
 TERMS_PER_PART = 4096
 # Eigenvalues this many times further below zero than rounding alone would put them mean that a matrix is not p.s.d.
 _ROUNDING_MARGIN = 16.0
-# Rows of a strip: narrower ones save more of the lower triangle, but make thinner products (measured on CPU).
+# Rows of a strip: narrower ones save more of the lower triangle, but make thinner products. Strips start, and their rows lie, at
+# multiples of so many numbers: products into other places are slower. `python -m benchmarks.gram` measures both.
 _STRIP = 128
-# Strips start, and their rows lie, at multiples of so many numbers: products into other places are slower (measured on CPU).
 _ALIGNED = 16
 
 
@@ -100,10 +102,52 @@ class RunningSum:
             part.zero_()
         self._terms = 0
 
+    def state(self) -> dict[str, Tensor]:
+        """The sums as they are, by name, for a file."""
+        parts = {f"part.{k}": part for k, part in enumerate(self.parts)}
+        totals = {f"total.{k}": total for k, total in enumerate(self._totals)}
+        return {**parts, **totals, "terms": torch.tensor(self._terms)}
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        """Adds sums that `state` gave, and takes them out of it; an empty sum takes them over bit by bit."""
+        parts = [take_like(state, f"part.{k}", part) for k, part in enumerate(self.parts)]
+        totals = [
+            take_like(state, f"total.{k}", part, torch.float64) for k, part in enumerate(parts) if "total.0" in state
+        ]
+        terms = int(state.pop("terms"))
+        if not self._terms and not self._totals:
+            for part, saved in zip(self.parts, parts, strict=True):
+                part.copy_(saved)
+            self._totals, self._terms = totals, terms
+            return
+        self._start_new_parts()
+        for saved_sums in (parts, totals):
+            for total, saved in zip(self._totals or self.parts, saved_sums, strict=False):
+                total += saved
+
     def take(self, place: int = -1) -> Tensor:
         """One of the sums, in the dtype of its parts; it is given up, so that its memory can go."""
         part = self.parts.pop(place)
         return self._totals.pop(place).add_(part).to(part.dtype) if self._totals else part
+
+
+def take_like(state: dict[str, Tensor], name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Takes a tensor out of a state; it must have the shape of another one, and its dtype if none is given.
+
+    Raises:
+        ValueError: It is missing, or another one.
+    """
+    if name not in state:
+        raise ValueError(f"{name} is missing")
+    found, dtype = state.pop(name), dtype or like.dtype
+    if found.shape != like.shape or found.dtype != dtype:
+        raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)} instead of {dtype} {tuple(like.shape)}")
+    return found.to(like.device)
+
+
+def take_under(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Takes all tensors out of a state whose names begin in one way, under the rest of their names."""
+    return {name.removeprefix(prefix): state.pop(name) for name in list(state) if name.startswith(prefix)}
 
 
 def all_finite(values: Tensor) -> bool:
@@ -304,24 +348,43 @@ class GramSum:
         assert self.diagonal is not None
         self.diagonal += values
 
+    def state(self) -> dict[str, Tensor]:
+        """The sums as they are, by name, for a file."""
+        state = {f"strips.{name}": value for name, value in self.strips.state().items()}
+        if self.diagonal is not None:
+            state["diagonal"] = self.diagonal
+        if self._ones is not None:
+            state["ones"] = self._ones
+        return {**state, "count": torch.tensor(self._count, dtype=torch.float64)}
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        """Adds sums that `state` gave, and takes them out of it."""
+        self.strips.add_state(take_under(state, "strips."))
+        if self.diagonal is not None:
+            self.diagonal += take_like(state, "diagonal", self.diagonal)
+        ones = torch.empty(self.groups, self.width - 1, dtype=torch.float64, device=self.device)
+        count = float(state.pop("count"))
+        if "ones" in state:
+            self.add_ones(take_like(state, "ones", ones), count)
+
     def full(self) -> Tensor:
         """The symmetric matrices [g, D, D], or their diagonal [g, D]. Once: the strips are given up on the way."""
         if self.diagonal is not None:
             return self.diagonal.to(self.dtype)
         self._views.clear()
-        found = torch.empty(self.groups, self.width, self.width, dtype=self.dtype, device=self.device)
+        gram = torch.empty(self.groups, self.width, self.width, dtype=self.dtype, device=self.device)
         for start, end in reversed(self.bounds):
             strip = self.strips.take()
             if self._ones is not None:
                 part = self._ones[:, start:end]
                 strip[:, : part.shape[1], -1].add_(part)
                 strip[:, part.shape[1] :, -1].add_(self._count)  # the last row of the last strip
-            found[:, start:end, end:] = strip[:, :, end - start :]
-            found[:, end:, start:end] = strip[:, :, end - start :].transpose(-1, -2)
+            gram[:, start:end, end:] = strip[:, :, end - start :]
+            gram[:, end:, start:end] = strip[:, :, end - start :].transpose(-1, -2)
             corner = strip[:, :, : end - start]
             # The products of a square block may differ in their last digit across the diagonal.
-            found[:, start:end, start:end] = corner.triu() + corner.triu(1).transpose(-1, -2)
-        return found
+            gram[:, start:end, start:end] = corner.triu() + corner.triu(1).transpose(-1, -2)
+        return gram
 
 
 def _strip(groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:

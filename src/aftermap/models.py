@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from aftermap.batches import Unpack, describe, iterate, tensors_of
+from aftermap.distributed import is_sharded
 from aftermap.errors import AftermapError, InputError, ShapeError, UnsupportedError
 from aftermap.linalg import all_finite
 from aftermap.params import Params
@@ -36,6 +38,7 @@ __all__ = [
     "check_modes",
     "check_not_causal",
     "check_not_scripted",
+    "check_not_sharded",
     "check_outputs",
     "chosen_parameters",
     "evaluating",
@@ -45,8 +48,11 @@ __all__ = [
     "only_require_grad",
     "prepare_forward_mode",
     "update_bn",
+    "without_view",
 ]
 
+# Hooks and flags change a network for a while, and everybody who uses it sees them: one thread at a time works on networks.
+_ONE_THREAD = threading.RLock()
 _ENTRIES = 64
 # Integer buffers with more entries than this are quantised weights, not statistics: nobody copies them.
 _LARGEST_INTEGER_BUFFER = 1 << 20
@@ -174,9 +180,23 @@ def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
     return device, parameters[0].dtype if parameters else torch.get_default_dtype()
 
 
+def check_not_sharded(parameters: Iterable[Tensor]) -> None:
+    """Raises where the processes hold only parts of the weights, since sums over data need whole ones on every process.
+
+    Raises:
+        UnsupportedError: FSDP2 or tensor parallelism has cut a parameter into parts.
+    """
+    if any(map(is_sharded, parameters)):
+        raise UnsupportedError(
+            "the model's parameters are cut into parts over the processes (FSDP2 or tensor parallelism), but every process needs whole "
+            "weights, each with its own part of the data. Load the full weights (torch.distributed.checkpoint.state_dict."
+            "get_model_state_dict with full_state_dict=True) into a model that is not sharded"
+        )
+
+
 @contextmanager
 def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterator[None]:
-    """An error of the model itself, on inputs that it does not accept, is said to be one.
+    """An error of the model itself, on inputs that it does not accept, is said to be one. Other threads wait meanwhile.
 
     Args:
         model: The network that may be at fault.
@@ -186,17 +206,19 @@ def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterato
         InputError: Something failed inside, and the model alone fails on the inputs, too.
     """
     try:
-        yield
-    except RuntimeError as error:
+        with _ONE_THREAD:
+            yield
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, AftermapError):
             raise
         given = inputs()
         try:
             with torch.no_grad():
                 call_model(model, given)
-        except RuntimeError as own:
+        except (RuntimeError, TypeError, ValueError, IndexError) as own:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(given))
-            raise InputError(f"the model does not accept inputs of shape {shapes}: {own}") from error
+            keys = f" with the keys {', '.join(map(str, given))}" if isinstance(given, Mapping) else ""
+            raise InputError(f"the model does not accept inputs{keys} of shape {shapes}: {own}") from error
         raise
 
 
@@ -218,6 +240,17 @@ def check_not_causal(model: nn.Module) -> None:
         )
 
 
+def without_view(output: Any) -> Any:
+    """The same numbers in the same memory, but not as a view in the eyes of autograd.
+
+    A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
+    sum) rewrites the graph around it, and the gradient edge of the view is lost.
+    """
+    if isinstance(output, Tensor) and output.requires_grad and output._is_view():
+        return torch.ops.aten._unsafe_view(output, output.shape)
+    return output
+
+
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Inside, the model is in evaluation mode; each module's own mode comes back."""
@@ -233,17 +266,18 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def only_require_grad(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Inside, exactly the named parameters require gradients: frozen parts build no graph and cost no memory."""
-    before = {n: p.requires_grad for n, p in model.named_parameters()}
     wanted = set(names)
-    try:
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(name in wanted)
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(before[name])
+    with _ONE_THREAD:
+        before = {n: p.requires_grad for n, p in model.named_parameters()}
+        try:
+            for name, parameter in model.named_parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(name in wanted)
+            yield
+        finally:
+            for name, parameter in model.named_parameters():
+                if parameter.is_floating_point():
+                    parameter.requires_grad_(before[name])
 
 
 @contextmanager
@@ -407,18 +441,16 @@ class WeightsFingerprint:
     """A few entries and a checksum of every parameter and floating-point buffer: cheap to compare, no copy of the weights.
 
     Attributes:
-        entries: Some entries of each tensor, by its name.
-        sums: The sum of all bits of each tensor, read as whole numbers: a change of any one entry changes it.
+        marks: For each tensor some of its entries, and the sum of all its bits, read as whole numbers: a change of any one
+            entry changes it.
     """
 
-    entries: dict[str, Tensor]
-    sums: dict[str, int]
+    marks: dict[str, tuple[Tensor, int]]
 
     @staticmethod
     def of(model: nn.Module) -> WeightsFingerprint:
         """Looks at a model."""
-        state = _state(model)
-        return WeightsFingerprint({n: _some(t) for n, t in state.items()}, {n: _sum(t) for n, t in state.items()})
+        return WeightsFingerprint({n: _marks(t) for n, t in _state(model).items()})
 
     def check(
         self,
@@ -433,36 +465,32 @@ class WeightsFingerprint:
             since: The moment at which the model was looked at first, for the message.
             advice: What the message says about the reason and the remedy.
         """
-        now = _state(model)
-        changed = [n for n in self.entries if n not in now or not self._same(n, now[n])]
+        now = {n: _marks(t) for n, t in _state(model).items() if n in self.marks}
+        changed = []
+        for name, (entries, total) in self.marks.items():
+            if name not in now or now[name][1] != total or not torch.equal(now[name][0], entries):
+                changed.append(name)
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
             raise InputError(
                 f"the model's weights have changed since {since} ({', '.join(changed[:3])}{more}). {advice}"
             )
 
-    def _same(self, name: str, value: Tensor) -> bool:
-        return torch.equal(_some(value), self.entries[name]) and _sum(value) == self.sums[name]
-
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    found = {n: p.detach() for n, p in model.named_parameters()}
-    found.update({n: b for n, b in model.named_buffers() if b.is_floating_point()})
-    return found
-
-
-def _some(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _ENTRIES)].clone()
+    state = {n: p.detach() for n, p in model.named_parameters()}
+    state.update({n: b for n, b in model.named_buffers() if b.is_floating_point()})
+    return state
 
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _sum(tensor: Tensor) -> int:
+def _marks(tensor: Tensor) -> tuple[Tensor, int]:
     flat = tensor.detach().reshape(-1)
+    entries = flat[:: max(1, flat.numel() // _ENTRIES)].clone()
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    return int(flat.view(_WHOLE[flat.element_size()]).sum(dtype=torch.int64))
+    return entries, int(flat.view(_WHOLE[flat.element_size()]).sum(dtype=torch.int64))
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ from aftermap.errors import InputError
 __all__ = [
     "Params",
     "Selection",
+    "by_module",
     "describe_names",
     "flatten",
     "named_parameters",
@@ -33,6 +34,18 @@ Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter once, under the first of its names, in the order of registration."""
     return dict(model.named_parameters())
+
+
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """The parameters of each module, by the names alone; a parameter of the network itself stands for itself.
+
+    >>> by_module(["fc.weight", "fc.bias", "gain"])
+    {'fc': ['fc.weight', 'fc.bias'], 'gain': ['gain']}
+    """
+    modules: dict[str, list[str]] = {}
+    for name in names:
+        modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
+    return modules
 
 
 def select(model: nn.Module, selection: Selection = "all") -> list[str]:
@@ -135,26 +148,26 @@ def describe_names(model: nn.Module, names: Sequence[str]) -> str:
     """
     own = named_parameters(model)
     wanted, known = {id(own[n]) for n in names}, {id(p): n for n, p in own.items()}
-    found: list[str] = []
+    described: list[str] = []
     done: set[int] = set()
 
     def walk(path: str, module: nn.Module) -> None:
-        held = {id(p) for p in module.parameters() if p.is_floating_point()}
-        if not (held & wanted) - done:
+        members = {id(p) for p in module.parameters() if p.is_floating_point()}
+        if not (members & wanted) - done:
             return
-        if held <= wanted:
-            found.append(path or "all parameters")
-            done.update(held)
+        if members <= wanted:
+            described.append(path or "all parameters")
+            done.update(members)
             return
         for parameter in module._parameters.values():
             if parameter is not None and id(parameter) in wanted - done:
-                found.append(known[id(parameter)])
+                described.append(known[id(parameter)])
                 done.add(id(parameter))
         for name, child in module.named_children():
             walk(f"{path}.{name}" if path else name, child)
 
     walk("", model)
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} and {found[-1]}"
+    return described[0] if len(described) == 1 else f"{', '.join(described[:-1])} and {described[-1]}"
 
 
 def flatten(params: Params, names: Sequence[str] | None = None) -> Tensor:

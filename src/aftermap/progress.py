@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 from tqdm import tqdm
 
 from aftermap.errors import InputError
 
-__all__ = ["announce", "progress", "progress_enabled"]
+__all__ = ["announce", "progress", "progress_enabled", "showing"]
 
 T = TypeVar("T")
+_wish: ContextVar[bool | None] = ContextVar("wish", default=None)  # of a caller farther up
+
+
+@contextmanager
+def showing(enabled: bool | None) -> Iterator[None]:
+    """Inside, bars that leave the choice to the policy are shown, or not, as the caller wishes; None changes nothing.
+
+    >>> with showing(False):
+    ...     progress_enabled()
+    False
+    """
+    token = _wish.set(_wish.get() if enabled is None else enabled)
+    try:
+        yield
+    finally:
+        _wish.reset(token)
 
 
 def progress_enabled(enabled: bool | None = None) -> bool:
@@ -24,8 +42,8 @@ def progress_enabled(enabled: bool | None = None) -> bool:
     not set.
 
     Args:
-        enabled: The caller's wish; None leaves the choice to the policy. True does not override the rank: several
-            processes that draw on one terminal are unreadable.
+        enabled: The caller's wish; None takes that of `showing`, or leaves the choice to the policy. True does not override
+            the rank: several processes that draw on one terminal are unreadable.
 
     Returns:
         True if a bar is to be shown.
@@ -36,6 +54,7 @@ def progress_enabled(enabled: bool | None = None) -> bool:
     # Read from the environment, as torchrun sets it: a bar must not need an initialised process group.
     if os.environ.get("RANK", "").strip() not in ("", "0"):
         return False
+    enabled = _wish.get() if enabled is None else enabled
     if enabled is not None:
         return enabled
     if os.environ.get("CI", "").strip().lower() not in ("", "0", "false"):

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from aftermap.analysis.figures import regression_band
-from aftermap.analysis.report import comparison, definition, render_report, verdict, write_report
+from aftermap.analysis.report import comparison, definition, render_report, score_notes, verdict, write_report
 from aftermap.analysis.report.definitions import written
 from aftermap.analysis.report.selective import column, operating_points
 from aftermap.errors import DataError, InputError, ShapeError
@@ -268,6 +268,40 @@ def _results(name="x", kind="classification", **metrics):
 BASE = {"accuracy": 0.95, "nll": 0.20, "ece": 0.03, "signed_calibration_error": 0.02}
 
 
+def _judged(epistemic, confidence, kind="classification", seconds=1.0, **ood):
+    table = {"set": ["test"] * 3, "index": [0, 1, 2], "epistemic": epistemic, "aleatoric": [0.2] * 3}
+    if kind == "classification":
+        table["confidence"] = confidence
+    metrics = {k: Metric(v, v, v) for k, v in BASE.items()}
+    areas = {"far": {score: {"auroc": Metric(v, v - 0.02, v + 0.02)} for score, v in ood.items()}} if ood else {}
+    return Results("x", kind, 3, metrics, areas, table=table, provenance={"seconds_per_1000": seconds})
+
+
+def test_a_posterior_that_changes_no_number_adds_nothing():
+    alone = _judged([0.0] * 3, [0.9, 0.8, 0.7], seconds=1.0)
+    for epistemic, confidence, nothing in (
+        ([1e-5] * 3, [0.9, 0.8001, 0.7], True),
+        ([1e-5, 1e-5, 0.01], [0.9, 0.8, 0.7], False),
+        ([1e-5] * 3, [0.9, 0.79, 0.7], False),
+    ):
+        found = verdict(_judged(epistemic, confidence, seconds=44.0), alone)
+        assert (found.level == "nothing") is nothing
+        assert found.headline.startswith("Adds nothing") is nothing
+        assert ("takes 44 times as long" in found.headline) is nothing
+    numbers = _judged([0.0] * 3, None, kind="regression")
+    assert verdict(_judged([1e-8] * 3, None, kind="regression"), numbers).level == "nothing"
+    assert verdict(_judged([1e-3] * 3, None, kind="regression"), numbers).level == "good"
+
+
+def test_a_score_that_detects_far_better_is_named():
+    said = score_notes(_judged([0.1] * 3, [0.9] * 3, entropy=0.7, mutual_information=0.95, variance=0.72))
+    assert len(said) == 1
+    assert "far: the mutual information finds these inputs far better (AUROC 0.950) than the entropy" in said[0]
+    assert "--score mutual_information" in said[0]
+    assert score_notes(_judged([0.1] * 3, [0.9] * 3, entropy=0.7, mutual_information=0.73)) == []
+    assert score_notes(_judged([0.1] * 3, [0.9] * 3)) == []
+
+
 @pytest.mark.parametrize(
     ("change", "level", "problem"),
     [
@@ -279,6 +313,7 @@ BASE = {"accuracy": 0.95, "nll": 0.20, "ece": 0.03, "signed_calibration_error": 
         ({"nll": float("nan")}, "worse", "negative log-likelihood 0.200 → –"),
         ({"nll": float("inf")}, "worse", "negative log-likelihood 0.200 → ∞"),
         ({"signed_calibration_error": -0.15}, "worse", "confidence 15.0\u00a0% below accuracy"),
+        ({"signed_calibration_error": -0.15, "nll": 0.19}, "good", None),  # a better likelihood is an improvement
     ],
 )
 def test_the_level_of_a_verdict(change, level, problem):

@@ -105,6 +105,17 @@ def test_a_posterior_that_is_useless_fails_its_check(files: Files, tmp_path: Pat
     assert "Worse than the network alone" in words(judged.stdout)
 
 
+def test_under_torchrun_a_failed_check_ends_with_a_line(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher prints a traceback of its own for every other exit code than 0."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    found = invoke(*files.fit(tmp_path / "p", "--structure", "kron", "--prior-precision", "1e-9", "--no-tune"))
+    assert "self-check on validation data FAILED" in words(found.stdout)
+    assert "torchrun would bury exit code 3 under a traceback" in words(found.stderr)
+    assert (tmp_path / "p" / "config.json").is_file()
+
+
 @pytest.mark.parametrize(
     "more, message",
     [
@@ -130,7 +141,11 @@ def test_fit_needs_data(files: Files, tmp_path: Path) -> None:
     base = ["fit", "--model", files.model, "-o", str(tmp_path / "p")]
     for more, message in (
         ([], "say which data"),
-        (["--data", str(files.train)], "has no parts of its own: use --train and --val"),
+        (
+            ["--data", f"{files.train}:train"],
+            "is one part of a set, and --data is cut into parts: use --train and --val",
+        ),
+        (["--data", f"{files.model.rpartition(':')[0]}:batches"], "gives batches, which are not cut into parts"),
         (["--train", str(files.train), "--method", "validation"], "needs held-out data: add --val"),
         (["--data", "builtin:iris", "--val", str(files.val)], "--val goes with --train"),
     ):

@@ -127,7 +127,7 @@ def test_the_task_follows_from_targets_and_outputs(files: Files) -> None:
     moons, blobs = open_source("toy:moons", "train", HOW), open_source("toy:blobs", "train", HOW)
     one, _ = build_for(f"{place}:one", None, moons, HOW, device, 0)
     assert resolve_task("auto", one, moons) == "binary"
-    with pytest.raises(InputError, match="say --task regression, counts or binary"):
+    with pytest.raises(InputError, match="say --task regression, --task counts or --task binary"):
         resolve_task("auto", one, blobs)
     with pytest.raises(InputError, match=r"does not take the data builtin:iris: a batch of shape \[64, 4\]"):
         resolve_task("auto", one, open_source("builtin:iris", "train", HOW))

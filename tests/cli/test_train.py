@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,10 @@ def test_a_bayesian_run_ends_with_a_posterior(tmp_path: Path) -> None:
     content = answer(*BASE, *WIDE, "--epochs", "12", "--optimizer", "vogn", "-o", str(place))
     assert content["self_check"]["passed"] is True
     assert content["history"][0]["loss"] > content["history"][-1]["loss"]
+    assert all(entry["validation_loss"] > 0 for entry in content["history"])
+    assert 0.9 < content["history"][-1]["validation_accuracy"] <= 1.0
+    said = words(invoke(*BASE, "--optimizer", "adam", "-o", str(tmp_path / "other")).stderr)
+    assert re.search(r"epoch 3/3: loss [\d.]+, validation loss [\d.]+, validation accuracy [\d.]+", said)
     fitted = load_fitted(place / "posterior")
     assert isinstance(fitted.predictor, TrainedPosterior)
     assert fitted.predict_options("auto", 8) == {"kind": "sampling", "samples": 8}

@@ -46,7 +46,7 @@ def arguments(files: Files) -> dict[str, list[str]]:
         "predict": [str(files.test)],
         "evaluate": ["--test", str(files.test), "--resamples", "0"],
         "report": ["--test", str(files.test), "--no-where"],
-        "tune": ["--prior-precision", "3"],
+        "tune": ["--prior-precision", "3", "--force"],
         "where": ["--test", str(files.test)],
     }
 
@@ -141,7 +141,9 @@ def test_own_folders_are_remembered(files: Files, posterior: Path, tmp_path: Pat
     run = ["predict", str(place), str(files.test)]
     invoke(*run)
     invoke("predict", str(shutil.copytree(place, tmp_path / "copy")), str(files.test))
-    invoke("tune", str(place), "--prior-precision", "3")  # writes another config.json, which is the user's own as well
+    invoke(
+        "tune", str(place), "--prior-precision", "3", "--force"
+    )  # writes another config.json, which is the user's own as well
     invoke(*run)
     nets.write_text(nets.read_text() + "\n# changed\n")
     marker.unlink()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from aftermap.cli.sources import DataFormat, open_source
 from aftermap.cli.store import load_fitted, save_fitted
 from aftermap.evaluation import Results
 from tests.cli.common import Files, answer, invoke, words
@@ -106,12 +107,14 @@ def test_tune_replaces_the_prior(files: Files, posterior: Path, tmp_path: Path) 
     assert content["thresholds"] is None  # they belonged to the old prior
     assert load_fitted(tmp_path / "tuned").threshold("entropy") is None
     assert load_fitted(posterior).threshold("entropy") is not None
-    said = words(invoke("tune", str(posterior), "--val", str(files.val)).stdout)
+    refused = words(invoke("tune", str(posterior), "--val", str(files.val), code=2).stderr)
+    assert "holds a prior and thresholds that were chosen on validation data; tune does not replace it" in refused
+    said = words(invoke("tune", str(posterior), "--val", str(files.val), "--force").stdout)
     assert "prior precision" in said
     assert "self-check on validation data passed" in said
     assert load_fitted(posterior).threshold("entropy") is not None
-    by_evidence = answer("tune", str(posterior), "--method", "evidence")
-    fixed = answer("tune", str(posterior), "--prior-precision", "50")
+    by_evidence = answer("tune", str(posterior), "--method", "evidence", "--force")
+    fixed = answer("tune", str(posterior), "--prior-precision", "50")  # nothing is left that validation data chose
     assert by_evidence["log_evidence"] > fixed["log_evidence"]
 
 
@@ -149,18 +152,22 @@ def test_a_folder_of_an_older_version_flags_by_entropy(files: Files, fitted: Pat
     assert "An input is flagged if its entropy is above" in said
     refused = invoke("predict", str(place), str(files.ood), "--score", "either", code=2)
     assert "this folder holds no scores of any, or those of an older version" in words(refused.stderr)
-    invoke("tune", str(place), "--val", str(files.val))
+    invoke("tune", str(place), "--val", str(files.val), "--force")
     assert answer("predict", str(place), str(files.ood))["score"] == "either"
 
 
 def test_few_validation_data_flag_by_entropy(files: Files, posterior: Path) -> None:
     said = words(
-        invoke("tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "30").stdout
+        invoke(
+            "tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "30", "--force"
+        ).stdout
     )
     assert "an input is flagged if its entropy is above" in said
     assert "5 % false alarms on data like the 30 of val" in said
     said = words(
-        invoke("tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "9").stdout
+        invoke(
+            "tune", str(posterior), "--prior-precision", "1", "--val", str(files.val), "--limit", "9", "--force"
+        ).stdout
     )
     assert "nothing will be flagged: the 9 of val are too few to promise 5 % false alarms" in said
     said = words(invoke("predict", str(posterior), str(files.ood)).stderr)
@@ -266,6 +273,11 @@ def test_tables_from_training_to_prediction(tmp_path: Path) -> None:
     found = invoke("predict", str(tmp_path / "p"), str(new), "--keep", "name")
     rows = list(csv.DictReader(found.stdout.splitlines()))
     assert [(r["name"], r["prediction"]) for r in rows] == [("first", "big"), ("second", "small")]
+    # Columns that are no inputs come along by themselves, also the target where it is there; inputs where they are asked for.
+    new.write_text("id,b,a,kind,score\nn7,2.0,2.0,big,9\nn8,-2.0,-2.0,small,7\n")
+    rows = list(csv.DictReader(invoke("predict", str(tmp_path / "p"), str(new), "--keep", "a").stdout.splitlines()))
+    assert list(rows[0])[:5] == ["id", "kind", "score_of_data", "a", "prediction"]
+    assert [(r["id"], r["score_of_data"], r["a"]) for r in rows] == [("n7", "9", "2.0"), ("n8", "7", "-2.0")]
     assert "has no column 'nme'" in words(
         invoke("predict", str(tmp_path / "p"), str(new), "--keep", "nme", code=2).stderr
     )
@@ -286,8 +298,14 @@ def test_regression_has_intervals(tmp_path: Path) -> None:
     assert 1.0 < content["noise"] < 20.0  # the problem has 3, and the network is hardly trained
     assert set(content["thresholds"]) == {"entropy", "mutual_information", "variance"}
     rows = list(csv.DictReader(invoke("predict", str(tmp_path / "p"), "toy:cubic").stdout.splitlines()))
-    assert list(rows[0]) == ["prediction", "lower", "upper", "epistemic", "aleatoric", "score", "flag"]
-    assert all(float(r["lower"]) < float(r["prediction"]) < float(r["upper"]) for r in rows)
+    numbers = ["prediction", "sd", "lower_95", "upper_95", "epistemic_sd", "noise_sd"]
+    assert list(rows[0]) == [*numbers, "score", "flag"]
+    for row in rows:
+        mean, sd, lower, upper, epistemic, noise = (float(row[n]) for n in numbers)
+        assert (lower, upper) == pytest.approx((mean - 1.96 * sd, mean + 1.96 * sd), abs=2e-3 * sd)
+        assert epistemic**2 + noise**2 == pytest.approx(sd**2, rel=1e-3)
+        assert noise == pytest.approx(content["noise"], rel=1e-3)
+        assert float(row["score"]) == pytest.approx(epistemic**2, rel=1e-3)
     assert load_fitted(tmp_path / "p").score_name("auto") == "variance"
     refused = invoke("evaluate", str(tmp_path / "p"), "--score", "max_probability", code=2)
     assert "--score max_probability is not defined for the task regression" in words(refused.stderr)
@@ -356,3 +374,64 @@ def test_select_ranks_by_evidence(files: Files, tmp_path: Path) -> None:
         invoke("select", files.model, files.model, *data, code=2).stderr
     )
     assert "say which data" in words(invoke("select", files.model, code=2).stderr)
+
+
+def test_images_of_a_folder_have_their_names(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    generator = np.random.default_rng(0)
+    for i in range(40):
+        place = tmp_path / "images" / ("dark" if i % 2 else "light")
+        place.mkdir(parents=True, exist_ok=True)
+        pixels = generator.integers(0, 120, size=(4, 4)) + (0 if i % 2 else 120)
+        image.fromarray(pixels.astype(np.uint8)).save(place / f"{i:02}.png")
+    run = ["--model", "builtin:mlp", "--data", str(tmp_path / "images")]
+    invoke("train", *run, "-o", str(tmp_path / "run"), "--optimizer", "adam", "--epochs", "20", "--batch-size", "8")
+    weights = ["--weights", str(tmp_path / "run" / "model.safetensors")]
+    invoke(
+        "fit",
+        *run,
+        *weights,
+        "-o",
+        str(tmp_path / "p"),
+        "--structure",
+        "diagonal",
+        "--prior-precision",
+        "100",
+        "--no-tune",
+    )
+    new = tmp_path / "images" / "dark"
+    rows = list(csv.DictReader(invoke("predict", str(tmp_path / "p"), str(new)).stdout.splitlines()))
+    assert [r["file"] for r in rows] == [f"{i:02}.png" for i in range(1, 40, 2)]
+    assert {r["prediction"] for r in rows} == {"dark"}
+
+
+@pytest.mark.parametrize("form", ["npz", "csv", "own parts"])
+def test_one_file_is_cut_into_parts_that_never_overlap(files: Files, tmp_path: Path, form: str) -> None:
+    with np.load(files.train) as arrays:
+        x, y = arrays["x"], arrays["y"]
+    place = tmp_path / ("all.csv" if form == "csv" else "all.npz")
+    if form == "csv":
+        place.write_text("\n".join(["a,b,kind", *(f"{a:.5f},{b:.5f},{k}" for (a, b), k in zip(x, y, strict=True))]))
+    elif form == "npz":
+        np.savez(place, x=x, y=y)
+    else:
+        np.savez(place, x_train=x[:150], y_train=y[:150], x_test=x[150:], y_test=y[150:])
+    parts = {
+        p: open_source(f"{place}:{p}", "test", DataFormat(target="kind")).examples
+        for p in ("train", "validation", "test")
+    }
+    sizes = {p: len(e) for p, e in parts.items() if e is not None}
+    assert sizes == {
+        "train": 120,
+        "validation": 30 if form == "own parts" else 40,
+        "test": 50 if form == "own parts" else 40,
+    }
+    every = torch.cat([e.inputs for e in parts.values() if e is not None])
+    assert len(every.unique(dim=0)) == len(every) == 200
+    target = ["--target", "kind"] if form == "csv" else []
+    command = ["fit", "--model", files.model, "--weights", str(files.weights), "--data", str(place), *target]
+    content = answer(*command, "-o", str(tmp_path / "p"), "--structure", "kron")
+    assert content["n_data"] == sizes["train"]
+    assert content["thresholds"]["entropy"]["n_data"] == sizes["validation"]
+    judged = answer("evaluate", str(tmp_path / "p"))  # on the test part of the same file
+    assert judged["bayesian"]["n_data"] == sizes["test"]

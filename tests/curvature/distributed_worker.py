@@ -49,7 +49,10 @@ def fit_all(batches: list[Any], dtype: torch.dtype) -> dict[str, dict[str, Any]]
             network(dtype), batches, "classification", structure=structure, curvature="exact", progress=False,
             subset_size=4, generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
-        found[structure] = {"dense": factors.to_dense(), "n_data": factors.n_data, "loss": factors.loss}
+        found[structure] = {
+            "dense": factors.to_dense(), "n_data": factors.n_data, "loss": factors.loss,
+            "n_outputs": factors.n_outputs, "curvature": factors.curvature,
+        }  # fmt: skip
     return found
 
 
@@ -87,8 +90,14 @@ def _message(make: Callable[[int], list[Any]], structures: tuple[str, ...] = STR
     return job
 
 
+def _all_on_one(rank: int) -> Any:
+    """All data are on process 1, so that process 0 has to plan with what it borrows; a batch without examples is no data either."""
+    x, y = data(torch.float64)
+    return fit_all([(x[:3], y[:3]), (x[3:], y[3:])] if rank == 1 else [(x[:0], y[:0])], torch.float64)
+
+
 def _no_data(rank: int) -> list[Any]:
-    return [data(torch.float64)] if rank == 0 else []
+    return []
 
 
 def _bad_later(rank: int) -> list[Any]:
@@ -146,6 +155,7 @@ def _metrics(rank: int) -> Any:
 JOBS: dict[str, Callable[[int], Any]] = {
     "float32": _fit(torch.float32),
     "float64": _fit(torch.float64),
+    "all_on_one": _all_on_one,
     "no_data": _message(_no_data),
     "bad_later": _message(_bad_later),
     "disagree": _disagree,

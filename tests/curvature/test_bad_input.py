@@ -267,7 +267,7 @@ def test_bad_likelihood() -> None:
 
 def test_a_generator_is_refused_before_it_is_used() -> None:
     batches = ((X, Y) for _ in range(2))
-    check_refused(net(), batches, DataError, "one-shot generator")
+    check_refused(net(), batches, DataError, "reads data more than once, but generator can be read only once")
     assert len(list(batches)) == 2
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from aftermap.posteriors.files import MAX_DEPTH, MAX_JSON_BYTES
 from aftermap.posteriors.io import SCHEMA
 from tests.faults.harness import MEMORY, RESULTS
+from tests.mutants.__main__ import summary
 
 __all__ = ["PAGE", "page_of", "results"]
 
@@ -21,7 +22,12 @@ PAGE = ROOT / "docs" / "reliability.md"
 FOLDERS = ROOT / "benchmarks" / "results" / "faults_folders.json"
 DATA = ROOT / "benchmarks" / "results" / "faults_data.json"
 
-TEXT = """# Damaged and hostile files
+KILLS = ROOT / "benchmarks" / "results" / "faults_kills.json"
+MUTANTS = ROOT / "benchmarks" / "results" / "mutants.json"
+
+TEXT = """# Reliability
+
+What was tried to break the library, how often, and what happened.
 
 A file that was cut short, swapped or written by somebody who means harm leads to a clear error, or to exactly what was saved; never to another
 answer, to a crash, or to code that runs. This page says what is done for it, what is tried, and what happened. It is written by
@@ -93,6 +99,35 @@ or hold Python objects, archives with bombs, idx headers. {data_cases} cases wit
 {data_subjects}
 """
 
+KILLS_TEXT = """
+## Kills
+
+`python -m tests.faults.kills` starts a job, kills it by SIGKILL after a random part of the time that it takes, and looks at what is there. What replaces an
+artefact (`save`, `tune`, `predict`, `report`) must leave the old one or the new one, whole: folders are loaded, which compares all checksums, and files are compared
+byte by byte. What can go on (`fit --checkpoint`, `train`) is started again and killed again, and must end with the same bits as a run that nobody killed.
+{kill_count} kills with seed {kill_seed}:
+
+{kill_table}
+
+"Litter" counts temporary folders and files that a kill left beside the artefact.
+
+A [fit that is killed](how_to/distributed.md#a-fit-that-is-killed-goes-on) goes on with the same bits if the data come in the same order, and with the same sums if they
+come in another one or are shared out among another number of processes (`tests/curvature/passes/test_checkpoint.py`).
+"""
+
+MUTANTS_TEXT = """
+## Errors that the tests must find
+
+`make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
+tests that belong to the file. Of {mutant_all} such mutants, {mutant_tried} were drawn with seed {mutant_seed}; files and kinds of errors are drawn from equally often.
+The tests found {mutant_found}; {mutant_equivalent} cannot be told from the original (`tests/mutants/equivalent.json` says why). That is {mutant_share} of those that can be
+found.
+
+{mutant_table}
+
+{mutant_survivors}
+"""
+
 
 def _table(first: str, rows: Mapping[str, Mapping[str, int]]) -> str:
     lines = [f"| {first} | cases | {' | '.join(RESULTS)} |", "|---" * (len(RESULTS) + 2) + "|"]
@@ -103,14 +138,49 @@ def _table(first: str, rows: Mapping[str, Mapping[str, int]]) -> str:
     return "\n".join(lines)
 
 
-def results() -> tuple[dict[str, Any], dict[str, Any]]:
-    """What was counted for folders and for data."""
-    folders, data = (json.loads(f.read_text(encoding="utf-8")) for f in (FOLDERS, DATA))
-    return folders, data
+def _kills(counted: Mapping[str, Any]) -> str:
+    rows = {**counted["by_job"], "**all**": counted}
+    lines = [f"| {n} | {e['kills']} | {e['looked']} | {e['whole']} | {e['litter']} |" for n, e in rows.items()]
+    return "\n".join(["| job | kills | looked at | whole and right | litter |", "|---|---|---|---|---|", *lines])
 
 
-def page_of(folders: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+def _mutants(counted: Mapping[str, Any]) -> str:
+    lines = [f"| {operator} | {tried} | {found} |" for operator, (found, tried) in counted["by_operator"].items()]
+    return "\n".join(["| kind of error | tried | found |", "|---|---|---|", *lines])
+
+
+def results() -> tuple[Any, ...]:
+    """What was counted for folders, for data, for kills and for mutants; None for a program that was not run yet."""
+    files = (FOLDERS, DATA, KILLS, MUTANTS)
+    return tuple(json.loads(f.read_text(encoding="utf-8")) if f.exists() else None for f in files)
+
+
+def page_of(
+    folders: Mapping[str, Any], data: Mapping[str, Any], kills: Mapping[str, Any] | None, mutants: dict[str, Any] | None
+) -> str:
     """The page as Markdown."""
+    parts = [_files_text(folders, data)]
+    if kills is not None:
+        parts.append(KILLS_TEXT.format(kill_count=kills["kills"], kill_seed=kills["seed"], kill_table=_kills(kills)))
+    if mutants is not None:
+        counted = summary(mutants)
+        left = ", ".join(f"`{name}`" for name in counted["survivors"])
+        parts.append(
+            MUTANTS_TEXT.format(
+                mutant_all=f"{mutants['of']:,}",
+                mutant_tried=counted["tried"],
+                mutant_seed=mutants["seed"],
+                mutant_found=counted["found"],
+                mutant_equivalent=counted["equivalent"],
+                mutant_share=f"{counted['share']:.1%}",
+                mutant_table=_mutants(counted),
+                mutant_survivors=f"Not found, and not explained: {left}." if left else "None was left over.",
+            )
+        )
+    return "".join(parts)
+
+
+def _files_text(folders: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     return TEXT.format(
         json_size=MAX_JSON_BYTES >> 20,
         depth=MAX_DEPTH,

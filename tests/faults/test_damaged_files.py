@@ -68,8 +68,10 @@ def test_what_is_counted() -> None:
 
 
 def test_the_page_says_what_was_counted() -> None:
-    folders, data = results()
-    assert PAGE.read_text(encoding="utf-8") == page_of(folders, data), "write it with: python -m tests.faults.page"
+    folders, data, kills, mutants = results()
+    expected = page_of(folders, data, kills, mutants)
+    assert PAGE.read_text(encoding="utf-8") == expected, "write it with: python -m tests.faults.page"
+    assert kills is None or kills["whole"] == kills["looked"] > 0
     for found in (folders, data):
         assert found["wrong"] == []
         assert sum(found["results"].values()) == found["cases"]

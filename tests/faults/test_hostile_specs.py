@@ -73,7 +73,7 @@ def arguments(verb: str, files: Files) -> list[str]:
         "predict": [str(files.test)],
         "evaluate": ["--test", str(files.test), "--resamples", "0"],
         "report": ["--test", str(files.test), "--no-where"],
-        "tune": ["--prior-precision", "3"],
+        "tune": ["--prior-precision", "3", "--force"],
         "where": ["--test", str(files.test)],
     }[verb]
 

@@ -51,7 +51,8 @@ def test_without_validation_data_the_report_holds_the_tuning_and_its_check() -> 
     assert report.tuning is laplace.tuning
     assert report.check is laplace.tuning.check
     assert report.check.passed
-    structure, tuning, check = str(report).splitlines()
+    structure, tuning, check, likelihood = str(report).splitlines()
+    assert likelihood.startswith("likelihood: classification, as the targets are")
     assert structure == f"structure: {report.chosen}"
     assert tuning == f"tuning: {laplace.tuning}"
     assert check == f"check passed: {report.check.message}"
@@ -137,7 +138,7 @@ def test_regression() -> None:
     model = trained(mlp(1, 6, 1), data, gaussian_nll(0.3))
     laplace = am.fit(model, data, likelihood="regression", verbose=False)
     assert float(laplace.hyperparameters.noise) == pytest.approx(0.3, rel=0.3)
-    held = am.fit(model, data, regression(noise=0.3, seed=14), "regression", verbose=False)
+    held = am.fit(model, "regression", data, regression(noise=0.3, seed=14), verbose=False)
     assert held.report.check.passed
     assert held.report.check.map_accuracy is None
 
@@ -240,3 +241,18 @@ def test_token_outputs() -> None:
     # 240 positions, of which two have no label.
     assert laplace.report.check.n_data == 238
     assert laplace.predict(x).mean.shape == (40, 6, 4)
+
+
+def test_what_print_and_a_notebook_show() -> None:
+    laplace = am.fit(classifier(), classes(300), verbose=False)
+    lines = str(laplace).splitlines()
+    assert lines[0] == f"Laplace: 300 data, {laplace.posterior.n_params} uncertain parameters"
+    assert [line.split()[0] for line in lines[1:4]] == ["network", "likelihood", "structure"]
+    assert "classification" in lines[2]
+    assert "check passed" in str(laplace)
+    assert len(lines) < 15
+    assert max(map(len, lines[:5])) < 80
+    shown = laplace.report._repr_html_()
+    assert shown.startswith("<table>")
+    assert str(laplace.report.chosen) in shown.replace("&#x27;", "'")
+    assert "not fitted" in str(am.Laplace(classifier(), "classification"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +48,45 @@ def test_a_prior_precision_that_is_none(precision: object) -> None:
 def test_a_prior_precision_of_the_wrong_form(precision: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         made(prior_precision=precision).fit(classes(), progress=False)
+
+
+class CountedBatches(list[Any]):
+    """A list of batches that counts how often it was gone through to its end."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self.passes += 1
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset", "hessian"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prior_precision": {"0": 1.0, "2": 1.0, "7": 1.0}}, "fits nothing: 7"),
+        ({"prior_precision": {"0": 1.0}}, "no number for 2.weight, 2.bias"),
+        ({"prior_precision": [1.0, 2.0, 3.0]}, "one number per layer: 2 here"),
+        ({"prior_precision": {"0": torch.ones(4, 3), "2": 1.0}}, "allowed is a number or shape"),
+        ({"prior_mean": {"7.weight": torch.zeros(1)}}, "prior mean names .*7.weight"),
+        ({"prior_mean": {"2.weight": torch.zeros(7)}}, "prior mean of 2.weight has shape"),
+    ],
+)
+def test_a_prior_that_fits_no_layer_is_refused_before_the_pass(structure: str, options: Any, message: str) -> None:
+    data = CountedBatches(classes())
+    with pytest.raises(InputError, match=message):
+        made(structure=structure, rank=3, **options).fit(data, progress=False)
+    assert data.passes == 0
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "kfra", "matrix_free"])
+def test_two_precisions_for_a_kronecker_block_are_refused_before_the_pass(structure: str) -> None:
+    data = CountedBatches(classes())
+    with pytest.raises(InputError, match="form one Kronecker block"):
+        made(structure=structure, prior_precision={"0.weight": 1.0, "0.bias": 2.0, "2": 1.0}).fit(data, progress=False)
+    assert data.passes == 0
+    assert made(structure=structure).fit(data, progress=False).n_data == 60
+    assert data.passes > 0
 
 
 @pytest.mark.parametrize("name", ["data_scale", "temperature"])
@@ -124,7 +165,9 @@ def test_data() -> None:
         made().fit([(x.float(), y)], progress=False)
     with pytest.raises(AftermapError, match="must be in 0 ... 3"):
         made().fit([(x, y + 9)], progress=False)
-    with pytest.raises(DataError, match="one-shot"):
+    with pytest.raises(
+        DataError, match="a fit with structure='kron' reads data more than once, but .* can be read only once"
+    ):
         made().fit(iter(classes()), progress=False)
 
 
@@ -139,7 +182,9 @@ def test_inputs_that_the_model_rejects(params: str) -> None:
 
 @pytest.mark.parametrize("params", ["all", "last_layer"])
 def test_a_one_shot_iterator_is_refused_in_the_same_words(params: str) -> None:
-    with pytest.raises(DataError, match="one-shot"):
+    with pytest.raises(
+        DataError, match="a fit with structure='kron' reads data more than once, but .* can be read only once"
+    ):
         made(params=params).fit((b for b in classes()), progress=False)
 
 

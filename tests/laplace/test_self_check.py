@@ -42,9 +42,9 @@ def test_an_improvement_never_fails(seed: int) -> None:
     for t in (1.5, 5.0, 50.0, 1e4):
         check = compared(probabilities(logits), probabilities(logits / t), y)
         better = check.bayes_nll <= check.map_nll
-        assert check.passed or not better
+        assert not check.collapsed or not better
         assert check.difference == check.bayes_nll - check.map_nll
-    assert compared(probabilities(logits), probabilities(logits), y).passed
+    assert not compared(probabilities(logits), probabilities(logits), y).collapsed
 
 
 def test_a_worse_likelihood_fails_where_it_is_more_than_chance() -> None:
@@ -86,6 +86,9 @@ def test_a_network_at_the_level_of_chance_is_said_to_be_one() -> None:
     check = compared(always, always, y)
     assert check.map_accuracy == 0.5
     assert said in check.message
+    assert check.at_chance
+    assert not check.passed
+    assert check.state == "FAILED"
     knowing = 0.7 * nn.functional.one_hot(y, 3).double() + 0.1
     assert said not in compared(knowing, knowing, y).message
     binary = torch.tensor([1.0] * 40 + [0.0] * 20, dtype=torch.float64)[:, None]
@@ -95,6 +98,29 @@ def test_a_network_at_the_level_of_chance_is_said_to_be_one() -> None:
     # A network that was never trained, through the facade.
     untrained = Laplace(mlp(), "classification", prior_precision=10.0).fit(classes(), progress=False)
     assert said in check_predictive(untrained, batches(new_classes(300))).message
+    # A rare class: always the same answer, but the probabilities know where it is.
+    rare = torch.tensor([0] * 90 + [1] * 10)
+    aware = torch.where(rare[:, None] == 1, torch.tensor([0.6, 0.4]), torch.tensor([0.95, 0.05])).double()
+    assert compared(aware, aware, rare).passed
+    # Too few data to tell, and an overconfident network whose temperature was found.
+    assert compared(always[:10], always[:10], y[:10]).passed
+    one_wrong = torch.tensor([0] * 90 + [1] * 10)
+    sharp = torch.where(one_wrong[:, None] == 1, torch.tensor([0.999, 0.001]), torch.tensor([0.9999, 0.0001])).double()
+    assert compared(sharp, aware, one_wrong).passed
+    assert not compared(sharp, sharp, one_wrong).passed
+
+
+def test_a_regression_that_is_no_better_than_the_mean_is_said_to_be_none() -> None:
+    y = normal(60, 2, seed=3)
+
+    def check(mean: Tensor) -> SelfCheck:
+        ones = torch.ones(60, 2, dtype=torch.float64)
+        answer = Prediction("regression", mean, ones, ones, 2 * ones)
+        return _compare(answer, answer, y)
+
+    assert not check(normal(60, 2, seed=4)).passed
+    assert "no better than always answering the mean of the targets" in check(normal(60, 2, seed=4)).message
+    assert check(y + 0.5 * normal(60, 2, seed=4)).passed
 
 
 def test_a_posterior_that_adds_nothing_is_said_to_add_nothing() -> None:

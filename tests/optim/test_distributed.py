@@ -134,9 +134,6 @@ def test_a_killed_process_resumes_and_ends_where_an_uninterrupted_run_ends(tmp_p
         "--max-restarts=1",
         "--monitor-interval=0.2",
     ]
-    # torchrun shares its store with the processes of every attempt, under the same keys (torch 2.13; pytorch issue 135712): a
-    # later attempt finds the addresses of processes that are gone. So the c10d rendezvous makes a store for each attempt.
-    env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     port = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     script = ["-m", "tests.optim.elastic", str(tmp_path), "noisy kfac"]
     done = subprocess.run([*launch, *port, *script], cwd=ROOT, env=env, capture_output=True, timeout=150, check=False)

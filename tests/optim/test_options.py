@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from aftermap.errors import InputError
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, Schedule
@@ -23,7 +25,7 @@ OTHERS = {"self", "model", "params", "generator"}
 @pytest.mark.parametrize("optimizer", ALL)
 def test_every_argument_is_an_option_and_documented(optimizer: Any) -> None:
     arguments = [name for name in inspect.signature(optimizer.__init__).parameters if name not in OTHERS]
-    assert set(arguments) <= set(OPTIONS)
+    assert set(arguments) - {"weight_decay"} <= set(OPTIONS)  # which is another way to say prior_precision
     documentation = inspect.getdoc(optimizer)
     assert documentation is not None
     assert all(f"{name}: " in documentation for name in arguments)
@@ -121,3 +123,51 @@ def test_options_of_single_optimisers(optimizer: Any, options: dict[str, Any], m
     net, _, _ = classifier()
     with pytest.raises(InputError, match=message):
         optimizer(net, n_data=11, **options)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_a_weight_decay_is_a_prior_precision(optimizer: Any) -> None:
+    """The step of a decay of λ is that of δ = λN, with augmentation λρN, in every group that does not say another one."""
+    augmented = {} if optimizer in (OGN, KFAC) else {"augmentation": 2.0}
+    one = optimizer(nn.Linear(3, 2), n_data=50, weight_decay=0.02, **augmented)
+    assert one.param_groups[0]["prior_precision"] == pytest.approx(0.02 * 50 * augmented.get("augmentation", 1.0))
+    assert "weight_decay" not in one.param_groups[0]
+    model = nn.Linear(3, 2)
+    own = optimizer(model, n_data=50, params=[{"params": list(model.parameters()), "weight_decay": 0.1}])
+    assert own.param_groups[0]["prior_precision"] == pytest.approx(5.0)
+    x, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+    steps = []
+    for options in ({"weight_decay": 0.1}, {"prior_precision": 5.0}):
+        net = nn.Linear(3, 2)
+        with torch.no_grad():
+            net.weight.copy_(torch.arange(6.0).reshape(2, 3))
+            net.bias.zero_()
+        opt = optimizer(net, n_data=50, lr=0.1, **options)
+        opt.step(lambda net=net: F.cross_entropy(net(x), y))
+        steps.append([p.detach().clone() for p in net.parameters()])
+    torch.testing.assert_close(steps[0], steps[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", ALL)
+def test_a_decay_that_is_said_twice_or_is_none(optimizer: Any) -> None:
+    model = nn.Linear(3, 2)
+    with pytest.raises(
+        InputError, match="say the same thing: a decay of λ is a prior precision of λN, here 1. Give one of them"
+    ):
+        optimizer(model, n_data=50, weight_decay=0.02, prior_precision=3.0)
+    with pytest.raises(
+        InputError, match="weight_decay=-1.*A weight decay of λ on a mean loss is a prior precision of λN"
+    ):
+        optimizer(model, n_data=50, weight_decay=-1.0)
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1, "prior_precision": 1.0}]
+    with pytest.raises(InputError, match="a group of parameters has weight_decay and prior_precision"):
+        optimizer(model, n_data=5, params=groups)
+
+
+def test_the_number_of_data_may_be_the_data_set() -> None:
+    data = TensorDataset(torch.zeros(7, 3))
+    for given in (7, data, DataLoader(data, batch_size=2), torch.zeros(7, 3), list(range(7))):
+        assert VOGN(nn.Linear(3, 2), n_data=given).settings.n_data == 7.0
+    for wrong in ("seven", [], torch.tensor(float("nan"))):
+        with pytest.raises(InputError, match="n_data"):
+            VOGN(nn.Linear(3, 2), n_data=wrong)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 
+from aftermap import Laplace
 from aftermap.batches import Batch
 from aftermap.curvature.passes.plan import CheckedPlan
-from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors import GaussianPosterior, Posterior
 from aftermap.predictive.linearised import output_gradients
 from tests.posteriors.cases import CASES, build, made, posterior_of
 
@@ -42,3 +44,50 @@ def test_functional_covariance(case: str) -> None:
         wanted = dense(variant, case)
         torch.testing.assert_close(torch.cat(full[place]), wanted, rtol=1e-9, atol=1e-10)
         torch.testing.assert_close(torch.cat(variances[place]), wanted.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", ["kron", "full", "diagonal"])
+def test_every_posterior_contracts_per_example_gradients(case: str) -> None:
+    model, _ = made(case)
+    _, data = build(CASES[case][0])
+    posterior = posterior_of(case, 0.7, scale=1.7)
+    other = posterior.with_prior(2.3, scale=0.4)
+    batch = Batch(data[0][0], None, None, len(data[0][0]))
+    for _, _, _, gradients in output_gradients(CheckedPlan(model, list(posterior.names), batch), batch):
+        for diagonal in (False, True):
+            plain = Posterior.functional_covariance(posterior, gradients, [posterior, other], diagonal=diagonal)
+            own = posterior.functional_covariance(gradients, [posterior, other], diagonal=diagonal)
+            for parts, (whole,) in zip(own, plain, strict=True):
+                torch.testing.assert_close(torch.stack(parts).sum(0), whole, rtol=1e-9, atol=1e-10)
+
+
+class Tokens(nn.Module):
+    """Works on sequences of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).mean(1))
+
+
+def test_longer_inputs_go_in_smaller_pieces() -> None:
+    net, short, long = Tokens(), torch.ones(12, 4, 2), torch.ones(12, 8, 2)
+    checked = CheckedPlan(net, [n for n, _ in net.named_parameters()], Batch(short, None, None, 12))
+    assert checked.plan.width == 3
+    alive = 3 * (4 * 5 + 3)  # three outputs, and what the two layers put out for one short example
+    for x, size in ((short, 6), (long, 3)):
+        pieces = [part for part, *_ in output_gradients(checked, Batch(x, None, None, 12), numbers=6 * alive)]
+        assert [(p.start, p.stop) for p in pieces] == [(k, k + size) for k in range(0, 12, size)]
+
+
+@pytest.mark.parametrize(
+    ("structure", "whole"),
+    [("full", True), ("matrix_free", True), ("kron", False), ("diagonal", False), ("low_rank", False)],
+)
+def test_which_posteriors_have_every_term(structure: str, whole: bool) -> None:
+    net, x = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).eval(), torch.randn(9, 2)
+    laplace = Laplace(net, "regression", structure=structure, rank=4).fit([(x, x[:, :1])], progress=False)
+    assert laplace.posterior.has_every_term is whole
+    assert laplace.posterior.is_estimated is (structure == "matrix_free")

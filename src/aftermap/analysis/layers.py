@@ -81,16 +81,16 @@ def layers_of(parts: Sequence[LayerParts], model: nn.Module, order: Sequence[str
         structure: The word for parts without blocks.
     """
     place = {n: i for i, n in enumerate(order)}
-    found: dict[str, list[str]] = {}
+    parameters_of: dict[str, list[str]] = {}
     kinds: dict[str, list[str]] = {}
     for part in parts:
         for name, parameters in part.layers.items():
-            found.setdefault(name, []).extend(parameters)
+            parameters_of.setdefault(name, []).extend(parameters)
             kinds.setdefault(name, []).append(part.kind.replace("_", " ") or structure)
     modules = dict(model.named_modules())
     users = _users(model)
     layers = []
-    for name, held in found.items():
+    for name, held in parameters_of.items():
         path = "" if name == "(model)" else name
         owner = modules.get(path, modules.get(path.rpartition(".")[0]) if path not in place else None)
         used = tuple(dict.fromkeys(u for n in held for u in users[n]))
@@ -103,12 +103,12 @@ def layers_of(parts: Sequence[LayerParts], model: nn.Module, order: Sequence[str
 def _users(model: nn.Module) -> dict[str, list[str]]:
     """Returns for each parameter the paths of every module that holds it, under all of its names."""
     own = {id(p): n for n, p in model.named_parameters()}
-    found: dict[str, list[str]] = {n: [] for n in own.values()}
+    users: dict[str, list[str]] = {n: [] for n in own.values()}
     for path, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
-            if parameter is not None and path not in found[own[id(parameter)]]:
-                found[own[id(parameter)]].append(path or "(model)")
-    return found
+            if parameter is not None and path not in users[own[id(parameter)]]:
+                users[own[id(parameter)]].append(path or "(model)")
+    return users
 
 
 def contributions(
@@ -192,7 +192,7 @@ def _by_layer(
     kinds: Sequence[str],
 ) -> dict[str, list[Tensor]]:
     """Returns for each kind one covariance per layer, summed over its parts."""
-    found: dict[str, dict[str, Tensor]] = {k: {} for k in kinds}
+    sums: dict[str, dict[str, Tensor]] = {k: {} for k in kinds}
     for part in parts:
         covariances = part.covariances(gradients, diagonal)
         for kind in kinds:
@@ -200,9 +200,9 @@ def _by_layer(
             if kind == "conditional" and not part.has_cross_terms:
                 given = covariances.own  # For independent layers nothing changes when the others are held.
             for name, value in given.items():
-                found[kind][name] = found[kind][name] + value if name in found[kind] else value
-    zero = torch.zeros_like(next(iter(found["own"].values())))
-    return {k: [by.get(layer.name, zero) for layer in layers] for k, by in found.items()}
+                sums[kind][name] = sums[kind][name] + value if name in sums[kind] else value
+    zero = torch.zeros_like(next(iter(sums["own"].values())))
+    return {k: [by.get(layer.name, zero) for layer in layers] for k, by in sums.items()}
 
 
 def _calls(record: ForwardRecord, layers: Sequence[Layer]) -> dict[str, int]:
@@ -299,17 +299,17 @@ def layer_results(
 ) -> tuple[tuple[LayerResult, ...], float]:
     """Returns the layers in numbers, and the nats that all of them gained together."""
     effective = _add([p.effective() for p in parts])
-    told = [p.information() for p in parts]
-    information, gained = _add([nats for nats, _ in told]), sum(total for _, total in told)
+    nats_by_part = [p.information() for p in parts]
+    information, gained = _add([nats for nats, _ in nats_by_part]), sum(total for _, total in nats_by_part)
     traces = sum(w.trace for w in weights)
     own, cross = sums.variance["own"].sum(1), sums.variance.get("cross", torch.zeros(0, 1)).sum(1)
     whole = float(own.sum() + cross.sum())
-    held = sums.variance["conditional"].sum(1) if "conditional" in sums.variance else None
+    conditional = sums.variance["conditional"].sum(1) if "conditional" in sums.variance else None
     nats_all = float(sum(v.sum() for k, v in sums.nats.items() if k != "conditional")) if sums.nats else 0.0
-    made = []
+    results = []
     for i, (layer, own_weights) in enumerate(zip(layers, weights, strict=True)):
         nats = float(sums.nats["own"][i]) if sums.nats else None
-        made.append(
+        results.append(
             LayerResult(
                 layer,
                 own_weights.count,
@@ -320,7 +320,7 @@ def layer_results(
                 float(own[i]) / sums.positions,
                 _ratio(float(own[i]), whole),
                 _ratio(float(cross[i]), whole) if len(cross) else None,
-                None if held is None else _ratio(float(held[i]), float(held.sum())),
+                None if conditional is None else _ratio(float(conditional[i]), float(conditional.sum())),
                 None if nats is None else _ratio(nats, nats_all),
                 _ratio(float(sums.nats["cross"][i]), nats_all) if "cross" in sums.nats else None,
                 None if nats is None else nats / sums.positions,
@@ -329,7 +329,7 @@ def layer_results(
                 own_weights,
             )
         )
-    return tuple(made), float(gained)
+    return tuple(results), float(gained)
 
 
 def _ratio(part: float, whole: float) -> float:

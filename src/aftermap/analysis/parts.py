@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature.passes.plan import WHOLE_MODEL
-from aftermap.curvature.structures.base import flatten_batch, join_flat, split_flat
+from aftermap.curvature.structures.base import join_flat
 from aftermap.curvature.structures.layer_parts import DenseLayerParts, LayerParts, ProductLayerParts
 from aftermap.errors import UnsupportedError
 from aftermap.linalg import safe_cholesky, symmetrise
@@ -34,16 +34,11 @@ class PosteriorLayerParts(ProductLayerParts):
         self.posterior = posterior
 
     def times_covariance(self, lines: Tensor) -> Tensor:
-        posterior = self.posterior
-        if isinstance(posterior, MatrixFreePosterior) and posterior.settings.kind == "samples":
-            drawn = posterior.fixed_samples()
-            return (lines @ drawn.T) @ drawn / len(drawn)
-        values = split_flat(lines, posterior.shapes)
-        return flatten_batch(posterior.covariance_mv(values), posterior.names)
+        return self.posterior.times_covariance(lines)
 
     def variance(self, layer: str) -> Params:
-        found = self.posterior.marginal_variance()
-        return {n: found[n] for n in self.layers[layer]}
+        variance = self.posterior.marginal_variance()
+        return {n: variance[n] for n in self.layers[layer]}
 
     def effective(self) -> dict[str, float]:
         posterior = self.posterior

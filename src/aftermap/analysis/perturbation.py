@@ -136,8 +136,8 @@ def _pass(
         before = _loss(predictor, batch)
         for s in range(some):
             for sign in (1.0, -1.0):
-                moved = {n: mean[n] + sign * d[s].to(mean[n]) for n, d in deviations.items()}
-                with swapped(model, moved):
+                drawn = {n: mean[n] + sign * d[s].to(mean[n]) for n, d in deviations.items()}
+                with swapped(model, drawn):
                     increase[s] += 0.5 * (_loss(predictor, batch) - before)
     return increase
 

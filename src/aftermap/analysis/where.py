@@ -83,6 +83,7 @@ def where(
     inner = _inner(predictor)
     model, posterior, likelihood = inner.model, inner.posterior, inner.likelihood
     parts = split_by_layer(posterior, model)
+    prior: Any = getattr(posterior, "prior", None)  # It has one, or it could not be split.
     structure = str(getattr(predictor, "structure", getattr(getattr(predictor, "factors", None), "structure", "full")))
     layers = layers_of(parts, model, posterior.names, structure)
     train = _training_data(loader, calibration)
@@ -96,13 +97,16 @@ def where(
             seen.add(batch, contributed, likelihood, samples, torch.Generator().manual_seed(seed))
         inputs = seen.inputs.result(inner, saliency, torch.Generator().manual_seed(seed))
         if train is not None:
-            power, n_data = _power(predictor, inner), getattr(getattr(predictor, "factors", None), "n_data", None)
+            power, n_data = (
+                _likelihood_weight(predictor, inner),
+                getattr(getattr(predictor, "factors", None), "n_data", None),
+            )
             again = partial(_batches, inner, train, unpack)
             tested = perturbations(inner, parts, layers, again, draws, power, n_data, generator)
 
     def maps(name: str) -> Iterator[Any]:
         layer = next(k for k in layers if k.name == name)
-        return weight_maps(name, layer.parameters, parts, posterior.mean, posterior.prior, model)
+        return weight_maps(name, layer.parameters, parts, posterior.mean, prior, model)
 
     weights = [summarise(maps(layer.name)) for layer in layers]
     results, information = layer_results(layers, parts, weights, seen.layers, seen.calls)
@@ -146,7 +150,7 @@ class _WhereSums:
 
 def _inner(predictor: Any) -> PosteriorPredictor:
     """Returns the model with its posterior and likelihood, behind a facade or as it is."""
-    inner = predictor if isinstance(predictor, PosteriorPredictor) else getattr(predictor, "predictor", None)
+    inner = getattr(predictor, "predictor", None)
     if not isinstance(inner, PosteriorPredictor):
         raise InputError(
             f"where() needs a Gaussian posterior over weights, which a {type(predictor).__name__} does not have. Allowed are a "
@@ -169,11 +173,11 @@ def _batches(inner: PosteriorPredictor, data: Iterable[Any], unpack: Unpack | No
         yield batch
 
 
-def _power(predictor: Any, inner: PosteriorPredictor) -> float:
+def _likelihood_weight(predictor: Any, inner: PosteriorPredictor) -> float:
     """Returns what multiplies the log-likelihood in the posterior: the data scale over the temperature."""
-    power = getattr(predictor, "likelihood_weight", None)
-    if power is not None:
-        return float(power)
+    weight = getattr(predictor, "likelihood_weight", None)
+    if weight is not None:
+        return float(weight)
     scale = float(torch.as_tensor(getattr(inner.posterior, "scale", 1.0)).detach())
     noise = inner.likelihood.noise if isinstance(inner.likelihood, Gaussian) else None
     trained = getattr(predictor, "method", None) is not None  # An optimiser's curvature holds the noise already.

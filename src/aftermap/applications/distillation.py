@@ -305,10 +305,10 @@ def _shuffled(lessons: list[Lesson], generator: torch.Generator | None) -> Itera
         for place in torch.randperm(len(lessons), generator=generator, device=source).tolist():
             yield lessons[place]
         return
-    inputs, said = torch.cat([x for x, _ in lessons]), Prediction.concatenate([p for _, p in lessons])
+    inputs, answers = torch.cat([x for x, _ in lessons]), Prediction.concatenate([p for _, p in lessons])
     order = torch.randperm(len(inputs), generator=generator, device=source).to(inputs.device)
     for index in order.split(max(len(x) for x, _ in lessons)):
-        yield inputs[index], said[index]
+        yield inputs[index], answers[index]
 
 
 def _measured(

@@ -90,7 +90,7 @@ class Baseline(ABC):
 def read_inputs(model: nn.Module, x: Any) -> Any:
     """Returns the inputs, checked and moved to the model's device."""
     device, dtype = _place(model)
-    batch = unpack_inputs(x).to(device)
+    batch = unpack_inputs(x, dtype).to(device)
     check_inputs(batch.inputs, dtype)
     return batch.inputs
 

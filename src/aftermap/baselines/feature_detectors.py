@@ -103,8 +103,8 @@ class KNN(FeatureDetector[Tensor]):
         nearest = new.new_empty(len(new), 0)
         for some in stored.split(_STORED_ROWS):
             squares = _squared_distances(new, _unit(some.to(torch.float64)))
-            found = torch.cat([nearest, squares], 1)
-            nearest = found.topk(min(self.k, found.shape[1]), dim=1, largest=False).values
+            candidates = torch.cat([nearest, squares], 1)
+            nearest = candidates.topk(min(self.k, candidates.shape[1]), dim=1, largest=False).values
         return nearest.amax(1).sqrt()
 
 
@@ -310,9 +310,9 @@ class ViM(FeatureDetector[_Virtual]):
         _, vectors = psd_eigh(moments.scatter_about(origin) / moments.total, what="the second moment of the features")
         width = len(origin)
         residual = vectors[:, : width - self._principal(width)]
-        found = _Virtual(origin, residual, 1.0)
+        unscaled = _Virtual(origin, residual, 1.0)
         features, largest, counts = sample.rows[:, :-2], sample.rows[:, -2], sample.rows[:, -1]
-        residuals = float(found.norms(features) @ counts / counts.sum())
+        residuals = float(unscaled.norms(features) @ counts / counts.sum())
         rounding = _ROUNDING_MARGIN * (width * moments.rounding(precision)) ** 0.5
         return _Virtual(origin, residual, _scale(float(largest @ counts / counts.sum()), residuals, rounding))
 

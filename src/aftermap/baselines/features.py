@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from aftermap import checks
 from aftermap.baselines.base import batches_of
 from aftermap.batches import Batch, Unpack
-from aftermap.curvature.passes.plan import find_last_layer
+from aftermap.curvature.passes.last_block import find_last_layer
 from aftermap.curvature.passes.record import outputs_replaced
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
 from aftermap.linalg import all_finite

@@ -64,7 +64,7 @@ COMMANDS = {
         "aftermap.cli.fit",
         _BAYES,
         "Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or by the evidence.",
-        "aftermap tune posterior/ --val val.npz",
+        "aftermap tune posterior/ --val val.npz -o tuned/",
     ),
     "train": Entry(
         "aftermap.cli.train",
@@ -169,7 +169,9 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(epilog="Exit codes: 0 good, 2 bad input, 3 a self-check failed, 4 worse than --baseline.")
+@app.callback(
+    epilog="Exit codes: 0 good, 2 bad input, 3 a self-check failed, 4 worse than --baseline, 5 another process ended."
+)
 def _root(
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=_version, help="Say the version and exit.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import functools
 import json
+import os
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -18,23 +20,25 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from aftermap.distributed import rank
-from aftermap.errors import AftermapError, InputError
+from aftermap.distributed import launched_rank, rank
+from aftermap.errors import AftermapError, InputError, ProcessError
 
 __all__ = [
     "BAD_INPUT",
     "CHECK_FAILED",
     "GOOD",
     "INTERRUPTED",
+    "PROCESS_LOST",
     "WORSE",
     "Reporter",
+    "check_writable",
     "confirmed",
     "guarded",
     "plain_table",
     "replaced_file",
 ]
 
-GOOD, BAD_INPUT, CHECK_FAILED, WORSE, INTERRUPTED = 0, 2, 3, 4, 130
+GOOD, BAD_INPUT, CHECK_FAILED, WORSE, PROCESS_LOST, INTERRUPTED = 0, 2, 3, 4, 5, 130
 P = ParamSpec("P")
 
 _out, _err = Console(highlight=False), Console(stderr=True, highlight=False)
@@ -96,9 +100,11 @@ def _print(console: Console, text: str, style: str | None = None, label: str = "
 
 
 def _complain(text: str, kind: str = "error") -> None:
-    if rank() == 0:
+    """Says an error, or a warning of the first process; the errors of others say whose they are, since it may be gone."""
+    if rank() == 0 and (kind == "error" or launched_rank() == 0):
         colour = "red" if kind == "error" else "yellow"
-        _print(_err, text, None, f"{kind}: ", f"bold {colour}")
+        who = f"process {launched_rank()}: " if launched_rank() else ""
+        _print(_err, text, None, f"{who}{kind}: ", f"bold {colour}")
 
 
 def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
@@ -113,8 +119,11 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
         with torch.random.fork_rng(), _warnings_in_words():
             try:
                 code = function(*args, **kwargs)
-            except AftermapError as error:
+            except ProcessError as error:
                 _complain(str(error))
+                code = PROCESS_LOST
+            except AftermapError as error:
+                _complain(_with_flags(str(error)))
                 code = BAD_INPUT
             except KeyboardInterrupt:
                 _complain("interrupted; nothing half-written is left behind")
@@ -128,10 +137,39 @@ def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
             except OSError as error:
                 _complain(_about_file(error))
                 code = BAD_INPUT
+        if code in (CHECK_FAILED, WORSE) and "TORCHELASTIC_RUN_ID" in os.environ:
+            _complain(
+                f"torchrun would bury exit code {code} under a traceback, so this ends with 0: everything is saved, and `aftermap evaluate` on the "
+                "folder gives the code",
+                "warning",
+            )
+            code = GOOD
         if code:
             raise typer.Exit(code)
 
     return command
+
+
+# Arguments of Python that messages of the library name, and the options that set them.
+_FLAGS = {
+    "memory_limit": "--memory",
+    "time_limit": "--seconds",
+    "likelihood": "--task",
+    **{name: f"--{name.replace('_', '-')}" for name in ("structure", "params", "prior_precision", "kind", "samples")},
+}
+
+
+def _with_flags(text: str) -> str:
+    """A message of the library in the words of the command line.
+
+    >>> _with_flags("Raise memory_limit= or time_limit=, or params='last_layer'")
+    "Raise --memory or --seconds, or --params 'last_layer'"
+    """
+
+    def flag(found: re.Match[str]) -> str:
+        return _FLAGS[found[1]] + (" " if found[2] else "")
+
+    return re.sub(rf"\b({'|'.join(_FLAGS)})=(?=(['\"\w])?)", flag, text)
 
 
 def _about_file(error: OSError) -> str:
@@ -149,7 +187,7 @@ def _warnings_in_words() -> Iterator[None]:
     def show(message: Any, category: Any, *rest: Any, **more: Any) -> None:
         if str(message) not in seen:
             seen.add(str(message))
-            _complain(str(message), "warning")
+            _complain(_with_flags(str(message)), "warning")
 
     with warnings.catch_warnings():
         # Under `python -W error`, as in tests, a warning stays an error.
@@ -157,17 +195,24 @@ def _warnings_in_words() -> Iterator[None]:
         yield
 
 
-def confirmed(place: Path | None, *, force: bool, what: str) -> bool:
+def confirmed(place: Path | None, *, force: bool, what: str, state: str = "exists") -> bool:
     """Makes sure that ``place`` may be written: it is not there, --force was given, or the person at the terminal says yes.
+
+    Args:
+        place: The file or folder; None means that nothing is written.
+        force: Whether --force was given.
+        what: The command, for messages.
+        state: What is said about a place that is there.
 
     Returns:
         Whether something is to be replaced.
 
     Raises:
-        InputError: It is there, and nobody allowed to replace it.
+        InputError: It is there, and nobody allowed to replace it; or nothing can be written there.
     """
     if place is None:
         return False
+    check_writable(place)
     there = place.exists() and not (place.is_dir() and not any(place.iterdir()))
     if not there or force:
         return there
@@ -175,10 +220,28 @@ def confirmed(place: Path | None, *, force: bool, what: str) -> bool:
         _err.is_terminal
         and _stdin_is_terminal()
         and rank() == 0
-        and typer.confirm(f"{place} exists. Replace it?", err=True)
+        and typer.confirm(f"{place} {state}. Replace it?", err=True)
     ):
         return True
-    raise InputError(f"{place} exists; {what} does not replace it. Choose another name with -o, or add --force")
+    raise InputError(f"{place} {state}; {what} does not replace it. Choose another name with -o, or add --force")
+
+
+def check_writable(place: Path) -> None:
+    """Raises before any work where nothing can be written to a file or folder, which need not be there yet.
+
+    Raises:
+        InputError: A part of its path is a file, or the folder that is there does not allow it.
+    """
+    above = next(p for p in (place.absolute(), *place.absolute().parents) if p.exists())
+    if not above.is_dir():
+        if above == place.absolute():
+            above = above.parent
+        else:
+            raise InputError(f"{place} cannot be written: {above} is a file, not a folder")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise InputError(
+            f"{place} cannot be written: the folder {above} does not allow it. Choose another place with -o"
+        )
 
 
 @contextmanager

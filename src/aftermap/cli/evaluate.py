@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from rich.table import Table
 
-from aftermap.analysis.report import MARKS, Verdict, comparison, variance_notes, verdict
+from aftermap.analysis.report import MARKS, Verdict, comparison, score_notes, variance_notes, verdict
 from aftermap.baselines import Deterministic
 from aftermap.cli import options as o
 from aftermap.cli.console import CHECK_FAILED, GOOD, WORSE, Reporter, confirmed, plain_table
@@ -67,8 +67,8 @@ class MapComparison:
         reporter.line()
         for note in self.notes:
             reporter.line(note)
-        good = self.verdict.level != "worse"
-        reporter.line(str(self.verdict), style="bold green" if good else "bold red")
+        colour = {"good": "green", "nothing": "yellow", "worse": "red"}[self.verdict.level]
+        reporter.line(str(self.verdict), style=f"bold {colour}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for machines."""
@@ -116,7 +116,11 @@ def compare_with_map(
     threshold = fitted.threshold(score)
     words = verdict(results["Bayesian"], results["MAP"], threshold=threshold)
     lost = fitted.promise_lost(options)
-    notes = (*variance_notes(results["Bayesian"], results["MAP"]), *(() if lost is None else (f"Note: {lost}.",)))
+    notes = (
+        *variance_notes(results["Bayesian"], results["MAP"]),
+        *score_notes(results["Bayesian"]),
+        *(() if lost is None else (f"Note: {lost}.",)),
+    )
     return MapComparison(results["Bayesian"], results["MAP"], words, threshold, notes)
 
 
@@ -187,6 +191,8 @@ def evaluate(
     """
     reporter = run.reporter
     confirmed(output, force=run.force, what="evaluate")
+    if baseline not in (None, "map"):
+        _read(str(baseline))  # it is missing or damaged before the work, not after it
     fitted = saved.load(run.checked_device())
     score = fitted.score_name(predictive.score)
     source, ood = open_test(fitted, sets, data)
@@ -219,10 +225,12 @@ def open_test(fitted: Fitted, sets: o.TestData, data: o.DataOptions) -> tuple[So
     data_format, spec = fitted.complete(data.format()), sets.test
     if spec is None:
         train = str(fitted.extras.get("data", {}).get("train") or "")
+        stem = train.removesuffix(":train")
+        was_cut = stem != train and Path(stem).expanduser().exists()
         of_the_library = train.startswith(("builtin:", "toy:")) or ":" not in train
-        if not train or Path(train).expanduser().exists() or not of_the_library:
+        if not was_cut and (not train or Path(train).expanduser().exists() or not of_the_library):
             raise InputError("say which data to test on: --test DATA")
-        spec = train.removesuffix(":train")
+        spec = f"{stem}:test" if was_cut else stem
     source = open_source(spec, "test", data_format, what="--test")
     try_model(fitted.model, source)
     foreign = replace(data_format, classes=None, target=None)  # unusual data may have other classes, or none

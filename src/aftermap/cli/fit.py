@@ -13,15 +13,17 @@ from torch import nn
 from aftermap.batches import iterate, unpack_batch
 from aftermap.cli import options as o
 from aftermap.cli.console import Reporter, confirmed
-from aftermap.cli.models import make_model
+from aftermap.cli.models import import_object, make_model
 from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.curvature import STRUCTURES
+from aftermap.curvature.passes.checkpoint import clear_checkpoint
 from aftermap.distributed import fail_together, process_group
 from aftermap.errors import AftermapError, InputError
 from aftermap.laplace import Laplace, describe_costs, estimate_costs
 from aftermap.laplace import fit as fit_automatically
-from aftermap.likelihoods import Gaussian, Likelihood, parse_likelihood
+from aftermap.laplace.auto import predictions_after_fit
+from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model
 from aftermap.models import check_device as device_of_model
 
@@ -30,6 +32,7 @@ __all__ = [
     "StructureName",
     "TuneOptions",
     "build_for",
+    "check_before_data",
     "check_structure_name",
     "fit",
     "fit_posterior",
@@ -64,7 +67,11 @@ def check_structure_name(name: str) -> None:
             f"--structure {name} has a posterior that cannot be written to a folder, because it needs the data again and "
             f"again. Choose another one, or use Laplace(model, likelihood, structure={name!r}) in Python"
         )
-    o.OneOf(("auto", *(s.name for s in STRUCTURES.values() if s.saveable))).check("--structure", name)
+    allowed = ("auto", *(s.name for s in STRUCTURES.values() if s.saveable))
+    if name not in allowed:
+        raise InputError(
+            f"--structure {name!r} is not known; allowed are {', '.join(allowed)}{o.where_said('structure', name)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,14 @@ class PosteriorOptions:
         o.option("The most seconds that the fit may take. Structures that need longer are not considered."),
     ] = None
     false_alarms: _FalseAlarms = 0.05
+    checkpoint: Annotated[
+        Path | None,
+        o.option(
+            "A folder that keeps the sums of the fit: killed and started again, the same command goes on. It is emptied when the "
+            "posterior is saved."
+        ),
+    ] = None
+    every: Annotated[int, o.option("The number of batches after which --checkpoint is written.")] = 100
 
 
 @dataclass(frozen=True)
@@ -117,6 +132,18 @@ class TuneOptions:
         o.OneOf(("auto", "validation", "evidence", "lbfgs", "grid")),
     ] = "auto"
     false_alarms: _FalseAlarms = 0.05
+
+
+def check_before_data(model: o.ModelOptions) -> None:
+    """Finds a module or a file of weights that is not there before data are read; the module may register structures.
+
+    Raises:
+        InputError: One is missing.
+    """
+    if not model.model.startswith("builtin:"):
+        import_object(model.model, "--model")
+    if model.weights is not None and not model.weights.expanduser().is_file():
+        raise InputError(f"--weights: there is no file {model.weights}")
 
 
 def build_for(
@@ -176,18 +203,10 @@ def resolve_task(task: str, model: nn.Module, source: Source) -> str:
     targets, outputs = try_model(model, source)
     if task != "auto":
         return task
-    if not isinstance(targets, torch.Tensor):
-        raise InputError(f"{source.spec} has no targets")
-    if targets.is_floating_point():
-        return "regression"
-    wide = outputs.shape[-1] if outputs.dim() > 1 else 1
-    if wide == 1:
-        if bool(((targets == 0) | (targets == 1)).all()):
-            return "binary"
-        raise InputError(
-            f"{source.spec} has whole numbers as targets and the model one output: say --task regression, counts or binary"
-        )
-    return "classification"
+    try:
+        return infer_task(targets, outputs, "--task {}".format)
+    except InputError as error:
+        raise InputError(f"{source.spec}: {error}") from None
 
 
 def likelihood_of(task: str, noise: float | None, estimate: Callable[[], float]) -> Likelihood:
@@ -229,37 +248,44 @@ def fit_posterior(
     seed: int,
 ) -> Laplace:
     """Says the cost, fits and tunes; `.report` tells how it was chosen where that was left to the library."""
-    check_structure_name(options.structure)
     # Tuning starts from the network's own residuals, so that the units of the targets do not matter.
     likelihood = likelihood_of(task, options.noise, lambda: _residual(model, train))
     batches = train.batches.named("", shared=True)
     held_out = None if validation is None else validation.batches.named("")
-    if options.method in ("validation", "grid") and held_out is None:
-        raise InputError(f"--method {options.method} needs held-out data: add --val")
+    thresholds = 0 if held_out is None else held_out.n_examples() or 0
     if options.structure == "auto" and options.tune and options.method == "auto":
         return fit_automatically(
             model,
+            likelihood,
             batches,
             held_out,
-            likelihood,
             params=options.params,
             memory_limit=options.memory * 2**30,
             time_limit=options.seconds,
             verbose=None,
             on_cost=reporter.note,
+            predictions=thresholds,
             prior_precision=options.prior_precision,
+            checkpoint=options.checkpoint,
+            every=options.every,
         )
     structure = "kron" if options.structure == "auto" else options.structure
     params, which = ("all", "last_layer") if options.params == "last_layer" else (options.params, "all")
     costs = estimate_costs(model, batches, likelihood, params=params)
     cost = next((c for c in costs if (c.structure, c.params) == (structure, which)), None)
-    reporter.note(f"{structure}: no estimate of its cost" if cost is None else describe_costs(cost, costs))
+    after = thresholds + (predictions_after_fit(held_out, costs[0].n_data) if options.tune else thresholds)
+    reporter.note(f"{structure}: no estimate of its cost" if cost is None else describe_costs(cost, costs, after))
     if cost is not None and cost.bytes > options.memory * 2**30:
         raise InputError(f"{cost}, more than --memory {options.memory:g} GB. Choose another --structure, or allow more")
     laplace = Laplace(
         model, likelihood, structure=structure, params=options.params, prior_precision=options.prior_precision
     )
-    laplace.fit(batches, generator=torch.Generator().manual_seed(seed))
+    laplace.fit(
+        batches,
+        generator=torch.Generator().manual_seed(seed),
+        checkpoint=options.checkpoint,
+        every=options.every,
+    )
     if options.tune:
         labelled = options.method in ("auto", "validation", "grid")
         laplace.tune(held_out if labelled else None, method=None if options.method == "auto" else options.method)
@@ -280,7 +306,7 @@ def prior_in_words(laplace: Laplace) -> str:
     return text
 
 
-@o.command(without=("score",))
+@o.command(without=("score",), by_all=True)
 def fit(
     output: Annotated[Path, o.option("The folder for the posterior.", "--output", "-o")],
     model: o.ModelOptions,
@@ -298,8 +324,14 @@ def fit(
     reporter, device = run.reporter, run.checked_device()
     overwrite = confirmed(output, force=run.force, what="fit")
     data_format = data.format(task=model.task, drop=sets.drop)
+    check_before_data(model)
+    check_structure_name(posterior.structure)
+    if posterior.method in ("validation", "grid") and sets.val is None and sets.data is None:
+        raise InputError(f"--method {posterior.method} needs held-out data: add --val")
     with process_group(device):
         training, validation = open_parts(sets.train, sets.val, sets.data, data_format)
+        for note in training.notes():
+            reporter.note(note)
         network, model_config = build_for(model.model, model.weights, training, data_format, device, run.seed)
         if model.weights is None:
             reporter.note(f"no --weights: the weights are those that {model.model} leaves; they should be trained ones")
@@ -323,6 +355,8 @@ def fit(
                 overwrite=overwrite,
                 reporter=reporter,
             )
+        if posterior.checkpoint is not None:
+            clear_checkpoint(posterior.checkpoint)
     reporter.result(
         {
             **content,
@@ -350,7 +384,10 @@ def _describe(laplace: Laplace) -> dict[str, Any]:
 def tune(
     saved: o.SavedPosterior,
     output: Annotated[
-        Path | None, o.option("The folder for the result. Without it the posterior is replaced.", "--output", "-o")
+        Path | None,
+        o.option(
+            "The folder for the result. Without it the posterior is replaced, after a question.", "--output", "-o"
+        ),
     ] = None,
     *,
     sets: o.TrainData,
@@ -367,6 +404,9 @@ def tune(
     confirmed(output, force=run.force, what="tune")
     fitted = saved.load(run.checked_device())
     laplace = fitted.predictor
+    if output is None and fitted.extras.get("thresholds"):
+        state = "holds a prior and thresholds that were chosen on validation data"
+        confirmed(saved.posterior, force=run.force, what="tune", state=state)
     if not isinstance(laplace, Laplace):
         raise InputError(
             f"{saved.posterior} was made by training with {laplace.method}; its prior cannot be tuned afterwards"

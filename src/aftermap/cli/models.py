@@ -218,10 +218,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 def _why_unreadable(file: Path, message: str) -> str:
     """What a file is that holds no weights; PyTorch's own message advises to read it in a way that runs its code."""
     rewrite = "Save the weights with torch.save(model.state_dict(), path), or as safetensors"
-    found = re.search(r"GLOBAL ([\w.]+)", message)  # only what a name may contain: the file wrote it
-    if found:
+    name = re.search(r"GLOBAL ([\w.]+)", message)  # only what a name may contain: the file wrote it
+    if name:
         return (
-            f"{file} does not hold plain weights, but a pickled Python object ({found[1]}), which could run any code when it is "
+            f"{file} does not hold plain weights, but a pickled Python object ({name[1]}), which could run any code when it is "
             f"read. {rewrite}"
         )
     if "TorchScript" in message:

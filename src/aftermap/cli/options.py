@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
@@ -23,8 +24,10 @@ from aftermap.cli.console import Reporter, guarded
 from aftermap.cli.models import check_device
 from aftermap.cli.sources import DataFormat, parse_size
 from aftermap.cli.store import Fitted, load_fitted
+from aftermap.distributed import launched_rank
 from aftermap.errors import InputError
 from aftermap.evaluation.reference import FLAG_SCORES
+from aftermap.predictive.predictor import KINDS
 
 __all__ = [
     "FACTORY",
@@ -42,6 +45,7 @@ __all__ = [
     "apply_config",
     "command",
     "option",
+    "where_said",
 ]
 
 
@@ -80,11 +84,14 @@ class Fraction:
             raise InputError(f"{flag} {value} must lie between 0 and 1; write 5 % as 0.05")
 
 
-def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Callable[..., int | None]], Any]:
+def command(
+    *, without: Collection[str] = (), by_all: bool = False, **defaults: Any
+) -> Callable[[Callable[..., int | None]], Any]:
     """Makes a command of a function whose arguments are groups of options, and single options.
 
     Args:
         without: The names of options in these groups that mean nothing to this command; they keep their default.
+        by_all: Whether all processes that torchrun starts work together; else the first does everything and the others end.
         **defaults: Other defaults than those of the groups, by the names of the options.
     """
 
@@ -98,9 +105,14 @@ def command(*, without: Collection[str] = (), **defaults: Any) -> Callable[[Call
             offered += [_offered(p, getattr(group, "panel", None), defaults) for p in members if p.name not in without]
 
         def run(**values: Any) -> int | None:
+            if launched_rank() and not by_all:
+                return None
             for parameter in offered:
                 for restriction in get_args(parameter.annotation)[2:]:
-                    restriction.check(_flag(parameter), values[parameter.name])
+                    try:
+                        restriction.check(_flag(parameter), values[parameter.name])
+                    except InputError as error:
+                        raise InputError(f"{error}{where_said(parameter.name, values[parameter.name])}") from None
             for name, group in groups.items():
                 members = [field.name for field in fields(group) if field.name in values]
                 values[name] = group(**{member: values.pop(member) for member in members})
@@ -134,16 +146,28 @@ def _flag(parameter: inspect.Parameter) -> str:
     return "--" + parameter.name.replace("_", "-")
 
 
+# The options that a TOML file has set: each with its value, and where it stands.
+_from_file: dict[str, tuple[Any, str]] = {}
+
+
+def where_said(name: str, value: Any) -> str:
+    """Where in a TOML file an option has this value, for messages; nothing where it was typed."""
+    entry, where = _from_file.get(name, (None, ""))
+    return f" ({where})" if where and entry == value else ""
+
+
 def apply_config(context: typer.Context, value: Path | None) -> Path | None:
     """Makes the entries of a TOML file the defaults of the command's options.
 
     Keys are the long names of the flags (``batch-size = 64`` or ``batch_size = 64``); those in a table with the name of the
     command (``[fit]``) are for it alone. A flag that may be given several times is a list; ``[ood]`` may be a table.
     """
+    _from_file.clear()
     if value is None or context.resilient_parsing:
         return value
     try:
-        content = tomllib.loads(value.read_text(encoding="utf-8"))
+        text = value.read_text(encoding="utf-8")
+        content = tomllib.loads(text)
     except FileNotFoundError:
         raise typer.BadParameter(f"there is no file {value}") from None
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -158,24 +182,36 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
     entries = {k: v for k, v in content.items() if not (isinstance(v, dict) and k in verbs)}
     defaults = dict(context.default_map or {})
     for key, entry in {**entries, **for_command}.items():
-        plain = key.replace("-", "_")
+        plain, where = key.replace("-", "_"), _place(value, text, key)
         if plain not in names or plain == "config":
-            close = difflib.get_close_matches(plain, names, n=1)
-            hint = (
-                f" Did you mean {close[0].replace('_', '-')!r}?" if close else f" It knows: {', '.join(sorted(names))}."
-            )
-            raise typer.BadParameter(f"{value}: {command} has no option {key!r}.{hint}")
+            known = {verb.replace("-", "_"): f"[{verb}]" for verb in verbs} if isinstance(entry, dict) else {}
+            known |= {} if known else {name: repr(name.replace("_", "-")) for name in names}
+            close = difflib.get_close_matches(plain, known, n=1)
+            hint = f" Did you mean {known[close[0]]}?" if close else f" It knows: {', '.join(sorted(known.values()))}."
+            what = f"there is no command {key!r}" if isinstance(entry, dict) else f"{command} has no option {key!r}"
+            raise typer.BadParameter(f"{where}: {what}.{hint}")
         parameter = names[plain]
         if isinstance(entry, dict):
             entry = [f"{k}={v}" for k, v in entry.items()]
         several = bool(getattr(parameter, "multiple", False))
         if isinstance(entry, list) and not several:
             entry = ",".join(map(str, entry))
-        defaults[parameter.name] = (
-            [str(v) for v in (entry if isinstance(entry, list) else [entry])] if several else entry
-        )
+        entry = [str(v) for v in (entry if isinstance(entry, list) else [entry])] if several else entry
+        try:
+            parameter.process_value(context, entry)
+        except typer.BadParameter as error:
+            raise typer.BadParameter(f"{where}: {key} = {entry!r}: {error.message}") from error
+        defaults[parameter.name] = entry
+        _from_file[parameter.name] = (entry, where)
     context.default_map = defaults
     return value
+
+
+def _place(file: Path, text: str, key: str) -> str:
+    """The file and the line of a key or of a table."""
+    start = re.compile(rf"""\s*\[?\s*["']?{re.escape(key)}["']?\s*(=|\])""")
+    line = next((n for n, found in enumerate(text.splitlines(), 1) if start.match(found)), None)
+    return str(file) if line is None else f"{file}, line {line}"
 
 
 def _verbs(context: typer.Context) -> set[str]:
@@ -322,8 +358,10 @@ class PredictiveOptions:
     panel: ClassVar[str] = "Predictive"
     kind: Annotated[
         str,
-        option("How the predictive is computed; auto is what suits the posterior."),
-        OneOf(("auto", "linearised", "sampling")),
+        option(
+            "How the predictive is computed; auto is what suits the posterior, margin is the cheap one for classes."
+        ),
+        OneOf(("auto", *KINDS)),
     ] = "auto"
     samples: Annotated[int, option("The number of draws that the predictive averages over.", min=2)] = 100
     score: Annotated[

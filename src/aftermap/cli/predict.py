@@ -7,24 +7,33 @@ import io
 import json
 import math
 import sys
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
 
+from aftermap.baselines import Deterministic
+from aftermap.batches import iterate
 from aftermap.cli import options as o
 from aftermap.cli.console import GOOD, confirmed, replaced_file
 from aftermap.cli.fit import try_model
-from aftermap.cli.sources import open_source
+from aftermap.cli.sources import Batches, Source, open_source
 from aftermap.cli.store import Fitted
 from aftermap.data import csv_rows
 from aftermap.errors import InputError
 from aftermap.evaluation.predictor import predict_all
+from aftermap.laplace.cost import in_seconds
+from aftermap.models import check_device as device_of_model
 from aftermap.predictive import Prediction
 
-__all__ = ["predict"]
+__all__ = ["predict", "seconds_per_input"]
 
 _LEVEL = 0.95
+_DIGITS = 7  # of predictions, uncertainties and scores; standard deviations have 4
 
 
 @o.command(without=("target",))
@@ -37,7 +46,9 @@ def predict(
     ] = None,
     keep: Annotated[
         str | None,
-        o.option("The columns of a csv to copy in front, such as an identifier.", metavar="A,B"),
+        o.option(
+            "Further columns of a csv to copy in front; those that are no inputs are copied anyway.", metavar="A,B"
+        ),
     ] = None,
     *,
     data: o.DataOptions,
@@ -46,9 +57,11 @@ def predict(
 ) -> int:
     """Predict new inputs: prediction, confidence, epistemic, aleatoric, score and flag, one row each.
 
-    For a regression the confidence is an interval: lower and upper hold 95 % of new targets. A flag says that the score is
-    above the threshold that fit chose on validation data; by default, for classes, that the entropy or the mutual information is
-    larger than on nearly all validation inputs, and the score is the larger of the two shares. Uncertainties are in nats for classes, variances for numbers.
+    In front stand the file names of images, and the columns of a csv that are no inputs. For classes the uncertainties are in
+    nats. For a regression all numbers are in the units of the target: sd is the standard deviation of a new target, which lies
+    between lower_95 and upper_95 in 95 % of cases; epistemic_sd is the part that more data would lower, noise_sd the rest. A flag
+    says that the score is above the threshold that fit chose on validation data; by default, for classes, that the entropy or the
+    mutual information is larger than on nearly all validation inputs, and the score is the larger of the two shares.
     """
     reporter = run.reporter
     if output is not None and output.suffix not in (".csv", ".json"):
@@ -58,16 +71,22 @@ def predict(
     score = fitted.score_name(predictive.score)
     source = open_source(inputs, "test", fitted.complete(data.format()), need_targets=False, what="DATA")
     try_model(fitted.model, source)
-    copied = _copied_columns(inputs, keep, data.limit)
+    copied = {**_identifiers(source), **_copied_columns(inputs, keep, data.limit)}
     options = {**fitted.predict_options(predictive.kind, predictive.samples), "generator": run.generator()}
     lost = fitted.promise_lost(options)
     if lost is not None:
         reporter.note(lost)
     predictor: Any = fitted.predictor
+    n_inputs = source.batches.n_examples()
+    if n_inputs is not None:
+        each = seconds_per_input(predictor, source.batches, options)
+        if each * n_inputs >= 1:
+            reporter.note(_cost(each, n_inputs, fitted, source.batches))
     prediction = predict_all(
         predictor, source.batches.named("predicting"), options=options, need_targets=False
     ).prediction
-    columns = {**copied, **_columns(prediction, fitted, score)}
+    answers = _columns(prediction, fitted, score)
+    columns = {**{f"{n}_of_data" if n in answers else n: texts for n, texts in copied.items()}, **answers}
     if output is not None:
         with replaced_file(output) as part:
             part.write_text(
@@ -80,7 +99,7 @@ def predict(
         summary = (
             f"{flagged:,} of {n:,} flagged ({flagged / n:.1%}); {threshold.false_alarm_rate:.0%} are expected of usual data. "
             + ("There were too few validation data to flag anything" if math.isinf(threshold.value) else "")
-            + ("" if math.isinf(threshold.value) else f"An input is flagged if {threshold.describe()}")
+            + ("" if math.isinf(threshold.value) else f"An input is flagged if {threshold.describe(digits=_DIGITS)}")
         )
     if output is not None:
         reporter.line(summary)
@@ -92,6 +111,38 @@ def predict(
     reporter.note(summary)
     reporter.result({"n_data": n, "score": score, "flagged": flagged, "output": None, "rows": columns})
     return GOOD
+
+
+def seconds_per_input(predictor: Any, batches: Batches, options: Mapping[str, Any], most: float = 0.5) -> float:
+    """The seconds that the prediction of one input takes, measured on some of the first batch.
+
+    Args:
+        predictor: What predicts.
+        batches: The inputs.
+        options: The options of ``predict``; a generator among them is left alone.
+        most: About how many seconds the measurement may take; larger pieces of the batch are tried as long as they fit.
+    """
+    device, dtype = device_of_model(predictor.model)
+    batch = next(iter(iterate(batches.named(""), device=device, dtype=dtype)))
+    options = {**options, "generator": None}
+    size, each = 1, 0.0
+    with torch.random.fork_rng():
+        predictor.predict(batch.take(torch.arange(1)).inputs, **options)  # the network is looked at once
+        while True:
+            start = time.perf_counter()
+            predictor.predict(batch.take(torch.arange(size)).inputs, **options)
+            each = (time.perf_counter() - start) / size
+            larger = min(4 * size, batch.size)
+            if larger == size or each * larger > most:
+                return each
+            size = larger
+
+
+def _cost(each: float, n: int, fitted: Fitted, batches: Batches) -> str:
+    """What a prediction will cost, beside the network alone."""
+    network = Deterministic(fitted.model, fitted.predictor.predictor.network_likelihood)
+    alone = seconds_per_input(network, batches, {}, most=0.1)
+    return f"{n:,} inputs: about {in_seconds(each * n)}, {1000 * each:.3g} ms each ({each / max(alone, 1e-12):.0f} times the network alone)"
 
 
 def _copied_columns(spec: str, keep: str | None, limit: int | None) -> dict[str, list[Any]]:
@@ -107,34 +158,66 @@ def _copied_columns(spec: str, keep: str | None, limit: int | None) -> dict[str,
     return {n: [row[header.index(n)] for row in rows[:limit]] for n in names}
 
 
+def _identifiers(source: Source) -> dict[str, list[Any]]:
+    """What says which row is which: file names, and the columns of a table that are no inputs."""
+    return {} if source.examples is None else {n: list(texts) for n, texts in source.examples.identifiers.items()}
+
+
 def _columns(prediction: Prediction, fitted: Fitted, score: str) -> dict[str, list[Any]]:
+    """The answers, rounded to what is written; flags compare the rounded score with the rounded threshold."""
     n = len(prediction)
-    columns: dict[str, list[Any]] = {}
     if prediction.kind in ("classification", "binary"):
-        labels, confidence = prediction.labels.reshape(n, -1), prediction.confidence.reshape(n, -1)
-        names = fitted.extras.get("data", {}).get("classes")
-        for i in range(labels.shape[1]):
-            end = "" if labels.shape[1] == 1 else f"_{i}"
-            answer = labels[:, i].tolist()
-            columns[f"prediction{end}"] = [
-                names[a] if names and prediction.kind == "classification" else a for a in answer
-            ]
-            columns[f"confidence{end}"] = confidence[:, i].tolist()
+        columns = _class_columns(prediction, fitted.extras.get("data", {}).get("classes"))
     else:
-        mean = prediction.mean.reshape(n, -1)
-        lower, upper = (end.reshape(n, -1) for end in prediction.interval(_LEVEL))
-        for i in range(mean.shape[1]):
-            end = "" if mean.shape[1] == 1 else f"_{i}"
-            columns[f"prediction{end}"] = mean[:, i].tolist()
-            columns[f"lower{end}"] = lower[:, i].tolist()
-            columns[f"upper{end}"] = upper[:, i].tolist()
-    columns["epistemic"] = prediction.epistemic.reshape(n, -1).mean(1).tolist()
-    columns["aleatoric"] = prediction.aleatoric.reshape(n, -1).mean(1).tolist()
+        columns = _number_columns(prediction)
     threshold, reference = fitted.threshold(score), fitted.scores()
     values = prediction.score(score) if reference is None else reference.score_of(prediction, score)
-    columns["score"] = values.tolist()
-    columns["flag"] = [None] * n if threshold is None else [int(f) for f in threshold.flag(values).tolist()]
+    columns["score"] = _rounded(values, _DIGITS)
+    if threshold is None:
+        return {**columns, "flag": [None] * n}
+    limit = float(f"{threshold.value:.{_DIGITS}g}")
+    return {**columns, "flag": [int(value > limit) for value in columns["score"]]}
+
+
+def _class_columns(prediction: Prediction, names: Sequence[str] | None) -> dict[str, list[Any]]:
+    n, columns = len(prediction), {}
+    labels, confidence = prediction.labels.reshape(n, -1), prediction.confidence.reshape(n, -1)
+    for i, end in enumerate(_endings(labels.shape[1])):
+        answer = labels[:, i].tolist()
+        named = names and prediction.kind == "classification"
+        columns[f"prediction{end}"] = [names[a] for a in answer] if names and named else answer
+        columns[f"confidence{end}"] = [round(c, 5) for c in confidence[:, i].tolist()]
+    columns["epistemic"] = _rounded(prediction.epistemic.reshape(n, -1).mean(1), _DIGITS)
+    columns["aleatoric"] = _rounded(prediction.aleatoric.reshape(n, -1).mean(1), _DIGITS)
     return columns
+
+
+def _number_columns(prediction: Prediction) -> dict[str, list[Any]]:
+    n, columns = len(prediction), {}
+    lower, upper = prediction.interval(_LEVEL)
+    deviations = [v.clamp_min(0).sqrt() for v in (prediction.total, prediction.epistemic, prediction.aleatoric)]
+    shown = {
+        "prediction": prediction.mean,
+        "sd": deviations[0],
+        f"lower_{100 * _LEVEL:.0f}": lower,
+        f"upper_{100 * _LEVEL:.0f}": upper,
+        "epistemic_sd": deviations[1],
+        "noise_sd": deviations[2],
+    }
+    flat = {name: values.reshape(n, -1) for name, values in shown.items()}
+    for i, end in enumerate(_endings(flat["prediction"].shape[1])):
+        for name, values in flat.items():
+            columns[f"{name}{end}"] = _rounded(values[:, i], 4 if name.endswith("sd") else _DIGITS)
+    return columns
+
+
+def _endings(count: int) -> list[str]:
+    return [""] if count == 1 else [f"_{i}" for i in range(count)]
+
+
+def _rounded(values: Tensor, digits: int) -> list[float]:
+    """Numbers with so many significant digits."""
+    return [float(f"{v:.{digits}g}") for v in values.double().tolist()]
 
 
 def _csv(columns: dict[str, list[Any]]) -> str:
@@ -142,5 +225,5 @@ def _csv(columns: dict[str, list[Any]]) -> str:
     writer = csv.writer(stream, lineterminator="\n")
     writer.writerow(columns)
     for row in zip(*columns.values(), strict=True):
-        writer.writerow([f"{v:.6g}" if isinstance(v, float) else "" if v is None else v for v in row])
+        writer.writerow(["" if v is None else f"{v:.{_DIGITS}g}" if isinstance(v, float) else v for v in row])
     return stream.getvalue()

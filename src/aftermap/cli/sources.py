@@ -20,11 +20,13 @@ from aftermap.data import (
     builtin,
     is_named,
     named,
+    own_parts,
     part_of,
     read_csv,
     read_idx,
     read_image_folder,
     read_npz,
+    split,
     toy,
 )
 from aftermap.data.examples import as_inputs
@@ -32,7 +34,16 @@ from aftermap.distributed import rank, world_size
 from aftermap.errors import DataError, InputError
 from aftermap.progress import progress
 
-__all__ = ["Batches", "DataFormat", "Source", "first_batch", "open_parts", "open_source", "parse_ood", "parse_size"]
+__all__ = [
+    "Batches",
+    "DataFormat",
+    "Source",
+    "first_batch",
+    "open_parts",
+    "open_source",
+    "parse_ood",
+    "parse_size",
+]
 
 _TABLES = (".csv", ".tsv", ".txt")
 _WHOLE = ("classification",)
@@ -104,6 +115,10 @@ class Batches:
             return iter(progress(batches, description=self.description, total=len(self) if sized else None))
         return iter(batches)
 
+    def n_examples(self) -> int | None:
+        """The number of examples in all batches of all processes; None where nobody knows."""
+        return len(self.data) if isinstance(self.data, Examples) else None
+
     def named(self, description: str, *, shared: bool = False) -> Batches:
         """The same with another bar, or shared out over processes."""
         return Batches(self.data, self.size, description, shared=shared)
@@ -125,6 +140,24 @@ class Source:
     batches: Batches
     examples: Examples | None
 
+    def notes(self) -> list[str]:
+        """What a user should know about how the data were read."""
+        examples = self.examples
+        if examples is None:
+            return []
+        found = []
+        if examples.rescaled:
+            found.append(
+                f"{self.spec} holds bytes, which are taken as pixels and divided by 255; save floating-point numbers for another scale"
+            )
+        if examples.is_classes and examples.targets is not None and examples.targets.dim() == 1:
+            seen = set(examples.targets.unique().tolist())
+            missing = sorted(set(range(max(seen) + 1)) - seen) if min(seen) >= 0 else []
+            if missing:
+                listed = ", ".join(map(str, missing[:5])) + (" …" if len(missing) > 5 else "")
+                found.append(f"{self.spec} holds no example of the classes {listed}, although there are higher ones")
+        return found
+
 
 def open_source(
     spec: str, part: str, data_format: DataFormat, *, need_targets: bool = True, what: str = "--data"
@@ -133,8 +166,8 @@ def open_source(
 
     Args:
         spec: A .npz, .csv or .tsv file, idx images (labels are found beside them), a folder of images, `builtin:digits`,
-            `toy:moons`, a named set such as `fashion-mnist`, or `pkg.module:loader`. A built-in or named set may end in
-            `:train`, `:validation`, `:test` or `:all`; else it is the part that the flag stands for.
+            `toy:moons`, a named set such as `fashion-mnist`, or `pkg.module:loader`. It may end in `:train`, `:validation`,
+            `:test` or `:all`: a built-in or named set is else the part that the flag stands for, a file or folder all of it.
         part: "train", "validation" or "test".
         data_format: How the data are read.
         need_targets: Whether data without targets are refused.
@@ -155,6 +188,8 @@ def open_source(
         examples = named(stem, named_part, folder=data_format.folder, download=data_format.download)
     elif _exists(spec):
         examples = _from_path(Path(spec).expanduser(), part, data_format, need_targets)
+    elif _exists(stem):
+        examples = _part_of_path(Path(stem).expanduser(), named_part, data_format, need_targets)
     elif ":" in spec and not spec.endswith((".npz", *_TABLES)):
         loader = _from_code(spec, what)
         if not isinstance(loader, Examples):
@@ -191,16 +226,28 @@ def open_parts(
         raise InputError("say which data: --train (and --val), or --data for a set that is cut into parts")
     if data is not None and val is not None:
         raise InputError("--val goes with --train; --data has its own validation part")
-    training = open_source(train or str(data), "train", data_format, what="--data" if train is None else "--train")
+    if data is not None and data.endswith(tuple(f":{part}" for part in _PARTS)):
+        raise InputError(f"--data {data} is one part of a set, and --data is cut into parts: use --train and --val")
+    spec = train if data is None else f"{data}:train" if _exists(data) else data
+    training = open_source(str(spec), "train", data_format, what="--train" if data is None else "--data")
     examples = training.examples
-    if data is not None and (
-        examples is None or Path(data).expanduser().exists() or data.endswith(tuple(f":{part}" for part in _PARTS))
-    ):
-        raise InputError(f"--data {data} has no parts of its own: use --train and --val")
+    if data is not None and examples is None:
+        raise InputError(f"--data {data} gives batches, which are not cut into parts: use --train and --val")
     if examples is not None:  # columns and classes of later data are those of the training data
         data_format = replace(data_format, columns=examples.columns, classes=examples.classes)
-    spec = val or data
-    return training, None if spec is None else open_source(spec, "validation", data_format, what="--val")
+    held_out = val if data is None else f"{data}:validation" if _exists(data) else data
+    return training, None if held_out is None else open_source(held_out, "validation", data_format, what="--val")
+
+
+def _part_of_path(path: Path, part: str, data_format: DataFormat, need_targets: bool) -> Examples:
+    """One part of a file or folder: its own, of an .npz with several, or a cut that is always the same."""
+    own = own_parts(path) if path.suffix == ".npz" else ()
+    if not own or part == "all":
+        return part_of(_from_path(path, part, data_format, need_targets), part)
+    if "validation" in own or part == "test":
+        return read_npz(path, part=part, need_targets=need_targets)
+    training = read_npz(path, part="train", need_targets=need_targets)
+    return split(training, validation=0.2, test=0.0)[part]
 
 
 def _from_path(path: Path, part: str, data_format: DataFormat, need_targets: bool) -> Examples:

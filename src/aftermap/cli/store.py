@@ -174,6 +174,9 @@ def self_check(predictor: Any, validation: Source | None, options: Mapping[str, 
     """The network against the Bayesian predictive: on at most 1,000 held-out examples, or as far as tuning could judge without them."""
     if validation is None:
         return getattr(getattr(predictor, "tuning", None), "check", None)
+    made = getattr(getattr(predictor, "report", None), "check", None)
+    if isinstance(made, SelfCheck) and dict(options) == {"kind": "linearised", "samples": 100}:
+        return made  # `aftermap.fit` has compared the same predictive on the same data
     device, dtype = device_of_model(predictor.model)
     batches = iterate(validation.batches.named("self-check"), device=device, dtype=dtype)
     return check_predictive(predictor, batches, **options)
@@ -217,8 +220,9 @@ def finish(
     )
     if check is not None:
         extras["self_check"] = {"passed": check.passed, "on": data, "message": check.message}
-        state, style, code = ("passed", None, GOOD) if check.passed else ("FAILED", "bold red", CHECK_FAILED)
-        reporter.line(f"self-check on {data} {state}: {check.message}", style=style)
+        code = GOOD if check.passed else CHECK_FAILED
+        style = "bold red" if code else "yellow" if getattr(check, "adds_nothing", False) else None
+        reporter.line(f"self-check on {data} {check.state}: {check.message}", style=style)
     else:
         reporter.line("no self-check: there are no held-out data to compare with the network on; add --val")
     if validation is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -11,8 +12,8 @@ from torch import nn
 
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, Standardise
-from aftermap.cli.console import GOOD, Reporter
-from aftermap.cli.fit import build_for, likelihood_of, resolve_task
+from aftermap.cli.console import GOOD, Reporter, check_writable
+from aftermap.cli.fit import build_for, check_before_data, likelihood_of, resolve_task
 from aftermap.cli.models import save_weights
 from aftermap.cli.sources import Source, open_parts
 from aftermap.cli.store import Fitted, describe_fit, finish
@@ -54,7 +55,7 @@ class TrainOptions:
     checkpoint_seconds: Annotated[float, o.option("The seconds between checkpoints within an epoch.")] = 30.0
 
 
-@o.command(without=("kind", "score"), batch_size=128, samples=32)
+@o.command(without=("kind", "score"), by_all=True, batch_size=128, samples=32)
 def train(
     output: Annotated[Path, o.option("The folder of the run.", "--output", "-o")],
     model: o.ModelOptions,
@@ -71,10 +72,13 @@ def train(
     """
     reporter, device = run.reporter, run.checked_device()
     _check_folder(output, run.force)
+    check_before_data(model)
     # The batches of training are cut from data in memory; these are for looking at the data.
     data_format = replace(data.format(task=model.task, drop=sets.drop), batch_size=512)
     with process_group(device):
         source, validation = open_parts(sets.train, sets.val, sets.data, data_format)
+        for note in source.notes():
+            reporter.note(note)
         examples = _in_memory(source)
         network, model_config = build_for(model.model, model.weights, source, data_format, device, run.seed)
         if model.weights is None:
@@ -99,9 +103,18 @@ def train(
         )
         progress = Run(output, recipe)
         optimizer: Any = _start(progress, network, likelihood, run.force, reporter)
-        train_network(progress, network, optimizer, examples, likelihood, every=training.checkpoint_seconds)
-        loss = progress.history[-1]["loss"] if progress.history else float("nan")
-        reporter.line(f"trained {recipe.epochs} epochs with {recipe.optimizer}: loss {loss:.4g}")
+        train_network(
+            progress,
+            network,
+            optimizer,
+            examples,
+            likelihood,
+            validation=None if validation is None else validation.examples,
+            on_epoch=lambda numbers: reporter.note(_epoch_in_words(numbers, recipe.epochs)),
+            every=training.checkpoint_seconds,
+        )
+        last = _epoch_in_words(progress.history[-1]).partition(": ")[2] if progress.history else "no epoch ended"
+        reporter.line(f"trained {recipe.epochs} epochs with {recipe.optimizer}: {last}")
         weights, code = output / "model.safetensors", GOOD
         content: dict[str, Any] = {"run": str(output), "steps": progress.step, "history": progress.history}
         with fail_together("saving"):
@@ -109,9 +122,9 @@ def train(
                 save_weights(network, weights)
             if recipe.optimizer == "adam":
                 reporter.line(f"weights in {weights}; next:")
-                reporter.line(
-                    f"  aftermap fit --model {recipe.model} --weights {weights} --data {recipe.data} -o posterior/"
-                )
+                named = [("--train", sets.train), ("--val", sets.val), ("--data", sets.data), ("--target", data.target)]
+                same = " ".join(f"{flag} {value}" for flag, value in named if value is not None)
+                reporter.line(f"  aftermap fit --model {recipe.model} --weights {weights} {same} -o posterior/")
             else:
                 extras = describe_fit(model_config, source, data_format, task, run.seed)
                 fitted = Fitted(optimizer.posterior(likelihood), network, extras, {})
@@ -127,6 +140,12 @@ def train(
                 content |= saved
     reporter.result(content)
     return code
+
+
+def _epoch_in_words(numbers: Mapping[str, float], epochs: int | None = None) -> str:
+    """What the history says about an epoch, in a line."""
+    values = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items() if name != "epoch")
+    return f"epoch {numbers['epoch']:.0f}{'' if epochs is None else f'/{epochs}'}: {values}"
 
 
 def _in_memory(training: Source) -> Examples:
@@ -161,6 +180,7 @@ def _start(
 
 def _check_folder(output: Path, force: bool) -> None:
     """A folder of a run is gone on with; another one is not touched."""
+    check_writable(output)
     if output.exists() and not output.is_dir():
         raise InputError(f"{output} is a file; a run is a folder: choose another name with -o")
     foreign = output.is_dir() and any(output.iterdir()) and not (output / CHECKPOINT).is_file()

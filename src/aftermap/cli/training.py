@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from aftermap.data import Examples
 from aftermap.distributed import all_reduce_, broadcast_, broadcast_number, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.likelihoods import Likelihood
+from aftermap.models import evaluation_mode
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, warmup
 from aftermap.progress import progress
 
@@ -35,6 +36,7 @@ __all__ = [
     "Run",
     "make_optimizer",
     "train_network",
+    "validation_numbers",
 ]
 
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
@@ -185,6 +187,8 @@ def train_network(
     data: Examples,
     likelihood: Likelihood,
     *,
+    validation: Examples | None = None,
+    on_epoch: Callable[[Mapping[str, float]], None] | None = None,
     every: float = 30.0,
     stop_after: int | None = None,
 ) -> None:
@@ -196,6 +200,8 @@ def train_network(
         optimizer: The optimiser of the recipe.
         data: The training data.
         likelihood: The likelihood, whose negative logarithm is the loss.
+        validation: Held-out data, on which the network is looked at after every epoch.
+        on_epoch: A function that is told what the history says about each epoch that ends.
         every: The seconds between checkpoints; one is written after every epoch anyway.
         stop_after: The number of steps of this call after which it stops, with a checkpoint.
 
@@ -228,7 +234,10 @@ def train_network(
             done += 1
             stopping = stop_after is not None and done >= stop_after
             if run.step % recipe.steps_per_epoch == 0:
-                run.history.append({"epoch": number + 1, "loss": sum(losses) / len(losses)})
+                numbers = {"epoch": number + 1, "loss": sum(losses) / len(losses)}
+                run.history.append({**numbers, **validation_numbers(model, validation, likelihood)})
+                if on_epoch is not None:
+                    on_epoch(run.history[-1])
             due = time.monotonic() - saved > every
             if world_size() > 1:  # all processes save together: process 0 looks at its clock now and then
                 due = run.step % 20 == 0 and bool(broadcast_number(int(due)))
@@ -241,6 +250,39 @@ def train_network(
         run.save(model, optimizer)
         saved = time.monotonic()
     model.eval()
+
+
+def validation_numbers(
+    model: nn.Module, data: Examples | None, likelihood: Likelihood, most: int = 5000
+) -> dict[str, float]:
+    """The loss of the network on held-out data, and its accuracy or error; the same on every process.
+
+    Args:
+        model: The network at the mean of its weights. Its modes come back.
+        data: The held-out data; None gives nothing.
+        likelihood: The likelihood.
+        most: The most examples that are looked at; the first ones are taken.
+    """
+    if data is None or data.targets is None:
+        return {}
+    loss = right = squares = count = 0.0
+    device, data = next(model.parameters()).device, data.take(slice(0, most))
+    with evaluation_mode(model), torch.no_grad():
+        for x, y in data.batches(512):
+            outputs, targets = model(x.to(device)), y.to(device)  # type: ignore[union-attr]
+            loss += float(likelihood.nll(outputs, targets).double().sum())
+            if likelihood.kind == "classification":
+                right += float((outputs.argmax(-1) == targets).double().mean()) * len(x)
+            elif likelihood.kind == "binary":
+                right += float(((outputs > 0).reshape(targets.shape) == (targets > 0.5)).double().mean()) * len(x)
+            else:
+                means = likelihood.mean(outputs)
+                squares += float((means - targets.reshape(means.shape)).double().square().mean()) * len(x)
+            count += len(x)
+    numbers = {"validation_loss": loss / count}
+    if likelihood.kind in ("classification", "binary"):
+        return {**numbers, "validation_accuracy": right / count}
+    return {**numbers, "validation_rmse": math.sqrt(squares / count)}
 
 
 def _step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, likelihood: Likelihood) -> float:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 
 from aftermap import checks
 from aftermap.batches import Unpack
+from aftermap.curvature.passes.checkpoint import Checkpoint
 from aftermap.curvature.passes.last_block import find_last_block
 from aftermap.curvature.passes.plan import ModelPlan, PlanContradicted, plan_model
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts, first_batch
@@ -24,15 +28,42 @@ from aftermap.curvature.structures import (  # noqa: F401 (every module register
     low_rank,
     subset,
 )
-from aftermap.curvature.structures.base import Block, Factors, Structure, Treatment, find_structure
+from aftermap.curvature.structures.base import STRUCTURES, Block, Factors, Structure, Treatment, find_structure
 from aftermap.curvature.structures.kron import APPROACHES
-from aftermap.distributed import fail_together
-from aftermap.errors import DataError, InputError, StatisticalWarning, UnsupportedError
+from aftermap.distributed import fail_together, rank
+from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Bernoulli, Likelihood, parse_likelihood
 from aftermap.models import check_device
-from aftermap.params import Selection, named_parameters, select
+from aftermap.params import Selection, by_module, named_parameters, select, weights_hash
 
-__all__ = ["fit_curvature"]
+__all__ = ["PlannedLayers", "fit_curvature"]
+
+
+@dataclass(frozen=True)
+class PlannedLayers:
+    """The layers of a fit, known before its pass over the data.
+
+    Attributes:
+        names: For each layer the names of its parameters.
+        shapes: The shapes of all parameters, by name.
+        with_one_precision: The layers whose block can have only one prior precision.
+    """
+
+    names: Mapping[str, Sequence[str]]
+    shapes: Mapping[str, tuple[int, ...]]
+    with_one_precision: frozenset[str]
+
+    @staticmethod
+    def of(structure: Structure, plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> PlannedLayers:
+        """Returns the layers that a structure will have blocks for, as long as no batch contradicts the plan."""
+        if structure.blocks and all(block.joins_layers for block in structure.blocks):
+            return PlannedLayers(by_module(shapes), shapes, frozenset())
+        whole = [plan.layers[number] for number in plan.whole_layers]
+        names = {layer.layout.name: list(layer.layout.names) for layer in whole}
+        covered = {name for members in names.values() for name in members}
+        names.update({name: [name] for name in shapes if name not in covered})
+        one = any(block.one_precision for block in structure.blocks)
+        return PlannedLayers(names, shapes, frozenset(x.layout.name for x in whole if one and x.rule.matrix))
 
 
 @torch.inference_mode(False)
@@ -56,6 +87,9 @@ def fit_curvature(
     unpack: Unpack | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
+    check_layers: Callable[[PlannedLayers], None] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 100,
 ) -> Factors:
     """Σ_n of the curvature of −log p(y_n | f(x_n, θ)) in the parameters θ.
 
@@ -69,25 +103,30 @@ def fit_curvature(
         curvature: What is back-propagated: "exact", "rademacher", "sampled", "empirical", "jacobian", or "auto" (exact up
             to 20 outputs, rademacher above).
         approach: How Kronecker factors treat shared weights: "expand" or "reduce".
-        samples: Draws for each datum, for rademacher and sampled.
-        passes: How often to go through data that augment themselves; the scale stays that of one pass.
-        chunk: Vectors that are back-propagated at a time; None chooses by memory.
-        rank: How many directions "low_rank" and "subset" keep; None keeps all of "subset".
-        subset_size: How many examples "subset" draws.
-        small_block: Norm layers and parameters without a rule get a full block up to this size, else a diagonal.
-        accumulate: The dtype of the sums; None: the model's own, at least float32. Long sums are totalled in float64; dense
-            blocks and decompositions are in float64 in any case.
-        strict: Raise if a selected parameter has no layer rule, instead of treating it by per-example gradients.
-        unpack: Turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
-        generator: For rademacher and sampled, and for the examples of "subset"; None: PyTorch's default generator.
-        progress: Show a bar; None: on a terminal.
+        samples: The number of draws for each datum, for rademacher and sampled.
+        passes: The number of times to go through data that augment themselves; the scale stays that of one pass.
+        chunk: The number of vectors that are back-propagated at a time; None chooses by memory.
+        rank: The number of directions that "low_rank" and "subset" keep; None keeps all of "subset".
+        subset_size: The number of examples that "subset" draws.
+        small_block: The size up to which norm layers and parameters without a rule get a full block; larger ones get a
+            diagonal.
+        accumulate: The dtype of the sums; None takes the model's own, at least float32. Long sums are totalled in float64;
+            dense blocks and decompositions are in float64 in any case.
+        strict: Whether to refuse a selected parameter without a layer rule, instead of treating it by per-example gradients.
+        unpack: A function that turns a batch of another form into (inputs, targets) or (inputs, targets, weight).
+        generator: The source of random vectors, and of the examples of "subset"; None takes PyTorch's default generator.
+        progress: Whether to show a bar; None shows it on a terminal.
+        check_layers: A function that is called with the layers before the pass over the data, to refuse what does not fit them.
+        checkpoint: A folder that keeps the sums, so that a fit that was killed goes on when it is called again with the same
+            model, data and options. All processes must see it. Delete it when the result is saved.
+        every: The number of batches after which the sums are written to ``checkpoint``.
 
     Returns:
-        The factors, with the number of data seen, the loss and how each parameter was treated. In an initialised
-        process group: of the data of all processes.
+        The factors, with the number of data seen, the loss and how each parameter was treated. In an initialised process
+        group they are those of the data of all processes.
 
     Raises:
-        InputError, DataError, UnsupportedError: With what is wrong and what to do; the model is unchanged.
+        InputError, DataError, UnsupportedError: Something is wrong, and the message says what to do; the model is unchanged.
 
     Warns:
         StatisticalWarning: The network returns probabilities where logits are needed, or a layer rule did not hold.
@@ -102,24 +141,39 @@ def fit_curvature(
     entry.check_options(curvature, damping="exact")
     checks.choice("approach", approach, APPROACHES)
     samples, passes = checks.count("samples", samples), checks.count("passes", passes)
-    rank, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
+    directions, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
     subset_size = checks.count("subset_size", subset_size)
     chunk = None if chunk is None else checks.count("chunk", chunk)
-    _check_options(entry, passes, accumulate, data)
+    if accumulate is not None and not accumulate.is_floating_point:
+        raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
+    if isinstance(data, Iterable):  # Anything else is refused with the first batch.
+        checks.repeatable("data", data, f"a fit with structure={structure!r}")
     parsed = parse_likelihood(likelihood)
     if params == "last_block":
+        batch = first_batch(model, data, unpack, together=True)
         with fail_together("looking for the last block"):
-            params = find_last_block(model, first_batch(model, data, unpack))
+            params = find_last_block(model, batch)
     names = select(model, params)
     parameters = named_parameters(model)
     shapes = {n: tuple(parameters[n].shape) for n in names}
     entry.check_size(shapes)
+    batch = first_batch(model, data, unpack, together=True)
     with fail_together("looking at the first batch"):
-        plan = plan_model(model, names, first_batch(model, data, unpack))
+        plan = plan_model(model, names, batch)
+    del batch
     plan = plan.agree_over_processes(names)
+    if check_layers is not None:
+        check_layers(PlannedLayers.of(entry, plan, shapes))
     dtype = check_device(model)[1]
     # Sums in half precision stop growing after a few hundred data.
     sums_dtype = accumulate or (torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+    kept: Checkpoint | None = None
+    if checkpoint is not None:
+        _check_resumable(entry, passes)
+        identity = _identity(model, parsed, entry, names, curvature, approach, samples, small_block, sums_dtype)
+        kept = Checkpoint.open(checkpoint, every, identity)
+        plan = plan.without({n: why for n, why in kept.given_up.items() if n in plan.layers_of_parameter})
+        generator = generator or _generator(identity, check_device(model)[0])
     while True:
         if strict:
             _check_strict(plan, shapes)
@@ -134,19 +188,21 @@ def fit_curvature(
             samples,
             chunk,
             passes,
-            rank,
+            directions,
             subset_size,
             small_block,
             sums_dtype,
             unpack,
             generator,
             progress,
+            kept,
         )
         try:
             blocks, counts = entry.fit(problem)
             break
         except PlanContradicted as contradicted:
             plan = plan.without(contradicted.reasons)
+            kept = None if kept is None else kept.without_rules(contradicted.reasons)
             _warn_of_new_start(contradicted)
     if counts.probabilities:
         _warn_of_probabilities(parsed)
@@ -157,16 +213,40 @@ def fit_curvature(
     return factors.all_reduced(counts_only=entry.blocks_are_global)
 
 
-def _check_options(entry: Structure, passes: int, accumulate: torch.dtype | None, data: Iterable[Any]) -> None:
-    """Raises where sums have no floating-point dtype, or data cannot be gone through often enough."""
-    if accumulate is not None and not accumulate.is_floating_point:
-        raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
-    needed = entry.passes * passes + 1  # one more to look at the first batch
-    if isinstance(data, Iterable) and iter(data) is data:
-        raise DataError(
-            f"data is a one-shot {type(data).__name__}, but structure={entry.name!r} goes through it {needed} times "
-            "(once to look at the first batch). Pass a DataLoader or a list of batches"
+def _check_resumable(entry: Structure, passes: int) -> None:
+    """Raises where the sums of a fit cannot be kept in a checkpoint."""
+    if not entry.streams_sums:
+        able = ", ".join(repr(s.name) for s in STRUCTURES.values() if s.streams_sums)
+        raise UnsupportedError(
+            f"checkpoint= keeps sums over the data, and a fit with structure={entry.name!r} is no such sum; allowed are {able}. Choose one "
+            "of them, or fit without checkpoint="
         )
+    if passes > 1:
+        raise UnsupportedError(
+            f"checkpoint= needs data that are the same each time, but passes={passes} is for data that augment themselves: fit with "
+            "passes=1, or without checkpoint="
+        )
+
+
+def _identity(
+    model: nn.Module, likelihood: Likelihood, entry: Structure, names: Sequence[str], *options: object
+) -> dict[str, str]:
+    """What must be the same when a fit goes on: in words, by which a difference is told."""
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    words = ("curvature", "approach", "samples", "small_block", "dtype of the sums")
+    return {
+        "weights": weights_hash(state),
+        "structure": entry.name,
+        "parameters": " ".join(names),
+        "likelihood": json.dumps(likelihood.config(), sort_keys=True, default=str),
+        **{word: str(option) for word, option in zip(words, options, strict=True)},
+    }
+
+
+def _generator(identity: Mapping[str, str], device: torch.device) -> torch.Generator:
+    """A source of random vectors that is the same for the same fit, another one on each process."""
+    seed = int(identity["weights"].removeprefix("sha256:")[:15], 16)
+    return torch.Generator(device).manual_seed(seed + rank())
 
 
 def _check_strict(plan: ModelPlan, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -224,10 +304,10 @@ def _treatment(
             if not entry.reads_layers:
                 rule, note = "products", ""
             treatment[name] = Treatment(block.kind, rule, note)
-    held = [name for block in blocks for name in block.shapes]
-    if sorted(held) != sorted(shapes):
+    named = [name for block in blocks for name in block.shapes]
+    if sorted(named) != sorted(shapes):
         raise InputError(
-            f"the fit of structure={entry.name!r} returned blocks over {sorted(held)}, but its blocks must hold each of "
+            f"the fit of structure={entry.name!r} returned blocks over {sorted(named)}, but its blocks must hold each of "
             f"{sorted(shapes)} once; aftermap.testing.check_structure({entry.name!r}) checks a structure"
         )
     return {n: treatment[n] for n in shapes}

@@ -12,7 +12,7 @@ from aftermap.data.named import (
     named,
     photograph_patches,
 )
-from aftermap.data.readers import csv_rows, read_csv, read_idx, read_image_folder, read_npz
+from aftermap.data.readers import csv_rows, own_parts, read_csv, read_idx, read_image_folder, read_npz
 
 __all__ = [
     "BUILTIN",
@@ -27,6 +27,7 @@ __all__ = [
     "fetch",
     "is_named",
     "named",
+    "own_parts",
     "part_of",
     "photograph_patches",
     "read_csv",

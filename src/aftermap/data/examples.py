@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,9 @@ class Examples:
         name: The name of the data set in tables.
         classes: The names of the classes, by index; None where they are unknown.
         columns: The names of the input columns of a table; None elsewhere.
+        identifiers: What says which example is which, by name, one text per example: the file of an image, and the columns of a
+            table that are neither inputs nor targets.
+        rescaled: Whether the inputs were bytes, which were taken as pixels and divided by 255.
     """
 
     inputs: Tensor
@@ -38,6 +41,8 @@ class Examples:
     name: str
     classes: tuple[str, ...] | None = None
     columns: tuple[str, ...] | None = None
+    identifiers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rescaled: bool = False
 
     def __post_init__(self) -> None:
         if self.inputs.dim() == 0 or len(self.inputs) == 0:
@@ -57,7 +62,9 @@ class Examples:
         3
         """
         targets = None if self.targets is None else self.targets[index]
-        return replace(self, inputs=self.inputs[index], targets=targets)
+        numbers = torch.arange(len(self))[index].tolist() if self.identifiers else []
+        identifiers = {name: tuple(texts[i] for i in numbers) for name, texts in self.identifiers.items()}
+        return replace(self, inputs=self.inputs[index], targets=targets, identifiers=identifiers)
 
     def batches(self, size: int) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yields batches (x, y) in order; y is None where there are no targets."""

@@ -25,7 +25,16 @@ from aftermap.data.examples import Examples, as_inputs, as_targets, existing_fil
 from aftermap.errors import DataError
 from aftermap.lazy import optional
 
-__all__ = ["array_names", "csv_rows", "read_arrays", "read_csv", "read_idx", "read_image_folder", "read_npz"]
+__all__ = [
+    "array_names",
+    "csv_rows",
+    "own_parts",
+    "read_arrays",
+    "read_csv",
+    "read_idx",
+    "read_image_folder",
+    "read_npz",
+]
 
 _DELIMITERS = ",;\t|"
 _INPUTS = ("x", "X", "inputs", "images", "data", "features", "arr_0")
@@ -180,10 +189,12 @@ def read_csv(
         drop: The columns that are no inputs, such as an identifier.
         classes: The names of the classes, where they are known from the training data. None means the sorted words of
             the column.
-        need_targets: Whether to refuse a table without targets.
+        need_targets: Whether to refuse a table without targets. Where they are not needed, a column of targets that is there
+            counts among the identifiers, too.
 
     Returns:
-        The examples, with the names of their columns and classes.
+        The examples, with the names of their columns and classes; columns that are neither inputs nor targets are their
+        identifiers.
 
     Raises:
         DataError: There is no such file or column, a cell is not a finite number (the message names its row and
@@ -217,7 +228,9 @@ def read_csv(
     targets = None
     if goal is not None:
         targets, names = _targets(file, table.numbers, goal, table.column(header.index(goal)), names)
-    return Examples(torch.from_numpy(values), targets, file.stem, names, tuple(chosen))
+    spare = [n for n in header if n not in chosen and (n != goal or not need_targets)]
+    identifiers = {n: tuple(cell.strip() for cell in table.column(header.index(n))) for n in spare}
+    return Examples(torch.from_numpy(values), targets, file.stem, names, tuple(chosen), identifiers)
 
 
 def _column(file: Path, header: list[str], wanted: str, *, required: bool) -> str | None:
@@ -312,7 +325,14 @@ def read_npz(path: str | Path, *, part: str | None = None, need_targets: bool = 
         )
     arrays = read_arrays(file, [name for name in (x, y) if name is not None])
     targets = None if y is None else as_targets(arrays[y], f"{file}: {y}")
-    return Examples(as_inputs(arrays[x], f"{file}: {x}"), targets, file.stem)
+    rescaled = arrays[x].dtype == np.uint8
+    return Examples(as_inputs(arrays[x], f"{file}: {x}"), targets, file.stem, rescaled=rescaled)
+
+
+def own_parts(path: str | Path) -> tuple[str, ...]:
+    """Returns the parts that an .npz file holds under their own names, such as x_train: "train", "validation" or "test"."""
+    names = array_names(existing_file(path))
+    return tuple(p for p, endings in _SUFFIXES.items() if any(n + e in names for n in _INPUTS for e in endings))
 
 
 def array_names(file: Path) -> list[str]:
@@ -503,7 +523,8 @@ def read_image_folder(
     stack = torch.from_numpy(np.stack(arrays)).float().div_(255)
     inputs = stack[:, None] if grey else stack.permute(0, 3, 1, 2).contiguous()
     targets = torch.tensor([i for _, i in files]) if has_targets else None
-    return Examples(inputs, targets, folder.name, names or None)
+    places = {"file": tuple(str(p.relative_to(folder)) for p, _ in files)}
+    return Examples(inputs, targets, folder.name, names or None, identifiers=places)
 
 
 def _images(folder: Path) -> list[Path]:

@@ -228,10 +228,10 @@ class Attack(ABC):
                     continue
                 with torch.no_grad():  # Predict again, since samples such as dropout masks belong to one batch.
                     before = _predict(predictor, x, seed, chosen).labels
-            steps, moved, gradient = self.inputs(predictor, x, y, seed, chosen)
+            steps, attacked_inputs, gradient = self.inputs(predictor, x, y, seed, chosen)
             stuck += int((gradient.flatten(1) == 0).all(1).sum())
             rows = []
-            for attacked in moved:
+            for attacked in attacked_inputs:
                 with torch.no_grad():
                     prediction = _predict(predictor, attacked, seed, chosen)
                 hit = prediction.labels == (-1 if self.target_class is None else self.target_class)
@@ -376,7 +376,7 @@ class PGD(Attack):
             now = self._clipped(x + box * start)
             for _ in range(self.iterations if size else 0):
                 gradient = log_probability_gradient(predictor, now, labels, seed=seed, options=options)
-                moved = now - 2.5 * box / self.iterations * gradient.sign()
-                now = self._clipped(torch.maximum(torch.minimum(moved, x + box), x - box))
+                stepped = now - 2.5 * box / self.iterations * gradient.sign()
+                now = self._clipped(torch.maximum(torch.minimum(stepped, x + box), x - box))
             attacked.append(now)
         return steps, attacked, first

@@ -301,11 +301,13 @@ def evaluate(
         level=level,
         generator=torch.Generator().manual_seed(seed),
     )
-    found = {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in by_set.items()}
+    detection_metrics = {
+        d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in by_set.items()
+    }
     if reference is not None:
         numbers["flagged"] = _share(reference.flag(inside.prediction), level)
     for key, other in outside.items():
-        _add_shares(found[key], inside.prediction, other.prediction, reference, level)
+        _add_shares(detection_metrics[key], inside.prediction, other.prediction, reference, level)
     for key, collected in (("test", inside), *outside.items()):
         if collected.prediction.kind in ("classification", "binary"):
             curves[f"entropy/{key}"] = inverse_ecdf(collected.prediction.score("entropy"))
@@ -317,7 +319,7 @@ def evaluate(
         inside.prediction.kind,
         len(inside.prediction),
         numbers,
-        found,
+        detection_metrics,
         attacked,
         _table(inside, outside, scores, others, reference) if table else {},
         curves,
@@ -379,11 +381,11 @@ def _errors_found(inside: PredictedData, scores: Mapping[str, Tensor], boot: Boo
     wrong, keep = m.misclassified(probs, labels), targets.reshape(-1) != -100  # as `as_classes`
     if not 0 < int(wrong.sum()) < len(wrong):
         return {}
-    found: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     for name, values in scores.items():
-        found[f"auroc_errors_{name}"] = boot(m.auroc, values[keep], wrong, strata=wrong)
-        found[f"fpr95_errors_{name}"] = _point(m.fpr_at_tpr(values[keep], wrong))
-    return found
+        metrics[f"auroc_errors_{name}"] = boot(m.auroc, values[keep], wrong, strata=wrong)
+        metrics[f"fpr95_errors_{name}"] = _point(m.fpr_at_tpr(values[keep], wrong))
+    return metrics
 
 
 def _parts_compared(key: str, prediction: Prediction, boot: Bootstrap) -> dict[str, Metric]:

@@ -165,15 +165,15 @@ class Reference:
         scores = {s: v.detach().cpu().double() for s, v in available_scores(predictions).items()}
         thresholds = {s: choose_threshold(v, false_alarm_rate=false_alarm_rate, score=s) for s, v in scores.items()}
         n = len(predictions)
-        kept = [torch.arange(n)]
+        ranks = [torch.arange(n)]
         if n > _EXACT:
-            kept = [torch.linspace(0, n - 1, _TOP + 1, dtype=torch.float64).round().long(), torch.arange(n - _TOP, n)]
+            ranks = [torch.linspace(0, n - 1, _TOP + 1, dtype=torch.float64).round().long(), torch.arange(n - _TOP, n)]
         if predictions.kind in _CLASSES:
             thresholds[EITHER] = either_threshold([scores[s] for s in _PARTS], false_alarm_rate)
             if math.isfinite(thresholds[EITHER].value):
                 # The rank that is flagged first must be known exactly.
-                kept.append(torch.tensor([int(thresholds[EITHER].value * n)]))
-        positions = torch.cat(kept).unique()
+                ranks.append(torch.tensor([int(thresholds[EITHER].value * n)]))
+        positions = torch.cat(ranks).unique()
         return Reference(thresholds, {s: v.sort().values[positions] for s, v in scores.items()}, positions)
 
     @property

@@ -181,13 +181,7 @@ class Results:
 
     def to_json(self, path: str | Path | None = None, *, table: bool = True) -> str:
         """Returns JSON text, and writes it to ``path`` if given (first to a neighbouring file, which is then moved into place)."""
-        text = json.dumps(self.to_dict(table=table), indent=2, allow_nan=False)
-        if path is not None:
-            target = Path(path)
-            part = target.with_name(target.name + ".part")
-            part.write_text(text + "\n", encoding="utf-8")
-            part.replace(target)
-        return text
+        return write_json(self.to_dict(table=table), path)
 
     @staticmethod
     def from_json(source: str | Path) -> Results:

@@ -50,11 +50,12 @@ class Threshold:
         """Tells which inputs [N] to flag."""
         return scores > self.value
 
-    def describe(self, data: str = "the validation inputs") -> str:
+    def describe(self, data: str = "the validation inputs", digits: int = 3) -> str:
         """When an input is flagged, in words, without the promise.
 
         Args:
             data: The name of the calibration data.
+            digits: The number of significant digits of the threshold.
 
         >>> Threshold(0.9725, "either", 0.05, None, 200).describe()
         'its entropy or its mutual information is larger than on 97.5 % of the validation inputs'
@@ -66,7 +67,7 @@ class Threshold:
         if self.score == EITHER:
             share = (math.floor(self.value * self.n_data) + 1) / self.n_data
             return f"its entropy or its mutual information is larger than on {_percent(share)} of {data}"
-        return f"its {self.score.replace('_', ' ')} is above {self.value:.3g}"
+        return f"its {self.score.replace('_', ' ')} is above {self.value:.{digits}g}"
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON; an infinite threshold is null."""

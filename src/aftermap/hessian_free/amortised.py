@@ -82,7 +82,7 @@ class AmortisedScore:
     scale: float | None = None
     _watch: WeightsFingerprint | None = field(default=None, repr=False)
 
-    def _moved(self, x: Any) -> tuple[Tensor, Tensor]:
+    def _row_sums(self, x: Any) -> tuple[Tensor, Tensor]:
         """Returns the outputs at the centre, and their derivative in λ, both [N, ..., C]."""
         objective = self.objective
         if self._watch is not None:
@@ -98,13 +98,13 @@ class AmortisedScore:
 
     def score(self, x: Any) -> Tensor:
         """Returns the signed row sum [N, ..., C], or [N, ...] for classification."""
-        outputs, moved = self._moved(x)
-        return self._scored(outputs, moved)
+        outputs, row_sums = self._row_sums(x)
+        return self._scored(outputs, row_sums)
 
-    def _scored(self, outputs: Tensor, moved: Tensor) -> Tensor:
+    def _scored(self, outputs: Tensor, row_sums: Tensor) -> Tensor:
         if not isinstance(self.likelihood, Categorical):
-            return moved
-        return (moved * _contrast(outputs)).sum(-1)
+            return row_sums
+        return (row_sums * _contrast(outputs)).sum(-1)
 
     def calibrate(self, data: Iterable[Any], *, unpack: Any = None) -> AmortisedScore:
         """Finds the scale that makes |score| a variance, by the best predictive log-likelihood on validation data.
@@ -119,16 +119,16 @@ class AmortisedScore:
         objective = self.objective
         dtype = next(iter(objective.like.values())).dtype
         parts = [
-            (*self._moved(b.inputs), b.targets)
+            (*self._row_sums(b.inputs), b.targets)
             for b in iterate(data, device=objective.device, dtype=dtype, unpack=unpack)
         ]
-        outputs, moved = (torch.cat([p[k] for p in parts]) for k in (0, 1))
+        outputs, row_sums = (torch.cat([p[k] for p in parts]) for k in (0, 1))
         targets = torch.cat([p[2] for p in parts])
-        size = self._variance(outputs, moved, 1.0)
+        size = self._variance(outputs, row_sums, 1.0)
         middle = float(size.double().mean().clamp_min(1e-300))
 
         def quality(scale: float) -> float:
-            variance = self._variance(outputs, moved, scale)
+            variance = self._variance(outputs, row_sums, scale)
             prediction = gaussian_prediction(self.likelihood, outputs, latent_var=variance, link=self._link())
             return float(prediction.log_prob(targets).double().mean())
 
@@ -141,8 +141,8 @@ class AmortisedScore:
     def _link(self) -> str:
         return "probit" if isinstance(self.likelihood, Categorical) else "auto"
 
-    def _variance(self, outputs: Tensor, moved: Tensor, scale: float) -> Tensor:
-        size = scale * self._scored(outputs, moved).abs()
+    def _variance(self, outputs: Tensor, row_sums: Tensor, scale: float) -> Tensor:
+        size = scale * self._scored(outputs, row_sums).abs()
         return size[..., None].expand(outputs.shape) if isinstance(self.likelihood, Categorical) else size
 
     def predict(self, x: Any, *, generator: torch.Generator | None = None) -> Prediction:
@@ -156,9 +156,9 @@ class AmortisedScore:
                 "the amortised score is a row sum of the covariance and has no scale yet: call calibrate(val_loader) first, and "
                 "predict with what it returns"
             )
-        outputs, moved = self._moved(x)
+        outputs, row_sums = self._row_sums(x)
         dtype = next(iter(named_parameters(self.objective.model).values())).dtype
-        variance = self._variance(outputs, moved, self.scale)
+        variance = self._variance(outputs, row_sums, self.scale)
         return gaussian_prediction(
             self.likelihood, outputs.to(dtype), latent_var=variance.to(dtype), link=self._link(), generator=generator
         )
@@ -240,8 +240,8 @@ def probe_variances(
     def work(job: int) -> list[Tensor]:
         some = signs[starts[job] : starts[job] + most]
         pushed = perturb(objective, fine_tuner, functionals, origin, settings, combine=some, allow_zero=True)
-        moved = objective.values(pushed.plus, functionals) - objective.values(pushed.minus, functionals)
-        return [(moved / pushed.width[:, None]).double().cpu() * some, pack(pushed.reports)]
+        change = objective.values(pushed.plus, functionals) - objective.values(pushed.minus, functionals)
+        return [(change / pushed.width[:, None]).double().cpu() * some, pack(pushed.reports)]
 
     sizes = [min(most, probes - start) for start in starts]
     shapes = [[(n, functionals.count), (n, len(PushReport.__dataclass_fields__))] for n in sizes]

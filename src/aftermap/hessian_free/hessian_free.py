@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from aftermap import checks
 from aftermap.batches import Batch, Unpack, check_inputs, iterate, unpack_batch, unpack_inputs
-from aftermap.curvature.passes.last_block import find_last_block
-from aftermap.curvature.passes.plan import find_last_layer
+from aftermap.curvature.passes.last_block import find_last_block, find_last_layer
 from aftermap.distributed import all_reduce_, broadcast_, distribute_work, world_size
 from aftermap.errors import (
     DataError,

@@ -152,9 +152,9 @@ class LaplaceCallback(_SavingCallback):
         with evaluation_mode(network):
             self.laplace = fit(
                 network,
+                self.likelihood,
                 trainer.train_dataloader,
                 held_out,
-                self.likelihood,
                 structure=self.structure,
                 params=self.params,
                 unpack=self.unpack,

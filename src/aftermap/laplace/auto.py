@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
-from aftermap.batches import Unpack, iterate
+from aftermap.batches import Unpack, iterate, unpack_batch
+from aftermap.curvature.passes.stream import first_batch
+from aftermap.distributed import broadcast_number, fail_together
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
 from aftermap.laplace.fitted import TuningResult
@@ -17,13 +21,14 @@ from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.laplace.subnetwork import Subnetwork
-from aftermap.likelihoods import Likelihood, parse_likelihood
-from aftermap.models import check_device
+from aftermap.likelihoods import Likelihood, infer_task, parse_likelihood
+from aftermap.models import call_model, check_device, check_modes, explain_model_errors
 from aftermap.params import Selection
 from aftermap.posteriors.base import has_noise
-from aftermap.progress import announce
+from aftermap.predictive.display import html_table
+from aftermap.progress import announce, showing
 
-__all__ = ["FitReport", "fit"]
+__all__ = ["FitReport", "fit", "predictions_after_fit"]
 
 _SMALL = 1500  # up to this many parameters the full matrix is cheap and keeps cross-layer covariance
 _SMALL_REGRESSION = 3000  # the same of a regression, for parameters or for data times outputs
@@ -52,8 +57,12 @@ class FitReport:
         if self.tuning is not None:
             lines.append(f"tuning: {self.tuning}")
         if self.check is not None:
-            lines.append(f"check {'passed' if self.check.passed else 'FAILED'}: {self.check.message}")
+            lines.append(f"check {self.check.state}: {self.check.message}")
         return "\n".join([*lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        named = [line.partition(": ") for line in str(self).split("\n")]
+        return html_table("fit", {"": [n for n, _, _ in named], " ": [t for _, _, t in named]}, left=["", " "])
 
     @property
     def checks(self) -> list[tuple[str, SelfCheck | CavityCheck]]:
@@ -64,10 +73,10 @@ class FitReport:
 
 def fit(
     model: nn.Module,
-    train_loader: Iterable[Any],
+    *arguments: Any,
+    likelihood: str | Likelihood | None = None,
+    train_loader: Iterable[Any] | None = None,
     val_loader: Iterable[Any] | None = None,
-    likelihood: str | Likelihood = "classification",
-    *,
     structure: str | None = None,
     params: Selection = "all",
     memory_limit: float = 4 * 2**30,
@@ -75,18 +84,24 @@ def fit(
     unpack: Unpack | None = None,
     verbose: bool | None = None,
     on_cost: Callable[[str], None] | None = None,
+    predictions: int = 0,
+    checkpoint: str | os.PathLike[str] | None = None,
+    every: int = 100,
     **options: Any,
 ) -> Laplace:
-    """Makes a trained network Bayesian.
+    """Makes a trained network Bayesian: ``fit(model, likelihood, train_loader, val_loader)``.
 
-    The structure is chosen by its cost, the hyperparameters by `Laplace.tune`: with validation data by their labels, without by the
-    training data. The result is then compared with the network itself, once; where it is worse, a warning says so.
+    The likelihood and the validation data may be left out: ``fit(model, train_loader)``. The structure is chosen by its cost, the
+    hyperparameters by `Laplace.tune`: with validation data by their labels, without by the training data. The result is then compared with the network itself, once; where it is worse, a warning says so.
 
     Args:
         model: The trained network, in eval mode.
+        arguments: The likelihood, the training data and the validation data, in this order, as for `Laplace`; each may also be
+            given by its name.
+        likelihood: The likelihood, as for `Laplace`. None finds it by the targets, and says which: whole numbers are classes,
+            or binary where the network has one output; other numbers are a regression.
         train_loader: The training data.
         val_loader: Held-out data, if there are any.
-        likelihood: The likelihood, as for `Laplace`.
         structure: None chooses by the cost estimate: full for small networks, kron otherwise.
         params: Which weights are uncertain. "all" leaves the choice: all layers, or the last block with its head in a network that is
             made of blocks, where predictions are several times cheaper and unusual inputs are found at least as well; the last
@@ -96,6 +111,9 @@ def fit(
         unpack: What turns a batch of an unusual form into (inputs, targets).
         verbose: Whether to say what is done; None says it on a terminal.
         on_cost: A function that is handed the line with the costs before the work starts; None shows it like a progress bar.
+        predictions: The number of inputs that the caller will predict afterwards, which the line with the costs counts.
+        checkpoint: A folder that keeps the sums of the fit, so that one that was killed goes on; see `Laplace.fit`.
+        every: The number of batches after which they are written.
         options: Further arguments of `Laplace`.
 
     Returns:
@@ -108,24 +126,38 @@ def fit(
         raise InputError(
             "fit chooses among structures of whole layers; for a subnetwork use Laplace(..., params=Subnetwork(...))"
         )
+    likelihood, train_loader, val_loader = _arranged(arguments, likelihood, train_loader, val_loader)
+    val_loader = list(val_loader) if isinstance(val_loader, Iterator) else val_loader  # it is gone through twice
+    notes = []
+    if likelihood is None:
+        likelihood = _inferred(model, train_loader, unpack)
+        notes.append(f"likelihood: {likelihood}, as the targets are; say likelihood= where they mean something else")
+        announce(notes[0], enabled=verbose)
     parsed = parse_likelihood(likelihood)
     regression = has_noise(parsed)
     drawn = options.get("subset_size", _SMALL_REGRESSION if regression else 300)
     costs = estimate_costs(model, train_loader, parsed, params=params, subset_size=drawn, unpack=unpack)
-    chosen = _choose(costs, structure, memory_limit, time_limit, regression)
+    with fail_together("choosing a structure"):
+        chosen = _choose(costs, structure, memory_limit, time_limit, regression)
+    # Each process sees its own data and clock; all take the choice of the first.
+    chosen = costs[broadcast_number(costs.index(chosen))]
     if chosen.structure == "subset" and regression and structure is None:
         options = {"subset_size": drawn, "rank": None, **options}
+    line = describe_costs(chosen, costs, predictions_after_fit(val_loader, chosen.n_data) + predictions)
     if on_cost is None:
-        announce(describe_costs(chosen, costs), enabled=verbose)
+        announce(line, enabled=verbose)
     else:
-        on_cost(describe_costs(chosen, costs))
+        on_cost(line)
     which: Selection = params if chosen.params == "all" else chosen.params
     laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
-    laplace.fit(train_loader, unpack=unpack, progress=verbose).tune(val_loader)
-    check = _check(laplace, val_loader, unpack)
-    laplace.report = FitReport(costs, chosen, laplace.tuning, check)
+    with showing(verbose):
+        laplace.fit(train_loader, unpack=unpack, checkpoint=checkpoint, every=every).tune(val_loader)
+        check = _check(laplace, val_loader, unpack)
+    laplace.report = FitReport(costs, chosen, laplace.tuning, check, notes)
     # What tuning without labels found out about itself it has said already.
-    if isinstance(check, SelfCheck) and not check.passed:
+    if isinstance(check, SelfCheck) and check.at_chance:
+        warnings.warn(f"check FAILED on the validation data: {check.message}", StatisticalWarning, stacklevel=2)
+    elif isinstance(check, SelfCheck) and not check.passed:
         warnings.warn(
             f"the Bayesian predictive is worse than the network on the validation data ({check.message}). The network's own answers are "
             "la.predictor.map_prediction(x); another structure= or params='last_layer' may do better, and more validation data tell more",
@@ -133,6 +165,70 @@ def fit(
             stacklevel=2,
         )
     return laplace
+
+
+def predictions_after_fit(val_loader: Iterable[Any] | None, n_data: int) -> int:
+    """How many inputs tuning and the check predict: up to 1,000 validation data each, or 500 training data."""
+    if val_loader is None:
+        return min(500, n_data)
+    size = getattr(getattr(val_loader, "dataset", None), "__len__", None)
+    if size is not None:
+        return 2 * min(1000, int(size()))
+    if not isinstance(val_loader, Sized):
+        return 2000
+    first = next(iter(val_loader), None)
+    held_out = len(val_loader) * (
+        unpack_batch(first).size if isinstance(first, tuple | list) and len(first) in (2, 3) else 1
+    )
+    return 2 * min(1000, held_out)
+
+
+def _is_likelihood(argument: object) -> bool:
+    return isinstance(argument, str | Likelihood) or (isinstance(argument, type) and issubclass(argument, Likelihood))
+
+
+def _arranged(
+    arguments: tuple[Any, ...], likelihood: Any, train_loader: Any, val_loader: Any
+) -> tuple[Any, Iterable[Any], Iterable[Any] | None]:
+    """Likelihood, training data and validation data, by their places and names.
+
+    Raises:
+        InputError: One is given twice or missing, or the likelihood does not stand second.
+    """
+    rest, order = list(arguments), "fit(model, likelihood, train_loader, val_loader)"
+    if len(rest) == 3 and _is_likelihood(rest[2]) and not _is_likelihood(rest[0]):
+        warnings.warn(f"the likelihood stands second now, as in Laplace: {order}", DeprecationWarning, stacklevel=3)
+        rest.insert(0, rest.pop())
+    if rest and (_is_likelihood(rest[0]) or (rest[0] is None and len(rest) > 1)):
+        given = rest.pop(0)
+        if likelihood is not None and given is not None:
+            raise InputError(
+                f"the likelihood is given twice, as {given!r} and as likelihood={likelihood!r}; the order is {order}"
+            )
+        likelihood = likelihood if given is None else given
+    wrong = next((a for a in (*rest, train_loader, val_loader) if _is_likelihood(a)), None)
+    if wrong is not None:
+        raise InputError(f"{wrong!r} stands where data are expected; the order is {order}")
+    for name, value in (("train_loader", train_loader), ("val_loader", val_loader)):
+        if rest and value is not None and (name == "train_loader" or len(rest) > 1):
+            raise InputError(f"{name} is given twice, by its place and by its name; the order is {order}")
+    if len(rest) > 2:
+        raise InputError(
+            f"fit takes at most three arguments after the model without a name, but got {len(arguments)}; the order is {order}"
+        )
+    train = rest[0] if rest else train_loader
+    if train is None:
+        raise InputError(f"fit needs the training data: {order}")
+    return likelihood, train, rest[1] if len(rest) > 1 else val_loader
+
+
+def _inferred(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> str:
+    """The word for the likelihood that the first targets show."""
+    check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
+    batch = first_batch(model, data, unpack)
+    with explain_model_errors(model, lambda: batch.inputs), torch.no_grad():
+        outputs = call_model(model, batch.inputs)
+    return infer_task(batch.targets, outputs)
 
 
 def _check(laplace: Laplace, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> SelfCheck | CavityCheck | None:

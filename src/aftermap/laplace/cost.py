@@ -8,7 +8,10 @@ propagated back through, and sums over the layers that are uncertain,
     diagonal:   (1 + 2bV)/3 u,        full: the same plus P² per vector and datum,
     subset:     (1 + 2bV m/N)/3 u for m of N data, plus the Gram matrix of their V m rows,
 
-plus 10 D³ float64 operations per eigendecomposition.
+plus 10 D³ float64 operations per eigendecomposition. A prediction of one input propagates all C outputs back and contracts each
+layer's Jacobian with its covariance: with r_P = Σ T D O/F' for weights that are shared over T positions, per forward pass F' of one input,
+
+    Kronecker:  1 + bC + C r_P + r_A + C r_B forward passes,   diagonal: 1 + bC + C r_P,   full and subset: also C P² and C P R.
 """
 
 from __future__ import annotations
@@ -22,19 +25,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from aftermap.batches import Batch, Unpack, iterate
-from aftermap.curvature.passes.last_block import find_last_block, last_block
-from aftermap.curvature.passes.plan import find_last_layer, find_layers
+from aftermap.batches import Batch, Unpack
+from aftermap.curvature.passes.last_block import find_last_block, find_last_layer, last_block
+from aftermap.curvature.passes.plan import find_layers
 from aftermap.curvature.passes.record import record_calls
+from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.passes.vectors import resolve_kind
 from aftermap.errors import AftermapError
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device, check_modes, only_require_grad
+from aftermap.models import call_model, check_modes, explain_model_errors, only_require_grad
 from aftermap.params import Selection, named_parameters, select
 
-__all__ = ["Cost", "describe_costs", "estimate_costs"]
+__all__ = ["Cost", "describe_costs", "estimate_costs", "in_seconds"]
 
-_EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition on one modest machine
+_EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition: the order of magnitude of one core
 _CANDIDATES = (
     ("kron", "all"),
     ("ekfac", "all"),
@@ -58,6 +62,7 @@ class Cost:
         bytes: The memory of the factors and of the posterior, beside what training needs.
         n_data: How many data there are, as far as the loader tells.
         n_rows: The number of data times the number of their outputs: how many rows the Jacobian of all data has.
+        seconds_per_prediction: The time that the linearised predictive takes for one input.
     """
 
     structure: str
@@ -67,13 +72,23 @@ class Cost:
     bytes: float
     n_data: int = 0
     n_rows: int = 0
+    seconds_per_prediction: float = 0.0
+
+    def total(self, predictions: int) -> float:
+        """The seconds of the fit and of so many predictions: those that tuning, a check and thresholds make."""
+        return self.seconds + predictions * self.seconds_per_prediction
 
     def __str__(self) -> str:
         where = "" if self.params == "all" else f" of the {self.params.replace('_', ' ')}"
-        return f"{self.structure}{where}, {self.n_params:,} parameters: about {_time(self.seconds)} and {_memory(self.bytes)}"
+        return f"{self.structure}{where}, {self.n_params:,} parameters: about {in_seconds(self.seconds)} and {_memory(self.bytes)}"
 
 
-def _time(seconds: float) -> str:
+def in_seconds(seconds: float) -> str:
+    """A duration in words, in seconds, minutes or hours.
+
+    >>> in_seconds(0.2), in_seconds(75), in_seconds(600)
+    ('1 s', '75 s', '10 min')
+    """
     if seconds < 1:
         return "1 s"
     return (
@@ -89,14 +104,22 @@ def _memory(size: float) -> str:
     return f"{max(1.0, size / 2**20):,.0f} MB" if size < 2**30 else f"{size / 2**30:,.1f} GB"
 
 
-def describe_costs(chosen: Cost, costs: Sequence[Cost]) -> str:
-    """One line: the choice and its alternatives."""
+def describe_costs(chosen: Cost, costs: Sequence[Cost], predictions: int = 0) -> str:
+    """One line: the choice and its alternatives.
+
+    Args:
+        chosen: The choice.
+        costs: The choice and its alternatives.
+        predictions: How many inputs will be predicted after the fit, for tuning, a check and thresholds.
+    """
     others = "; ".join(
-        f"{c.structure}{'' if c.params == 'all' else ' ' + c.params} {_time(c.seconds)} {_memory(c.bytes)}"
+        f"{c.structure}{'' if c.params == 'all' else ' ' + c.params} {in_seconds(c.seconds)} {_memory(c.bytes)}"
         for c in costs
         if c is not chosen
     )
-    return f"{chosen} (alternatives: {others})"
+    after = predictions * chosen.seconds_per_prediction
+    more = f", then {in_seconds(after)} for tuning and checks" if after >= 1 else ""
+    return f"{chosen}{more} (alternatives: {others})"
 
 
 def estimate_costs(
@@ -120,9 +143,10 @@ def estimate_costs(
         unpack: What turns a batch of an unusual form into (inputs, targets).
     """
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
-    device, dtype = check_device(model)
-    batch = next(iter(iterate(data, device=device, dtype=dtype, unpack=unpack)))
-    shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), len(data) if isinstance(data, Sized) else 1)
+    batch = first_batch(model, data, unpack, together=True)
+    with explain_model_errors(model, lambda: batch.inputs):
+        batches = len(data) if isinstance(data, Sized) else 1
+        shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), batches)
     chosen = {"all": select(model, find_last_block(model, batch) if params == "last_block" else params)}
     if params == "all":
         chosen["last_layer"] = find_last_layer(model, batch)
@@ -145,10 +169,10 @@ def _size_of(data: Iterable[Any], batch: Batch) -> int:
 def _block_of_blocks(model: nn.Module, batch: Batch) -> list[str] | None:
     """The parameters of the last block of a network that is made of blocks; None for other networks."""
     try:
-        found = last_block(model, batch)
+        block = last_block(model, batch)
     except AftermapError:
         return None
-    return list(found.names) if found.is_module else None
+    return list(block.names) if block.is_module else None
 
 
 @dataclass(frozen=True)
@@ -191,7 +215,7 @@ class _Shapes:
             call_model(self.model, self.batch.inputs)
         uncertain = {i for i, layer in enumerate(plan.layers) if any(n in names for n in layer.layout.names)}
         size, vectors = sum(own[n].numel() for n in names), self.vectors
-        forward = behind = inner = outer = eigh = memory = 0.0
+        forward = behind = inner = outer = shared = eigh = memory = 0.0
         reached = False
         for call in calls:
             layout = plan.layers[call.layer].layout
@@ -203,6 +227,7 @@ class _Shapes:
             if call.layer in uncertain:
                 inner += rows * layout.in_**2 / 2
                 outer += rows * layout.out**2 / 2
+                shared += flops if rows > self.batch.size * layout.groups else 0.0
         for i in uncertain:
             layer = plan.layers[i]
             wide = 0 if layer.rule.one_hot else layer.layout.in_
@@ -221,7 +246,7 @@ class _Shapes:
         }[structure]
         decomposed = min(rows, size)
         extra = {"full": 10.0 * size**3, "subset": 10.0 * decomposed**3 + 2.0 * rows * size * decomposed}
-        held = {
+        memory_of = {
             "ekfac": memory + 16.0 * size,
             "diagonal": 16.0 * size,
             "full": 28.0 * size**2,
@@ -229,8 +254,22 @@ class _Shapes:
         }
         decompositions = extra.get(structure, eigh if structure in ("kron", "ekfac") else 0.0)
         seconds = self.batches * self.unit * passes / 3 + decompositions / _EIGH_FLOPS
+        contracted = {
+            "kron": 2 * inner + 2 * self.outputs * outer,
+            "ekfac": 2 * inner + 2 * self.outputs * outer,
+            "full": self.batch.size * self.outputs * float(size) ** 2,
+            "subset": self.batch.size * self.outputs * float(size) * decomposed,
+        }.get(structure, 0.0)
+        of_prediction = 1 + self.outputs * (behind + shared) / forward + contracted / forward
         return Cost(
-            structure, which, size, seconds, held.get(structure, memory), self.n_data, self.n_data * self.outputs
+            structure,
+            which,
+            size,
+            seconds,
+            memory_of.get(structure, memory),
+            self.n_data,
+            self.n_data * self.outputs,
+            self.unit / 3 / self.batch.size * of_prediction,
         )
 
 

@@ -1,4 +1,4 @@
-"""A Laplace approximation as a notebook shows it."""
+"""A Laplace approximation as `print` and a notebook show it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ __all__ = ["NotebookView"]
 class NotebookView:
     """Gives `Laplace` a table of what it is: network, likelihood, structure, data, prior, tuning and report."""
 
+    def __str__(self) -> str:
+        facts = _facts(cast("Laplace", self))
+        state = facts.pop("state", "")
+        size = state or f"{facts.pop('data')} data, {facts.pop('uncertain parameters')} uncertain parameters"
+        wide = max(map(len, facts))
+        indent = "\n" + " " * (wide + 4)
+        lines = [f"  {name:{wide}}  {text.replace(chr(10), indent)}" for name, text in facts.items()]
+        return "\n".join([f"Laplace: {size}", *lines])
+
     def _repr_html_(self) -> str:
         facts = _facts(cast("Laplace", self))
         return html_table("Laplace", {"": list(facts), " ": list(facts.values())}, left=["", " "])
@@ -25,7 +34,7 @@ class NotebookView:
 def _facts(laplace: Laplace) -> dict[str, str]:
     facts: dict[str, Any] = {
         "network": type(laplace.model).__name__,
-        "likelihood": repr(laplace.likelihood),
+        "likelihood": laplace.likelihood.kind,
         "structure": laplace.structure,
     }
     if laplace._fitted is None:
@@ -35,10 +44,10 @@ def _facts(laplace: Laplace) -> dict[str, str]:
     facts["prior precision"] = _range(list(laplace.prior_precision.values()))
     if laplace.has_noise:
         facts["noise σ"] = _range([laplace.hyperparameters.noise])
-    if laplace.tuning is not None:
-        facts["tuning"] = str(laplace.tuning)
     if laplace.report is not None:
         facts["report"] = str(laplace.report)
+    elif laplace.tuning is not None:
+        facts["tuning"] = str(laplace.tuning)
     return {name: str(value) for name, value in facts.items()}
 
 

@@ -22,11 +22,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.curvature.structures.base import Factors
 from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
-from aftermap.posteriors import GaussianPosterior
-from aftermap.posteriors.base import Hyperparameters, has_noise, noise_exponent
+from aftermap.posteriors.base import CurvaturePosterior, Hyperparameters, has_noise, noise_exponent
 
 __all__ = ["EvidenceResult", "log_evidence", "log_likelihood", "maximise_evidence", "squared_error"]
 
@@ -44,8 +44,8 @@ def squared_error(likelihood: Likelihood, factors: Factors) -> float:
     """Σ (y − f)²/v² over the data of the factors, with v the noise of the likelihood that they are of.
 
     Args:
-        likelihood: A `Gaussian`.
-        factors: Its curvature, with the loss.
+        likelihood: The `Gaussian` likelihood that the factors are of.
+        factors: The curvature of this likelihood, with its loss.
     """
     return max(0.0, 2 * (factors.loss - _log_normaliser(likelihood, factors)))
 
@@ -62,9 +62,9 @@ def log_likelihood(likelihood: Likelihood, factors: Factors, noise: Tensor) -> T
     """Σ log p(y_n | f_n) at noise σ, differentiable in it; no pass over the data.
 
     Args:
-        likelihood: The one that the curvature is of (`split_noise`).
-        factors: Its curvature, with the loss.
-        noise: σ; without effect for likelihoods without noise.
+        likelihood: The likelihood that the curvature is of (`split_noise`).
+        factors: The curvature of this likelihood, with its loss.
+        noise: The noise σ. It has no effect for likelihoods without noise.
     """
     if not has_noise(likelihood):
         return torch.tensor(-factors.loss, dtype=torch.float64)
@@ -73,7 +73,7 @@ def log_likelihood(likelihood: Likelihood, factors: Factors, noise: Tensor) -> T
 
 
 def log_evidence(
-    posterior: GaussianPosterior, factors: Factors, likelihood: Likelihood, hyperparameters: Hyperparameters
+    posterior: CurvaturePosterior, factors: Factors, likelihood: Likelihood, hyperparameters: Hyperparameters
 ) -> Tensor:
     """log q(D) of a posterior that was formed with these hyperparameters; differentiable in prior and noise.
 
@@ -127,8 +127,8 @@ class EvidenceResult:
         """Hyperparameters with these precisions and this noise.
 
         Args:
-            hyperparameters: Those to change.
-            layers: Layer name -> its parameters, as the posterior has them.
+            hyperparameters: The hyperparameters to change.
+            layers: The parameters of each layer, as the posterior has them.
         """
         values = {k: torch.tensor(v, dtype=torch.float64) for k, v in self.precision.items()}
         precision = {n: values[k] for k, names in layers.items() for n in names}  # type: ignore[attr-defined]
@@ -137,7 +137,7 @@ class EvidenceResult:
 
 
 def maximise_evidence(
-    posterior: GaussianPosterior,
+    posterior: CurvaturePosterior,
     factors: Factors,
     likelihood: Likelihood,
     hyperparameters: Hyperparameters,
@@ -151,10 +151,10 @@ def maximise_evidence(
     """Finds prior precisions (one, or one per layer) and the noise that maximise the evidence.
 
     Args:
-        posterior: The starting point.
-        factors: Its curvature.
+        posterior: The posterior to start from.
+        factors: The curvature of the data.
         likelihood: The likelihood that the curvature is of; its noise is tuned where it has one and ``noise`` is True.
-        hyperparameters: Those of the starting point.
+        hyperparameters: The hyperparameters that the posterior was formed with.
         method: "mackay" (fixed point with a line search) or "lbfgs" (gradients in log precision and log noise; any damping).
         per_layer: Whether each layer has a precision of its own, or all have the same.
         noise: Whether to tune the noise.
@@ -165,10 +165,8 @@ def maximise_evidence(
     Returns:
         The best values within their ranges: 1e-8 to 1e12, and for the noise of several blocks √(SSE / (0.1·N·D)) at most.
     """
-    if method not in ("mackay", "lbfgs"):
-        raise InputError(f"method={method!r} is not known; allowed are 'mackay' and 'lbfgs'")
-    exact = not isinstance(posterior, GaussianPosterior) or posterior.damping == "exact"
-    if method == "mackay" and not exact:
+    checks.choice("method", method, ("mackay", "lbfgs"))
+    if method == "mackay" and posterior.damping != "exact":
         raise InputError("MacKay's fixed point holds for damping='exact'; use method='lbfgs' with factored damping")
     groups = {k: list(v) for k, v in posterior.layers.items()} if per_layer else {"all": list(posterior.names)}
     objective = _Objective(
@@ -189,7 +187,7 @@ class _Objective:
         tolerance: See `maximise_evidence`.
     """
 
-    posterior: GaussianPosterior
+    posterior: CurvaturePosterior
     factors: Factors
     likelihood: Likelihood
     start: Hyperparameters
@@ -211,8 +209,7 @@ class _Objective:
     def upper(self) -> Tensor:
         """The upper ends of the ranges."""
         upper = torch.full((len(self.groups) + self.tune_noise,), _RANGE[1], dtype=torch.float64)
-        posterior = self.posterior
-        if self.tune_noise and isinstance(posterior, GaussianPosterior) and len(posterior.blocks) > 1:
+        if self.tune_noise and len(self.posterior.block_names) > 1:
             squares = squared_error(self.likelihood, self.factors)
             if squares > 0:
                 count = self.factors.n_data * self.factors.n_outputs
@@ -223,7 +220,7 @@ class _Objective:
         """The nearest logarithms within their ranges."""
         return torch.minimum(logs.clamp_min(_RANGE[0]), self.upper)
 
-    def evaluate(self, logs: Tensor) -> tuple[GaussianPosterior, Tensor]:
+    def evaluate(self, logs: Tensor) -> tuple[CurvaturePosterior, Tensor]:
         """The posterior at these logarithms and its log evidence, differentiable in them."""
         values = logs.exp()
         precision = {n: values[i] for i, names in enumerate(self.groups.values()) for n in names}
@@ -237,7 +234,7 @@ class _Objective:
         prior, mean = self.start.prior, self.posterior.mean
         return torch.tensor([prior.squared_distance(mean, n) for n in self.groups.values()], dtype=torch.float64)
 
-    def slopes(self, posterior: GaussianPosterior, logs: Tensor) -> _Slopes:
+    def slopes(self, posterior: CurvaturePosterior, logs: Tensor) -> _Slopes:
         """The derivatives at these logarithms from the effective numbers of parameters, and MacKay's step."""
         by_layer = posterior.effective_parameters()
         gammas = torch.tensor(
@@ -309,7 +306,7 @@ class _Slopes:
 
 def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
     """MacKay's fixed point with secant steps; every step is shortened until the evidence rises."""
-    estimated = not isinstance(objective.posterior, GaussianPosterior)
+    estimated = objective.posterior.is_estimated
     tolerance = objective.tolerance
     logs = objective.start_logs()
     posterior, start = objective.evaluate(logs)
@@ -323,9 +320,9 @@ def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
         steps = [(slopes.step, 1.0)] if previous is None else [(_secant(logs, slopes.step, *previous), 1.0)]
         steps += [(slopes.step, 0.5**k) for k in range(0 if previous is not None else 1, _HALVINGS)]
         for step, length in steps:
-            moved = objective.inside(logs + length * step)
-            moved_posterior, evidence = objective.evaluate(moved)
-            rise = 1e-4 * float((slopes.gradient * (moved - logs)).sum())
+            trial = objective.inside(logs + length * step)
+            trial_posterior, evidence = objective.evaluate(trial)
+            rise = 1e-4 * float((slopes.gradient * (trial - logs)).sum())
             if float(evidence.detach()) >= value + rise - _ROUNDING * (1 + abs(value)):
                 break
         else:
@@ -333,7 +330,7 @@ def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
             tolerance = _ESTIMATED if estimated else tolerance
             break
         previous = (logs, slopes.step)
-        logs, posterior, value = moved, moved_posterior, float(evidence.detach())
+        logs, posterior, value = trial, trial_posterior, float(evidence.detach())
         history.append(value)
         slopes = objective.slopes(posterior, logs)
     if iterations > _FIXED_POINT and not estimated and not slopes.are_flat(tolerance):
@@ -346,8 +343,8 @@ def _secant(logs: Tensor, step: Tensor, logs_before: Tensor, step_before: Tensor
 
     The plain iteration contracts with a slope near 1 where a layer is barely determined by the data, and crawls there.
     """
-    moved = logs - logs_before
-    slope = torch.where(moved.abs() > 1e-12, (step_before - step) / moved, 1.0)
+    change = logs - logs_before
+    slope = torch.where(change.abs() > 1e-12, (step_before - step) / change, 1.0)
     length = torch.where(slope > 0.01, step.abs() / slope.clamp_min(0.01), _LONGEST).clamp_max(_LONGEST)
     return torch.copysign(length, step).where(step != 0, 0.0)
 

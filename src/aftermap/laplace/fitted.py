@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import Unpack
 from aftermap.curvature import Factors
+from aftermap.curvature.fit import PlannedLayers
 from aftermap.errors import InputError
 from aftermap.laplace.dimension import DimensionResult
 from aftermap.laplace.evidence import EvidenceResult
@@ -22,8 +24,11 @@ from aftermap.laplace.subnetwork import with_fixed_means
 from aftermap.laplace.validation import ValidationResult
 from aftermap.models import WeightsFingerprint
 from aftermap.params import Params
-from aftermap.posteriors.base import Hyperparameters, layers_of
+from aftermap.posteriors.base import CurvaturePosterior, Hyperparameters, layers_of
 from aftermap.prior import Prior, PriorSpec
+
+if TYPE_CHECKING:
+    from aftermap.laplace.auto import FitReport
 
 __all__ = [
     "ChainedBatches",
@@ -52,7 +57,7 @@ class Tuned:
         narrowing: By what the covariance was divided after the evidence had been maximised.
     """
 
-    posterior: Any
+    posterior: CurvaturePosterior
     hyperparameters: Hyperparameters
     result: TuningResult
     narrowing: float = 1.0
@@ -80,9 +85,7 @@ class Initial:
 
     def __post_init__(self) -> None:
         for name in ("data_scale", "temperature"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise InputError(f"{name}={value!r} must be a positive and finite number")
+            checks.number(name, getattr(self, name), above=0)
         # Which layers there are is known from the first batch on; what is no number at all is refused now.
         precisions, means = self.prior_precision, self.prior_mean
         for key, value in (precisions if isinstance(precisions, Mapping) else {"all layers": precisions}).items():
@@ -94,6 +97,12 @@ class Initial:
         """What the curvature is multiplied by before there is a fit; see `Hyperparameters.curvature_scale`."""
         nothing = Prior({}, {}, {})
         return Hyperparameters(nothing, self.noise, self.data_scale, self.temperature).curvature_scale(curvature)
+
+    def check_layers(self, layers: PlannedLayers) -> None:
+        """Raises unless the prior fits the layers of a fit, before the pass over the data."""
+        prior = Prior.make(self.prior_precision, self.prior_mean, layers.names, layers.shapes)
+        for layer in layers.with_one_precision:
+            prior.scalar(list(layers.names[layer]))
 
     def resolve(self, factors: Factors, weights: Params) -> Hyperparameters:
         """The hyperparameters of a new fit: the prior is spread over the layers of the curvature.
@@ -141,14 +150,14 @@ class Fitted:
     """
 
     factors: Factors
-    posterior: Any
+    posterior: CurvaturePosterior
     hyperparameters: Hyperparameters
     weights: WeightsFingerprint
     data: Iterable[Any] | None = None
     unpack: Unpack | None = None
     tuning: TuningResult | None = None
     narrowing: float = 1.0
-    report: Any = None
+    report: FitReport | None = None
 
     def without_narrowing(self) -> Fitted:
         """The same fit with the covariance that the evidence is of."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.batches import Batch
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning, warn_caller
 from aftermap.models import call_model
@@ -70,12 +71,13 @@ def search_grid(
         scales: The values of c to try.
         first_stage: The number of examples of the coarse stage.
     """
+    checks.choice("kind", kind, KINDS)
+    _check_grid(precisions=precisions, scales=scales)
     validation = [b for b in batches if b.targets is not None]
     if not validation:
-        raise DataError("the validation data are empty or have no targets")
-    if kind not in KINDS:
-        raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
-    _check_grid(precisions=precisions, scales=scales)
+        raise DataError(
+            "the validation data are empty or have no targets; pass batches (x, y) that the network has not seen"
+        )
     cs = list(scales) if scales is not None else [10 ** (k / 2) for k in range(-4, 9)]
     if precisions is not None:
         ratios = list(precisions)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from aftermap import checks
 from aftermap.batches import Unpack
 from aftermap.curvature import Factors, fit_curvature
-from aftermap.curvature.passes.plan import find_last_layer
+from aftermap.curvature.passes.last_block import find_last_layer
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.structures.base import find_structure
 from aftermap.errors import InputError, NotFittedError
@@ -30,12 +31,15 @@ from aftermap.laplace.subnetwork import (
 )
 from aftermap.laplace.tune import choose_method, tune_by, tune_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
-from aftermap.models import check_not_causal, explain_model_errors
+from aftermap.models import check_not_causal, check_not_sharded, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
-from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors import CurvaturePosterior, GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise
-from aftermap.predictive import PosteriorPredictor, Prediction, WeightsFingerprint, draw_weights
+from aftermap.predictive import Functional, PosteriorPredictor, Prediction, WeightsFingerprint, draw_weights
 from aftermap.prior import PriorSpec
+
+if TYPE_CHECKING:
+    from aftermap.laplace.auto import FitReport
 
 __all__ = ["Laplace"]
 
@@ -101,6 +105,7 @@ class Laplace(NotebookView):
         entry = find_structure(structure)
         entry.check_options(curvature, damping)
         check_not_causal(model)
+        check_not_sharded(model.parameters())
         self.model = model
         self.base_likelihood, noise = split_noise(parse_likelihood(likelihood))
         self.structure, self.params, self.curvature = structure, params, curvature
@@ -110,9 +115,8 @@ class Laplace(NotebookView):
             prior_precision, prior_mean, noise, data_scale, temperature, temperature_of(self.base_likelihood) or 1.0
         )
         self._fitted: Fitted | None = None
-        self._predictor: tuple[WeightsFingerprint, PosteriorPredictor] | None = (
-            None  # of a fit, and what it knows of the model
-        )
+        # The predictor of a fit, which keeps what it knows of the model, beside the weights of that fit.
+        self._predictor: tuple[WeightsFingerprint, PosteriorPredictor] | None = None
 
     # What was fitted
 
@@ -128,7 +132,7 @@ class Laplace(NotebookView):
         return self._fitted
 
     @property
-    def posterior(self) -> Any:
+    def posterior(self) -> CurvaturePosterior:
         """The posterior over the weights: a `GaussianPosterior`, or a `MatrixFreePosterior`."""
         return self.fitted.posterior
 
@@ -203,17 +207,17 @@ class Laplace(NotebookView):
         return None if self._fitted is None else self._fitted.unpack
 
     @property
-    def report(self) -> Any:
+    def report(self) -> FitReport | None:
         """How `aftermap.fit` chose and checked this fit; None where `Laplace.fit` made it."""
         return None if self._fitted is None else self._fitted.report
 
     @report.setter
-    def report(self, report: Any) -> None:
+    def report(self, report: FitReport | None) -> None:
         self._fitted = replace(self.fitted, report=report)
 
     @property
     def n_data(self) -> float:
-        """How many data were seen."""
+        """The number of data that the curvature was summed over."""
         return self.factors.n_data
 
     @property
@@ -250,6 +254,8 @@ class Laplace(NotebookView):
         unpack: Unpack | None = None,
         generator: torch.Generator | None = None,
         progress: bool | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        every: int = 100,
     ) -> Laplace:
         """Sums the curvature over the data and forms the posterior.
 
@@ -264,22 +270,32 @@ class Laplace(NotebookView):
             unpack: What turns a batch of another form into (inputs, targets).
             generator: The source of random vectors, and of the examples that structure="subset" draws.
             progress: Whether to show a bar; None shows it on a terminal.
+            checkpoint: A folder that keeps the sums, so that a fit that was killed goes on when it is called again; see `fit_curvature`.
+            every: The number of batches after which the sums are written to ``checkpoint``.
 
         Returns:
-            self.
+            This object, so that calls can be chained.
         """
         before = self.fitted if update else None
         if before is not None:
             before.weights.check(self.model)
         with explain_model_errors(self.model, lambda: first_batch(self.model, data, unpack).inputs):
             factors = self._fit_curvature(
-                data, before, samples=samples, passes=passes, unpack=unpack, generator=generator, progress=progress
+                data,
+                before,
+                samples=samples,
+                passes=passes,
+                unpack=unpack,
+                generator=generator,
+                progress=progress,
+                checkpoint=checkpoint,
+                every=every,
             )
         factors = factors if before is None else before.factors + factors
         parameters = named_parameters(self.model)
         weights: Params = {n: parameters[n].detach() for n in factors.names}
         hyperparameters = self._initial.resolve(factors, weights) if before is None else before.hyperparameters
-        posterior: Any = GaussianPosterior.from_factors(
+        posterior: CurvaturePosterior = GaussianPosterior.from_factors(
             factors,
             weights,
             hyperparameters.prior,
@@ -318,7 +334,7 @@ class Laplace(NotebookView):
             )
         params = self.params
         if params == "last_layer":
-            params = find_last_layer(self.model, first_batch(self.model, data, options["unpack"]))
+            params = find_last_layer(self.model, first_batch(self.model, data, options["unpack"], together=True))
         return fit_curvature(
             self.model,
             data,
@@ -329,6 +345,7 @@ class Laplace(NotebookView):
             rank=self.rank,
             subset_size=self.subset_size,
             strict=self.strict,
+            check_layers=self._initial.check_layers if before is None else None,
             **options,
         )
 
@@ -339,9 +356,9 @@ class Laplace(NotebookView):
 
         Args:
             factors: The curvature of the data.
-            posterior: The posterior.
-            hyperparameters: Those that the posterior was formed with.
-            narrowing: See `Fitted`.
+            posterior: The posterior over the weights.
+            hyperparameters: The hyperparameters that the posterior was formed with.
+            narrowing: The factor that tuning divided the covariance by; see `Fitted`.
         """
         self._initial = replace(self._initial, noise=hyperparameters.noise)
         self._fitted = Fitted(
@@ -408,24 +425,19 @@ class Laplace(NotebookView):
             generator: The source of random draws and samples of the data; None takes the same ones every time.
 
         Returns:
-            self; details are in ``tuning``, and ``print(la.tuning)`` says what the data could decide.
+            This object, so that calls can be chained; details are in ``tuning``, and ``print(la.tuning)`` says what the data could decide.
 
         Warns:
             StatisticalWarning: What was found is not to be relied on; the message says why.
         """
-        fitted = self.fitted
-        on_grid = precisions is not None or scales is not None
-        chosen = choose_method(
-            fitted, self.base_likelihood, val_loader, method, kind=kind, on_grid=on_grid, noise=noise
-        )
+        fitted, likelihood, on_grid = self.fitted, self.base_likelihood, precisions is not None or scales is not None
+        chosen = choose_method(fitted, likelihood, val_loader, method, kind=kind, on_grid=on_grid, noise=noise)
         start = replace(fitted.hyperparameters, output_temperature=self._initial.output_temperature)
         fitted = replace(fitted, hyperparameters=start)
         by_gradients = chosen == "lbfgs" or self.damping != "exact"
         if chosen in ("evidence", "lbfgs"):
             return self.adopt(
-                tune_by_evidence(
-                    fitted, self.base_likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients
-                )
+                tune_by_evidence(fitted, likelihood, per_layer=per_layer, noise=noise, by_gradients=by_gradients)
             )
         fitted.weights.check(self.model)
         tuned = tune_by(
@@ -494,9 +506,9 @@ class Laplace(NotebookView):
         previous = self._predictor[1] if self._predictor is not None and same else None
         if previous is None or previous.posterior is not fitted.posterior:
             fitted.weights.check(self.model)
-            base, found = self.base_likelihood, fitted.hyperparameters
-            likelihood = likelihood_with(base, found.noise, found.output_temperature)
-            network = likelihood_with(base, found.noise)  # at the temperature that it was trained with
+            base, noise = self.base_likelihood, fitted.hyperparameters.noise
+            likelihood = likelihood_with(base, noise, fitted.hyperparameters.output_temperature)
+            network = likelihood_with(base, noise)  # at the temperature that it was trained with
             previous = PosteriorPredictor(self.model, fitted.posterior, likelihood, previous, fitted.weights, network)
             self._predictor = (fitted.weights, previous)
         return previous
@@ -514,12 +526,17 @@ class Laplace(NotebookView):
         local: bool = False,
         differentiable: bool = False,
         generator: torch.Generator | None = None,
+        unpack: Unpack | None = None,
+        progress: bool | None = None,
     ) -> Prediction:
         """Predicts with uncertainty.
 
         Args:
-            x: The inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
-            kind: "linearised" for the Gaussian of the linearised network, or "sampling" for the network under weight samples.
+            x: The inputs as the model takes them: a tensor, an array, a table of pandas or polars, a tuple of positional or a mapping
+                of keyword arguments. Or batches of them: a DataLoader, or a list of (x, y), whose targets are not looked at.
+                Many inputs are predicted in pieces, with the same draws for all.
+            kind: "linearised" for the Gaussian of the linearised network, "margin" for its cheap form for classes (one backward pass), or
+                "sampling" for the network under weight samples.
             link: How the linearised predictive turns the Gaussian over logits into probabilities: "auto", "mc", "probit",
                 "pairwise" or "bridge".
             samples: The number of draws for link="mc", or of weight samples for kind="sampling".
@@ -529,19 +546,12 @@ class Laplace(NotebookView):
             local: Whether kind="sampling" draws the outputs of linear layers, afresh for every example, instead of weights.
             differentiable: Whether to keep the gradient in x; for small batches.
             generator: The source of the random draws.
+            unpack: What turns a batch of an unusual form into (inputs, targets).
+            progress: Whether to show a bar over several pieces; None shows it on a terminal.
         """
-        return self.predictor.predict(
-            x,
-            kind=kind,
-            link=link,
-            samples=samples,
-            diagonal=diagonal,
-            outputs=outputs,
-            weights=weights,
-            local=local,
-            differentiable=differentiable,
-            generator=generator,
-        )
+        options = dict(locals())
+        del options["self"], options["x"]
+        return self.predictor.predict(x, **options)
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
         """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
@@ -557,7 +567,7 @@ class Laplace(NotebookView):
 
     where = PosteriorPredictor.where
 
-    def variance_of(self, functional: Any) -> Tensor:
+    def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
         """The variance of a scalar functional of the network, or the covariance of several; see `PosteriorPredictor`."""
         return self.predictor.variance_of(functional)
 

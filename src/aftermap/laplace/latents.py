@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,9 @@ from aftermap.errors import DataError, StatisticalWarning, warn_caller
 from aftermap.laplace.examples import random_examples
 from aftermap.likelihoods import Categorical, Likelihood
 from aftermap.models import call_model
+from aftermap.posteriors import Posterior
 from aftermap.predictive import PosteriorPredictor, latent_gaussians
+from aftermap.progress import progress
 
 __all__ = ["OutputGaussians", "output_gaussians"]
 
@@ -56,7 +57,7 @@ def output_gaussians(
     predictor: PosteriorPredictor,
     batches: Iterable[Batch],
     likelihood: Likelihood,
-    posteriors: Sequence[Any],
+    posteriors: Sequence[Posterior],
     *,
     limit: int,
     generator: torch.Generator | None = None,
@@ -92,7 +93,7 @@ def output_gaussians(
     positions, wide = math.prod(outputs.shape[1:-1]), outputs.shape[-1]
     most = min(limit, max(_LEAST_EXAMPLES, _NUMBERS // (len(posteriors) * wide**2)))
     chosen = random_examples(_with_first(first, labelled), max(1, math.ceil(most / positions)), generator)
-    for whole in chosen:
+    for whole in progress(chosen, description=f"tuning: {what} data"):
         batch = _finite(predictor, whole)
         left_out += whole.size - (0 if batch is None else batch.size)
         if batch is None:

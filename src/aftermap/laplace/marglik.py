@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.batches import Batch, Unpack, iterate
-from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
+from aftermap.errors import DataError, NumericalError, StatisticalWarning
 from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.stationarity import Stationarity, check_stationarity, warn_unless_stationary
@@ -348,20 +349,15 @@ def _check(
     patience: int | None,
     data: Iterable[Any],
 ) -> None:
-    counts = {"epochs": epochs, "frequency": frequency, "hyper_steps": hyper_steps}
+    for name, count in {"epochs": epochs, "frequency": frequency, "hyper_steps": hyper_steps}.items():
+        checks.count(name, count)
     if patience is not None:
-        counts["patience"] = patience
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name}={value!r} must be a whole number of at least 1")
-    if isinstance(burn_in, bool) or not isinstance(burn_in, int) or burn_in < 0:
-        raise InputError(f"burn_in={burn_in!r} must be a whole number of at least 0")
+        checks.count("patience", patience)
+    checks.count("burn_in", burn_in, 0)
     positive = {"lr": lr, "prior_precision": prior_precision, "likelihood_power": likelihood_power}
     for name, number in positive.items():
-        if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
-            raise InputError(f"{name}={number!r} must be a positive and finite number")
-    if prior not in PRIORS:
-        raise InputError(f"prior={prior!r} is not known; allowed are {', '.join(map(repr, PRIORS))}")
+        checks.number(name, number, above=0)
+    checks.choice("prior", prior, PRIORS)
     if isinstance(data, Iterator):
         raise DataError(
             f"data is a one-shot {type(data).__name__}, but training goes through it {epochs} times. Pass a DataLoader or a list"
@@ -452,12 +448,12 @@ class _Run:
             # Every temperature gets the same draws, or their noise would decide.
             seed = torch.initial_seed() if generator is None else generator.initial_seed()
             base = laplace.likelihood
-            moved = self.search.improve(
+            tempered = self.search.improve(
                 laplace,
                 lambda t: self._fitted(at_temperature(base, t), options, torch.Generator().manual_seed(seed)),
             )
-            if moved is not laplace:
-                laplace, result = moved, self._tuned(moved, per_layer, noise, steps)
+            if tempered is not laplace:
+                laplace, result = tempered, self._tuned(tempered, per_layer, noise, steps)
         self.base_likelihood, self.noise = laplace.base_likelihood, laplace.hyperparameters.noise
         gamma = sum(laplace.posterior.effective_parameters().values())
         level = float(self.noise) if laplace.has_noise else None

@@ -268,10 +268,10 @@ def load_mixture(
         or config.get("method") != "laplace_mixture"
         or config.get("schema") not in _READABLE
     ):
-        found = {k: config.get(k) for k in ("method", "schema")} if isinstance(config, dict) else {}
+        described = {k: config.get(k) for k in ("method", "schema")} if isinstance(config, dict) else {}
         raise DataError(
-            f"{folder} does not hold a saved mixture: {file.name} says method {str(found.get('method'))[:40]!r} and schema "
-            f"{str(found.get('schema'))[:40]!r}; read are 'laplace_mixture' and {', '.join(map(str, _READABLE))}"
+            f"{folder} does not hold a saved mixture: {file.name} says method {str(described.get('method'))[:40]!r} and schema "
+            f"{str(described.get('schema'))[:40]!r}; read are 'laplace_mixture' and {', '.join(map(str, _READABLE))}"
         )
     config = _RECORD.read(config if config["schema"] == 1 else unsealed(config, file), f"{file}:")
     names, weights, evidences = config["components"], config["weights"], config["log_evidences"]

@@ -28,7 +28,6 @@ from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.likelihoods.base import aligned
 from aftermap.models import call_model, check_device
 from aftermap.params import named_parameters, select
-from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior
 from aftermap.posteriors.base import Hyperparameters
 from aftermap.predictive import PosteriorPredictor, latent_gaussians
 from aftermap.predictive.linearised import output_gradients
@@ -169,21 +168,21 @@ def draw_examples(batches: Iterable[Batch], limit: int, seed: int, most: int | N
     """
     most = limit if most is None else most
     generator = torch.Generator().manual_seed(seed)
-    kept: list[tuple[Tensor, Batch]] = []
-    seen = held = 0
+    sample: list[tuple[Tensor, Batch]] = []
+    seen = size = 0
     for batch in batches:
         if batch.targets is None:
             raise DataError("a batch has no targets; a regression is tuned on data with targets")
         there = torch.arange(batch.size) if batch.weight is None else (batch.weight > 0).nonzero()[:, 0].cpu()
         marks = torch.rand(len(there), generator=generator, dtype=torch.float64)
         if len(there):
-            kept.append((marks, batch.take(there) if len(there) < batch.size else batch))
-        seen, held = seen + len(there), held + len(there)
-        if held > 2 * most:
-            kept, held = _smallest(kept, most), most
+            sample.append((marks, batch.take(there) if len(there) < batch.size else batch))
+        seen, size = seen + len(there), size + len(there)
+        if size > 2 * most:
+            sample, size = _smallest(sample, most), most
     if seen > most:
-        kept, held = _smallest(kept, min(limit, most)), min(limit, most)
-    return ExampleSample([b for _, b in kept], seen, held)
+        sample, size = _smallest(sample, min(limit, most)), min(limit, most)
+    return ExampleSample([b for _, b in sample], seen, size)
 
 
 def _smallest(kept: Sequence[tuple[Tensor, Batch]], size: int) -> list[tuple[Tensor, Batch]]:
@@ -364,10 +363,10 @@ def _applied(fitted: Fitted, result: RegressionResult) -> Tuned:
     old = fitted.hyperparameters
     prior = Prior.make(result.precision, dict(old.prior.mean), fitted.posterior.layers, fitted.posterior.shapes)
     noise = torch.tensor(result.noise, dtype=torch.float64)
-    found: Hyperparameters = replace(old, prior=prior, noise=noise)
+    tuned: Hyperparameters = replace(old, prior=prior, noise=noise)
     if result.narrowing != 1.0:
-        found = found.narrowed(result.narrowing)
-    return Tuned(found.applied_to(fitted.posterior, fitted.factors.curvature), found, result, result.narrowing)
+        tuned = tuned.narrowed(result.narrowing)
+    return Tuned(tuned.applied_to(fitted.posterior, fitted.factors.curvature), tuned, result, result.narrowing)
 
 
 def _is_the_model(tuned: Tuned, fitted: Fitted, names: Sequence[str]) -> bool:
@@ -375,9 +374,7 @@ def _is_the_model(tuned: Tuned, fitted: Fitted, names: Sequence[str]) -> bool:
     posterior = tuned.posterior
     if set(posterior.names) != set(names) or fitted.factors.curvature != "exact":
         return False
-    if isinstance(posterior, MatrixFreePosterior):
-        return True
-    return isinstance(posterior, GaussianPosterior) and [b.source.kind for b in posterior.blocks] == ["full"]
+    return posterior.has_every_term and fitted.factors.structure != "hessian"
 
 
 def _leverage(

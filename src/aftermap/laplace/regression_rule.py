@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from aftermap.errors import DataError, NumericalError
+from aftermap.laplace.golden import golden_section
 from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.linalg import psd_eigh
 
@@ -107,11 +108,11 @@ class RegressionResult:
 
     def sentence(self) -> str:
         """What was done, in plain English."""
-        found = (
+        origin = (
             f"Noise {self.noise:.3g} and prior precision {self.precision:.3g} come from leave-one-out residuals and the evidence of "
             f"{self.n_data:,} training examples, which determine about {self.gamma:.0f} numbers"
         )
-        parts = [found]
+        parts = [origin]
         if self.n_labels:
             parts.append(
                 f"{self.n_labels:,} validation examples multiplied the predictive variance by {self.factor:.3g} and left "
@@ -339,25 +340,8 @@ def leave_one_out_ratio(model: LinearModel) -> float:
     logs = [math.log(g * unit) for g in _GRID]
     values = [criterion(x) for x in logs]
     best = values.index(min(values))
-    return math.exp(_golden(criterion, logs[max(0, best - 1)], logs[min(best + 1, len(logs) - 1)], logs[best]))
-
-
-def _golden(function: Callable[[float], float], low: float, high: float, best: float) -> float:
-    """The least of a function between two points by golden sections, or ``best`` where nothing there is lower."""
-    shrink = (math.sqrt(5) - 1) / 2
-    left, right = high - shrink * (high - low), low + shrink * (high - low)
-    at_left, at_right = function(left), function(right)
-    for _ in range(12):
-        if at_left <= at_right:
-            high, right, at_right = right, left, at_left
-            left = high - shrink * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + shrink * (high - low)
-            at_right = function(right)
-    found = left if at_left <= at_right else right
-    return found if function(found) <= function(best) else best
+    inside = golden_section(criterion, logs[max(0, best - 1)], logs[min(best + 1, len(logs) - 1)], 12)
+    return math.exp(inside if criterion(inside) <= values[best] else logs[best])
 
 
 def learning_slope(model: LinearModel, ratio: float) -> float:
@@ -466,10 +450,10 @@ def fit_scale(residuals: Tensor, leverage: Tensor, noise: float, weights: Tensor
     examples = float(weights.sum().square() / weights.square().sum())
     believed = noise**2 * (1 + leverage)
     squares = (examples * residuals.square() + _PSEUDO * believed) / (examples + _PSEUDO)
-    found = []
+    candidates = []
     for width in _WIDTHS:
         base = noise**2 * (1 + width * leverage)
         factor = float((share * squares / base).sum())
-        found.append((0.5 * math.log(factor) + 0.5 * float((share * base.log()).sum()), factor, width))
-    best = min(nll for nll, _, _ in found)
-    return next((factor, width) for nll, factor, width in found if nll <= best + _BUDGET)
+        candidates.append((0.5 * math.log(factor) + 0.5 * float((share * base.log()).sum()), factor, width))
+    best = min(nll for nll, _, _ in candidates)
+    return next((factor, width) for nll, factor, width in candidates if nll <= best + _BUDGET)

@@ -1,4 +1,4 @@
-"""A posterior checks itself on held-out data: is the Bayesian predictive as good as the network that it came from?
+"""A posterior checks itself on held-out data, where it must not be worse than the network that it came from.
 
 A badly scaled prior makes a predictive that is uncertain about everything. On held-out labels that shows in the likelihood and in the
 accuracy, by more than chance. Training data cannot tell: a network that knows them by heart is always better there, so they are judged
@@ -10,14 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from aftermap.batches import Batch
 from aftermap.errors import DataError
-from aftermap.predictive import PosteriorPredictor, Prediction
+from aftermap.predictive import PosteriorPredictor, Prediction, TrainedPosterior
+from aftermap.progress import progress
+
+if TYPE_CHECKING:
+    from aftermap.laplace.laplace import Laplace
 
 __all__ = ["SelfCheck", "check_predictive"]
 
@@ -25,6 +29,7 @@ __all__ = ["SelfCheck", "check_predictive"]
 _ACCURACY_DROP = 0.02
 _NLL_RISE = {"classification": 0.05, "binary": 0.05}
 _OTHER_NLL_RISE = 0.2  # of regressions and counts
+_FEW = 20  # labelled data, below which nobody can tell chance from knowledge
 _NOTHING = 1e-3  # a change of probabilities, or of a standard deviation relative to the noise, that nobody notices
 
 
@@ -35,16 +40,17 @@ class SelfCheck:
     Attributes:
         n_data: How many examples were used.
         map_nll: The network's mean negative log predictive probability.
-        bayes_nll: The same of the Bayesian predictive.
+        bayes_nll: The Bayesian predictive's mean negative log predictive probability.
         map_accuracy: The network's accuracy; None where there are no classes.
-        bayes_accuracy: The same of the Bayesian predictive.
+        bayes_accuracy: The Bayesian predictive's accuracy; None where there are no classes.
         map_confidence: The network's mean probability of the predicted class; None where there are no classes.
-        bayes_confidence: The same of the Bayesian predictive.
+        bayes_confidence: The Bayesian predictive's mean probability of its predicted class; None where there are no classes.
         collapsed: Whether the predictive is worse than the network itself, by more than chance and by more than matters.
         message: The comparison in one sentence.
-        difference: ``bayes_nll`` less ``map_nll``.
+        difference: The rise of the negative log-likelihood, ``bayes_nll`` less ``map_nll``.
         standard_error: The standard error of the difference, example by example.
         adds_nothing: Whether the predictive is the network's own: the posterior has next to no variance on these data.
+        at_chance: Whether the network itself knows no more than how frequent each class is, or what the targets are on average.
     """
 
     n_data: int
@@ -59,15 +65,21 @@ class SelfCheck:
     difference: float = 0.0
     standard_error: float = 0.0
     adds_nothing: bool = False
+    at_chance: bool = False
 
     @property
     def passed(self) -> bool:
-        """Whether the predictive has not collapsed."""
-        return not self.collapsed
+        """Whether the predictive has not collapsed, and the network knows something."""
+        return not self.collapsed and not self.at_chance
+
+    @property
+    def state(self) -> str:
+        """The judgement in a word or two: "passed", "FAILED", or "passed, but it adds nothing"."""
+        return "FAILED" if not self.passed else "passed, but it adds nothing" if self.adds_nothing else "passed"
 
 
 def check_predictive(
-    laplace: Any,
+    laplace: Laplace | TrainedPosterior | PosteriorPredictor,
     batches: Iterable[Batch],
     *,
     limit: int = 1000,
@@ -85,12 +97,12 @@ def check_predictive(
         link: How the linearised predictive turns the Gaussian over logits into probabilities.
         samples: The number of draws that the predictive averages over.
     """
-    predictor = laplace if isinstance(laplace, PosteriorPredictor) else laplace.predictor
+    predictor = laplace.predictor
     plain: list[Prediction] = []
     bayes: list[Prediction] = []
     targets: list[Tensor] = []
     count = 0
-    for batch in batches:
+    for batch in progress(batches, description="check"):
         if count >= limit:
             break
         plain.append(predictor.map_prediction(batch.inputs))
@@ -121,11 +133,15 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck
         accuracy = [*right]
         collapsed |= right[1] < right[0] - _ACCURACY_DROP and _significant(*hits)
         message = f"accuracy {right[0]:.3f} -> {right[1]:.3f}, {message}, mean confidence {confidence[0]:.3f} -> {confidence[1]:.3f}"
-        if _at_chance(hits[0], plain, targets):
-            message += "; the network itself is no better than always answering the most frequent class"
+    at_chance = _at_chance(plain, targets, min(map_nll, bayes_nll))
+    if at_chance:
+        answer = "the most frequent class" if plain.kind in _NLL_RISE else "the mean of the targets"
+        message += (
+            f"; the network itself is no better than always answering {answer}: are its weights the trained ones?"
+        )
     nothing = _adds_nothing(plain, bayes)
     if nothing:
-        message += "; the posterior adds nothing to the network's own answers"
+        message += "; the posterior adds nothing to the network's own answers: another structure or more layers may"
     return SelfCheck(
         n_data=len(plain),
         map_nll=map_nll,
@@ -139,6 +155,7 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck
         difference=bayes_nll - map_nll,
         standard_error=error,
         adds_nothing=nothing,
+        at_chance=at_chance,
     )
 
 
@@ -149,11 +166,31 @@ def _labels_of_an_example(prediction: Prediction, targets: Tensor) -> float:
     return max(1.0, float(((targets >= 0) & (targets < prediction.mean.shape[-1])).sum()) / len(targets))
 
 
-def _at_chance(hits: Tensor, prediction: Prediction, targets: Tensor) -> bool:
-    """Whether a network is right no more often than the most frequent class of these labels is."""
-    labels = targets[(targets >= 0) & (targets < max(2, prediction.mean.shape[-1]))]
-    most = float(torch.unique(labels, return_counts=True)[1].max()) / len(labels) if len(labels) else 1.0
-    return len(hits) > 1 and float(hits.double().mean()) <= most
+def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
+    """Whether a network knows no more than the frequencies of these labels, or the mean of these targets.
+
+    Both must hold of classes: it is right no more often than the most frequent class, and its likelihood (with a temperature, if one
+    was found) is not above that of the frequencies. Where one class is rare, the first alone says little.
+    """
+    if prediction.kind == "regression":
+        y = targets.reshape(prediction.mean.shape).double()
+        spread = (y - y.mean(0)).square().sum()
+        return len(y) >= _FEW and bool((y - prediction.mean.double()).square().sum() >= spread)
+    if prediction.kind not in _NLL_RISE or len(targets) < _FEW:
+        return False
+    hits = _hits(prediction, targets)
+    if prediction.kind == "binary":
+        ones = targets.reshape(prediction.mean.shape).double().reshape(-1, prediction.mean.shape[-1]).mean(0)
+        shares, most = torch.stack([ones, 1 - ones]), torch.maximum(ones, 1 - ones)
+        right, entropy = (
+            float(most.mean()),
+            float(torch.special.entr(shares).sum()) * len(hits) / len(targets) / len(ones),
+        )
+    else:
+        labels = targets[(targets >= 0) & (targets < prediction.mean.shape[-1])]
+        shares = torch.unique(labels, return_counts=True)[1].double() / max(1, len(labels))
+        right, entropy = float(shares.max()), float(torch.special.entr(shares).sum()) * len(labels) / len(targets)
+    return float(hits.double().mean()) <= right and nll >= entropy
 
 
 def _adds_nothing(plain: Prediction, bayes: Prediction) -> bool:

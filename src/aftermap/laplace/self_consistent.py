@@ -71,6 +71,11 @@ class CavityCheck:
     passed: bool
     message: str
 
+    @property
+    def state(self) -> str:
+        """The judgement in a word: "passed" or "FAILED"."""
+        return "passed" if self.passed else "FAILED"
+
 
 @dataclass(frozen=True)
 class SelfConsistentResult:
@@ -191,8 +196,8 @@ class Cavities:
         root = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)  # Λ̄^½
         shares, directions = torch.linalg.eigh(root.mT @ cov @ root)
         left = (1 - shares.clamp(0.0, _CLIPPED)).reciprocal()
-        moved = cov @ root @ directions
-        cavity = cov + (moved * left.unsqueeze(-2)) @ moved.mT
+        covariance_root = cov @ root @ directions
+        cavity = cov + (covariance_root * left.unsqueeze(-2)) @ covariance_root.mT
         away = (cavity @ gradient.unsqueeze(-1)).squeeze(-1)
         return Cavities(mean + away, cavity, shares.amax(-1) > _CLIPPED, gaussians.targets, gaussians.weight)
 

@@ -24,7 +24,7 @@ from aftermap.laplace.fitted import Fitted
 from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, check_device, evaluating, functional_outputs, prepare_forward_mode
 from aftermap.params import Params, flatten, unflatten
-from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors import CurvaturePosterior, GaussianPosterior
 from aftermap.posteriors.base import with_noise
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def check_stationarity(
                     slope[name] += part.to(torch.float64)
     pull = _prior_gradient(posterior, posterior.mean)
     gradient = {n: slope[n] + pull[n] for n in slope}
-    moved = posterior.covariance_mv(gradient)
-    gain = 0.5 * sum(float((gradient[n] * moved[n]).sum()) for n in gradient)
+    newton_step = posterior.covariance_mv(gradient)
+    gain = 0.5 * sum(float((gradient[n] * newton_step[n]).sum()) for n in gradient)
     norm, data_norm, prior_norm = (float(flatten(v).norm()) for v in (gradient, slope, pull))
     allowed = limit if limit is not None else max(_GAIN, _GAIN_PER_DATUM * laplace.n_data)
     return Stationarity(norm, norm / max(data_norm + prior_norm, 1e-300), gain, allowed)
@@ -159,7 +159,7 @@ def _loss(likelihood: Likelihood, outputs: Tensor, batch: Batch) -> Tensor:
     return values.sum()
 
 
-def _prior_gradient(posterior: GaussianPosterior, at: Params) -> Params:
+def _prior_gradient(posterior: CurvaturePosterior, at: Params) -> Params:
     """Returns the gradient P₀(θ − μ₀) of the prior's energy."""
     prior = posterior.prior
     return {
@@ -258,10 +258,10 @@ def _find_mode(laplace: Laplace, batches: list[Batch], iterations: int) -> tuple
         value, slope = 0.0, torch.zeros_like(flat)
         for batch in batches:
             params = {n: v.clone().requires_grad_() for n, v in start.items()}
-            moved = _offsets(model, start, direction, batch)
+            offset = _offsets(model, start, direction, batch)
             with torch.enable_grad():
                 f = functional_outputs(model, params, batch.inputs)
-                shifted = (f.detach() + moved).requires_grad_()
+                shifted = (f.detach() + offset).requires_grad_()
                 loss = weight * _loss(likelihood, shifted, batch)
                 (pull,) = torch.autograd.grad(loss, shifted)
                 parts = torch.autograd.grad(f, list(params.values()), pull, allow_unused=True, materialize_grads=True)
@@ -359,10 +359,10 @@ def _minimise(
             length /= 2
         else:
             break
-        moved, change = length * step, new_slope - slope
-        if float(moved @ change) > 0:
-            pairs = [*pairs, (moved, change)][-10:]
-        at, value, slope = at + moved, new_value, new_slope
+        displacement, change = length * step, new_slope - slope
+        if float(displacement @ change) > 0:
+            pairs = [*pairs, (displacement, change)][-10:]
+        at, value, slope = at + displacement, new_value, new_slope
     return at, first - value, converged
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.structures.full import MAX_FULL
 from aftermap.curvature.structures.subnetwork import SubnetworkBlock
 from aftermap.curvature.structures.subnetwork import fit_subnetwork as fit_entries
-from aftermap.errors import InputError
+from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params, Selection, named_parameters, select
 from aftermap.posteriors import GaussianPosterior
@@ -56,8 +57,7 @@ class Subnetwork:
             raise InputError(
                 f"a subnetwork needs a whole number of weights from 1 to {MAX_FULL:,}, got size={self.size!r}"
             )
-        if self.score not in SCORES:
-            raise InputError(f"score={self.score!r} is not known; allowed are {', '.join(map(repr, SCORES))}")
+        checks.choice("score", self.score, SCORES)
 
 
 def is_subnetwork(factors: Factors) -> bool:
@@ -118,19 +118,31 @@ def chosen_entries(
 
 
 def fit_subnetwork(
-    subnetwork: Any,
+    subnetwork: Subnetwork | Selection,
     previous: Factors | None,
     model: nn.Module,
     data: Iterable[Any],
     likelihood: Likelihood,
     prior: PriorSpec,
     scale: Tensor,
+    *,
+    checkpoint: Any = None,
+    every: int = 100,
     **options: Any,
 ) -> Factors:
-    """Chooses the weights, or keeps those of an earlier fit, and sums their curvature."""
+    """Chooses the weights, or keeps those of an earlier fit, and sums their curvature; there is no checkpoint of it.
+
+    Raises:
+        UnsupportedError: A checkpoint was asked for.
+    """
+    if checkpoint is not None:
+        raise UnsupportedError(
+            "checkpoint= keeps the sums of whole layers, not those of a Subnetwork: fit without checkpoint="
+        )
     if previous is not None and isinstance(previous.blocks[0], SubnetworkBlock):
         entries: Mapping[str, Tensor] = previous.blocks[0].entries
     else:
+        assert isinstance(subnetwork, Subnetwork)
         entries = chosen_entries(subnetwork, model, data, likelihood, prior, scale, **options)
     return fit_entries(model, data, likelihood, entries, **options)
 

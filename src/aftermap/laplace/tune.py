@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
+from aftermap import checks
 from aftermap.batches import Batch, iterate, tensors_of
 from aftermap.curvature import Factors
-from aftermap.curvature.structures.low_rank import LowRankBlock
 from aftermap.distributed import fail_together, rank, world_size
 from aftermap.errors import InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.dimension import match_dimension
@@ -35,7 +35,7 @@ from aftermap.laplace.self_consistent import (
 from aftermap.laplace.validation import RATIOS, ValidationResult, search_family
 from aftermap.likelihoods import Likelihood, temperature_of
 from aftermap.models import check_device
-from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors import GaussianPosterior, Posterior
 from aftermap.posteriors.base import has_noise, with_noise
 from aftermap.predictive import PosteriorPredictor
 from aftermap.prior import Prior
@@ -93,9 +93,7 @@ def choose_method(
             return "self_consistent"
         return "leave_one_out" if regression else "evidence"
     method = "evidence" if method == "mackay" else method
-    if method not in METHODS:
-        listed = ", ".join(map(repr, METHODS[:-1]))
-        raise InputError(f"method={method!r} is not known; allowed are {listed} and {METHODS[-1]!r}")
+    checks.choice("method", method, METHODS)
     if method in ("validation", "grid") and val_loader is None:
         raise InputError(f"method={method!r} needs validation data: tune(val_loader, method={method!r})")
     if method == "leave_one_out" and not (has_noise(likelihood) and noise):
@@ -222,6 +220,17 @@ def _warn_of_evidence(result: EvidenceResult, factors: Factors) -> None:
     warn_caller(f"maximising the evidence {problem}", StatisticalWarning)
 
 
+def _training_data(fitted: Fitted, data: Iterable[Any] | None, method: str) -> Iterable[Any]:
+    """The data that were handed over, or those of the fit."""
+    data = fitted.data if data is None else data
+    if data is None:
+        raise InputError(
+            f"method={method!r} passes over the training data again, and they are not at hand (a loaded posterior, or a fit on a "
+            f"generator): tune(train_loader, method={method!r})"
+        )
+    return data
+
+
 def tune_by_dimension(
     fitted: Fitted,
     tuned: Tuned,
@@ -243,12 +252,7 @@ def tune_by_dimension(
     Warns:
         StatisticalWarning: The matched predictive is much less sure of the training data than the network.
     """
-    data = fitted.data if data is None else data
-    if data is None:
-        raise InputError(
-            "method='dimension' passes over the training data again, and they are not at hand (a loaded posterior, or a fit on a "
-            "generator): tune(train_loader, method='dimension')"
-        )
+    data = _training_data(fitted, data, "dimension")
     model = predictor.model
     device, dtype = check_device(model)
     result = match_dimension(
@@ -326,7 +330,7 @@ def tune_by_validation(
     result = search_family(gaussians, likelihood, link=link)
     _warn_of_labels(result)
     prior = Prior.make(result.precision, dict(posterior.prior.mean), posterior.layers, posterior.shapes)
-    found = replace(
+    tuned = replace(
         hyperparameters,
         prior=prior,
         data_scale=result.data_scale,
@@ -334,10 +338,10 @@ def tune_by_validation(
     )
     # The evidence is that of the data as they are.
     narrowing = result.data_scale / fitted.without_narrowing().hyperparameters.data_scale
-    return Tuned(found.applied_to(posterior, fitted.factors.curvature), found, result, narrowing)
+    return Tuned(tuned.applied_to(posterior, fitted.factors.curvature), tuned, result, narrowing)
 
 
-def _in_blocks(posterior: Any) -> GaussianPosterior:
+def _in_blocks(posterior: Posterior) -> GaussianPosterior:
     if not isinstance(posterior, GaussianPosterior):
         raise InputError(
             f"tuning on validation data compares priors, which needs a Gaussian posterior in blocks, got a {type(posterior).__name__}"
@@ -377,11 +381,11 @@ def _warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
         seen += batch.size
         if seen >= _LOOKED_AT:
             break
-    found = sum(key in among for key in wanted)
+    shared = sum(key in among for key in wanted)
     expected = min(1.0, seen / max(fitted.factors.n_data, 1.0)) * len(wanted)
-    if found >= 3 and found > 0.5 * expected:
+    if shared >= 3 and shared > 0.5 * expected:
         warn_caller(
-            f"{found} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
+            f"{shared} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
             "What they say of the predictive is too good, and the posterior will be too sure. Hold out data that the network has not seen",
             StatisticalWarning,
         )
@@ -421,19 +425,14 @@ def tune_self_consistently(
     Warns:
         StatisticalWarning: The predictive is worse than the network at training data that were taken out of the posterior.
     """
-    data = fitted.data if data is None else data
-    if data is None:
-        raise InputError(
-            "method='self_consistent' passes over the training data again, and they are not at hand (a loaded posterior, or a fit on a "
-            "generator): tune(train_loader, method='self_consistent')"
-        )
+    data = _training_data(fitted, data, "self_consistent")
     model = predictor.model
     device, dtype = check_device(model)
     tuned = tune_by_evidence(fitted, likelihood, per_layer=per_layer, by_gradients=by_gradients, warn=False)
     assert isinstance(tuned.result, EvidenceResult)
     hyperparameters, posterior = tuned.hyperparameters, tuned.posterior
     matched = None
-    if not _has_every_term(posterior):
+    if not posterior.has_every_term:
         matched = match_dimension(
             model,
             iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
@@ -478,12 +477,6 @@ def tune_self_consistently(
     )
     applied = hyperparameters.applied_to(posterior, fitted.factors.curvature)
     return Tuned(applied, hyperparameters, result, narrowing=dimension * curvature)
-
-
-def _has_every_term(posterior: GaussianPosterior) -> bool:
-    """Whether the posterior is that of the whole matrix: all terms between layers, and no direction left to the prior."""
-    sources = [block.source for block in posterior.blocks]
-    return len(sources) == 1 and sources[0].joins_layers and not isinstance(sources[0], LowRankBlock)
 
 
 def _warn_of_cavities(message: str) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aftermap.laplace.golden import golden_section
 from aftermap.laplace.latents import OutputGaussians
 from aftermap.likelihoods import Bernoulli, Categorical, Likelihood
 from aftermap.predictive.links import Latent, check_link, draw, gaussian_prediction
@@ -177,19 +178,7 @@ def _best_temperature(logits: _Logits, smoothed: Tensor) -> float:
     low, high = math.log(0.05), math.log(50.0)
     if abs(loss(low) - loss(high)) < 1e-12 and abs(loss(0.0) - loss(high)) < 1e-12:
         return 1.0
-    golden = (math.sqrt(5) - 1) / 2
-    a, b = high - golden * (high - low), low + golden * (high - low)
-    at_a, at_b = loss(a), loss(b)
-    while high - low > 1e-4:
-        if at_a <= at_b:
-            high, b, at_b = b, a, at_a
-            a = high - golden * (high - low)
-            at_a = loss(a)
-        else:
-            low, a, at_a = a, b, at_b
-            b = low + golden * (high - low)
-            at_b = loss(b)
-    return math.exp((low + high) / 2)
+    return math.exp(golden_section(loss, low, high, 24))
 
 
 def search_family(

@@ -14,7 +14,7 @@ Your own is a subclass of Likelihood.
 from aftermap.likelihoods.base import Likelihood
 from aftermap.likelihoods.discrete import Bernoulli, Categorical, Poisson, at_temperature, temperature_of
 from aftermap.likelihoods.gaussian import Gaussian, HeteroscedasticGaussian
-from aftermap.likelihoods.registry import likelihood_from_config, parse_likelihood
+from aftermap.likelihoods.registry import infer_task, likelihood_from_config, parse_likelihood
 
 __all__ = [
     "Bernoulli",
@@ -24,6 +24,7 @@ __all__ = [
     "Likelihood",
     "Poisson",
     "at_temperature",
+    "infer_task",
     "likelihood_from_config",
     "parse_likelihood",
     "temperature_of",

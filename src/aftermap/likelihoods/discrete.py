@@ -104,8 +104,8 @@ class Categorical(Likelihood):
     def config(self) -> dict[str, Any]:
         """Returns name, weight (a list or None), ignore_index, and the temperature unless it is 1."""
         weight = self.weight.tolist() if isinstance(self.weight, Tensor) else None
-        found = {"name": "categorical", "weight": weight, "ignore_index": self.ignore_index}
-        return found if self.temperature == 1 else {**found, "temperature": self.temperature}
+        config = {"name": "categorical", "weight": weight, "ignore_index": self.ignore_index}
+        return config if self.temperature == 1 else {**config, "temperature": self.temperature}
 
     def _check_shapes(self, outputs: Tensor, targets: Tensor | None) -> None:
         n_classes = outputs.shape[-1]
@@ -146,6 +146,11 @@ class Categorical(Likelihood):
             return
         bad = ((targets < 0) | (targets >= n_classes)) & (targets != self.ignore_index)
         allowed = f"in 0 ... {n_classes - 1}, or ignore_index = {self.ignore_index}"
+        known = targets[targets != self.ignore_index]
+        if bool(bad.any()) and int(known.min()) >= 1 and int(known.max()) == n_classes:
+            allowed += "; labels that count from 1 are given as targets - 1"
+        elif bool((known[known < 0] == -1).any()):
+            allowed += "; for examples without a label use Categorical(ignore_index=-1), or leave them out"
         check_values(targets, bad, "targets", allowed, "Categorical")
 
     def _labels(self, outputs: Tensor, targets: Tensor) -> Tensor:

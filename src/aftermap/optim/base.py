@@ -29,10 +29,11 @@ from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.base import Block, Factors, Treatment
 from aftermap.curvature.structures.diagonal import DiagonalBlock, ggn_diagonal_of_closure
 from aftermap.distributed import broadcast_, is_distributed, make_mesh, unsynchronised, unwrapped
-from aftermap.errors import InputError, NotFittedError, NumericalWarning, StatisticalWarning
+from aftermap.errors import AftermapError, InputError, NotFittedError, NumericalWarning, StatisticalWarning
 from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.models import check_not_sharded
 from aftermap.optim.noise import NoiseSource, draw_seed, mix
-from aftermap.optim.options import check_group, parameter_groups, parse_schedule, read_options
+from aftermap.optim.options import check_group, parameter_groups, parse_schedule, read_options, without_decay
 from aftermap.optim.statistics import (
     StepStatistics,
     add_micro_batch,
@@ -110,14 +111,15 @@ class VariationalOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: Group) -> None:
         """Adds a group; its options are checked, and its parameters must belong to the model."""
-        super().add_param_group(param_group)
+        super().add_param_group(without_decay(param_group, self.settings))
         group = self.param_groups[-1]
         try:
             check_group(group)
+            check_not_sharded(group["params"])
             unknown = [tuple(p.shape) for p in group["params"] if self.model is not None and id(p) not in self._names]
             if unknown:
                 raise InputError(f"a parameter of shape {unknown[0]} does not belong to the model that was given")
-        except InputError:
+        except AftermapError:
             self.param_groups.pop()
             raise
         start = len(self._names)

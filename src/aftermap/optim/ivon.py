@@ -11,7 +11,7 @@ c = τδ/N with the prior precision δ, μ₀ prior mean, γ damping, α learnin
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
@@ -84,12 +84,13 @@ class IVON(VariationalOptimizer):
     Args:
         model: The network, or an iterable of parameters or of groups (then every closure counts as one example).
         lr: α, the learning rate, in the units of a Newton step: 0.1 is usual.
-        n_data: N, the number of training data.
+        n_data: N, the number of training data, or the data set itself.
         params: Groups of parameters, only with a model; None means everything that requires a gradient.
         mc_samples: K, the number of draws in a step.
         momentum: β₁, the share of the old momentum.
         new_curvature_weight: β₂, the weight of the *new* curvature.
         prior_precision: δ, the precision of the prior; a weight decay of λ on a mean loss is δ = λN.
+        weight_decay: λ, the weight decay on the mean loss, another way to say prior_precision = λN (ρN with augmentation).
         prior_mean: μ₀, the mean of the prior.
         damping: γ, which is added to h + c.
         temperature: τ, a number or a `Schedule`.
@@ -117,12 +118,13 @@ class IVON(VariationalOptimizer):
         model: nn.Module | Iterable[Any],
         lr: float = 0.1,
         *,
-        n_data: float | None = None,
+        n_data: float | Sized | None = None,
         params: Iterable[Any] | None = None,
         mc_samples: int = 1,
         momentum: float = 0.9,
         new_curvature_weight: float = 1e-5,
         prior_precision: float = 1.0,
+        weight_decay: float | None = None,
         prior_mean: float = 0.0,
         damping: float = 0.0,
         temperature: float | Schedule = 1.0,

@@ -11,7 +11,7 @@ first argument in place.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -327,13 +327,14 @@ class KFAC(KronOptimizer):
     Args:
         model: The network; a DistributedDataParallel wrapper is seen through.
         lr: α, the learning rate.
-        n_data: N, the number of training data.
+        n_data: N, the number of training data, or the data set itself.
         params: Groups of parameters; None means everything that requires a gradient. The parameters of one layer belong in
             one group.
         momentum: β₁, the share of the old momentum.
         momentum_form: "heavy_ball" or "normalised", as in `VOGN`.
         new_curvature_weight: β₂, the weight of the *new* factors.
         prior_precision: δ, the precision of the prior.
+        weight_decay: λ, the weight decay on the mean loss, another way to say prior_precision = λN (ρN with augmentation).
         prior_mean: μ₀, the mean of the prior.
         damping: γ, which is added to the curvature.
         damping_form: "exact" (c + γ is added in the eigenbasis, equation 10 of the documentation) or "pi" (it is split between
@@ -358,12 +359,13 @@ class KFAC(KronOptimizer):
         model: nn.Module,
         lr: float = 1e-3,
         *,
-        n_data: float | None = None,
+        n_data: float | Sized | None = None,
         params: Iterable[Any] | None = None,
         momentum: float = 0.9,
         momentum_form: str = "heavy_ball",
         new_curvature_weight: float = 0.05,
         prior_precision: float = 1.0,
+        weight_decay: float | None = None,
         prior_mean: float = 0.0,
         damping: float = 1e-2,
         damping_form: str = "exact",
@@ -388,7 +390,7 @@ class NoisyKFAC(KronOptimizer):
     Args:
         model: The network; a DistributedDataParallel wrapper is seen through.
         lr: α, the learning rate.
-        n_data: N, the number of training data.
+        n_data: N, the number of training data, or the data set itself.
         params: Groups of parameters; None means everything that requires a gradient. The parameters of one layer belong in
             one group.
         mc_samples: K, the number of draws in a step. The first step is free of noise.
@@ -396,6 +398,7 @@ class NoisyKFAC(KronOptimizer):
         momentum_form: "heavy_ball" or "normalised", as in `VOGN`.
         new_curvature_weight: β₂, the weight of the *new* factors.
         prior_precision: δ, the precision of the prior.
+        weight_decay: λ, the weight decay on the mean loss, another way to say prior_precision = λN (ρN with augmentation).
         prior_mean: μ₀, the mean of the prior.
         damping: γ, which is added to the curvature.
         damping_form: "exact" (c + γ is added in the eigenbasis, equation 10 of the documentation) or "pi" (it is split between
@@ -426,13 +429,14 @@ class NoisyKFAC(KronOptimizer):
         model: nn.Module,
         lr: float = 1e-3,
         *,
-        n_data: float | None = None,
+        n_data: float | Sized | None = None,
         params: Iterable[Any] | None = None,
         mc_samples: int = 1,
         momentum: float = 0.9,
         momentum_form: str = "heavy_ball",
         new_curvature_weight: float = 0.05,
         prior_precision: float = 1.0,
+        weight_decay: float | None = None,
         prior_mean: float = 0.0,
         damping: float = 1e-2,
         damping_form: str = "exact",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,8 +27,10 @@ __all__ = [
     "given",
     "parameter_groups",
     "parse_schedule",
+    "precision_of_decay",
     "read_options",
     "warmup",
+    "without_decay",
 ]
 
 
@@ -207,6 +209,9 @@ def _optional(check: Check) -> Check:
 
 
 def _n_data(name: str, value: Any) -> float:
+    value = getattr(value, "dataset", value)  # of a DataLoader, whose own length counts batches
+    if isinstance(value, Sized) and not (isinstance(value, str | bytes | Tensor) and not getattr(value, "ndim", 0)):
+        value = len(value)
     if value is None:
         raise InputError(
             "n_data is missing: the posterior's width depends on the number of training data. Pass n_data=len(train_set)"
@@ -275,6 +280,8 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
     Raises:
         InputError: An option is unknown, a value is not allowed, or two of them do not fit together.
     """
+    options = dict(options)
+    decay = options.pop("weight_decay", None)
     checks.keywords("an optimiser", options, list(OPTIONS))
     defaults: dict[str, Any] = {}
     shared: dict[str, Any] = {}
@@ -285,6 +292,14 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
         else:
             shared[name] = option.check(name, value)
     settings = Settings(**shared)
+    if decay is not None:
+        given_too = options.get("prior_precision", OPTIONS["prior_precision"].default)
+        if given_too != OPTIONS["prior_precision"].default:
+            raise InputError(
+                f"weight_decay={decay!r} and prior_precision={given_too!r} say the same thing: a decay of λ is a prior precision of λN, "
+                f"here {decay * settings.n_effective:g}. Give one of them"
+            )
+        defaults["prior_precision"] = precision_of_decay(decay, settings)
     if settings.curvature == "ggn" and settings.likelihood is None:
         raise InputError(
             "curvature='ggn' needs likelihood=, for example 'classification': the loss alone does not tell it"
@@ -296,6 +311,28 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
     if settings.curvature == "reparametrised" and settings.initial_curvature is None:
         raise InputError("curvature='reparametrised' needs initial_curvature=: its estimate starts from noise")
     return defaults, settings
+
+
+def precision_of_decay(decay: Any, settings: Settings) -> float:
+    """The prior precision δ = λN that pulls as a weight decay of λ does on the mean loss of N data."""
+    advice = "A weight decay of λ on a mean loss is a prior precision of λN"
+    return checks.number("weight_decay", decay, least=0.0, advice=advice) * settings.n_effective
+
+
+def without_decay(group: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """A group of parameters in which a weight decay has become a prior precision.
+
+    Raises:
+        InputError: The group has both.
+    """
+    if "weight_decay" not in group:
+        return group
+    if "prior_precision" in group:
+        raise InputError(
+            "a group of parameters has weight_decay and prior_precision, which say the same thing; give one of them"
+        )
+    others = {name: value for name, value in group.items() if name != "weight_decay"}
+    return {**others, "prior_precision": precision_of_decay(group["weight_decay"], settings)}
 
 
 def check_group(group: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ c = τδ/N with the prior precision δ, μ₀ prior mean, γ damping, α learnin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import Any
 
 import torch
@@ -154,7 +154,7 @@ class VOGN(DiagonalOptimizer):
     Args:
         model: The network; a DistributedDataParallel wrapper is seen through.
         lr: α, the learning rate.
-        n_data: N, the number of training data.
+        n_data: N, the number of training data, or the data set itself.
         params: Groups of parameters; None means everything that requires a gradient. A group may set lr, momentum,
             new_curvature_weight, prior_precision, prior_mean, damping and deterministic.
         mc_samples: K, the number of draws in a step. The first step is free of noise, unless initial_curvature is given.
@@ -163,6 +163,7 @@ class VOGN(DiagonalOptimizer):
             bias by the number of updates).
         new_curvature_weight: β₂, the weight of the *new* curvature.
         prior_precision: δ, the precision of the prior.
+        weight_decay: λ, the weight decay on the mean loss, another way to say prior_precision = λN (ρN with augmentation).
         prior_mean: μ₀, the mean of the prior.
         damping: γ; no weight's noise exceeds √(τ/(Nγ)). Where noise of that size drowns the weights, raise γ together with lr.
         temperature: τ, a number or a `Schedule`; warm up from about 0.1 if training is unstable.
@@ -198,13 +199,14 @@ class VOGN(DiagonalOptimizer):
         model: nn.Module,
         lr: float = 1e-3,
         *,
-        n_data: float | None = None,
+        n_data: float | Sized | None = None,
         params: Iterable[Any] | None = None,
         mc_samples: int = 1,
         momentum: float = 0.9,
         momentum_form: str = "heavy_ball",
         new_curvature_weight: float = 0.05,
         prior_precision: float = 1.0,
+        weight_decay: float | None = None,
         prior_mean: float = 0.0,
         damping: float = 1e-2,
         temperature: float | Schedule = 1.0,
@@ -231,12 +233,13 @@ class OGN(DiagonalOptimizer):
     Args:
         model: The network; a DistributedDataParallel wrapper is seen through.
         lr: α, the learning rate.
-        n_data: N, the number of training data; with prior_precision it sets the weight decay δ/N.
+        n_data: N, the number of training data, or the data set itself; with prior_precision it sets the weight decay δ/N.
         params: Groups of parameters; None means everything that requires a gradient.
         momentum: β₁, the share of the old momentum.
         momentum_form: "heavy_ball" or "normalised", as in `VOGN`.
         new_curvature_weight: β₂, the weight of the *new* curvature.
         prior_precision: δ, the precision of the prior.
+        weight_decay: λ, the weight decay on the mean loss, another way to say prior_precision = λN (ρN with augmentation).
         prior_mean: μ₀, the mean of the prior.
         damping: γ, which is added to the curvature.
         curvature: The estimate ĥ: "squares", "ggn" (which needs likelihood) or "micro_batch".
@@ -258,12 +261,13 @@ class OGN(DiagonalOptimizer):
         model: nn.Module,
         lr: float = 1e-3,
         *,
-        n_data: float | None = None,
+        n_data: float | Sized | None = None,
         params: Iterable[Any] | None = None,
         momentum: float = 0.9,
         momentum_form: str = "heavy_ball",
         new_curvature_weight: float = 0.05,
         prior_precision: float = 1.0,
+        weight_decay: float | None = None,
         prior_mean: float = 0.0,
         damping: float = 1e-2,
         curvature: str = "squares",

@@ -1,7 +1,7 @@
 """Posteriors over parameters: Gaussian with Kronecker, diagonal, full and low-rank blocks, and the full one matrix-free."""
 
 from aftermap.curvature.structures.base import BlockPosterior
-from aftermap.posteriors.base import GaussianPosterior, Posterior
+from aftermap.posteriors.base import CurvaturePosterior, GaussianPosterior, Posterior
 from aftermap.posteriors.dual import DualPosterior, dual_covariance
 from aftermap.posteriors.io import LoadedPosterior, load_posterior, save_posterior
 from aftermap.posteriors.matrix_free import MatrixFreePosterior, MatrixFreeSettings
@@ -10,6 +10,7 @@ from aftermap.prior import Prior, precision_from_weight_decay
 
 __all__ = [
     "BlockPosterior",
+    "CurvaturePosterior",
     "DualPosterior",
     "GaussianPosterior",
     "LoadedPosterior",

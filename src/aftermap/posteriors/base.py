@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from aftermap import checks
 from aftermap.curvature.passes.backward import LayerGradients
-from aftermap.curvature.structures.base import BlockPosterior, Factors, join_flat
+from aftermap.curvature.rules.base import examples_per_chunk
+from aftermap.curvature.structures.base import (
+    BlockPosterior,
+    Factors,
+    covariances_by_example,
+    join_flat,
+    paired_products,
+    split_flat,
+)
 from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
-from aftermap.params import Params
+from aftermap.linalg import symmetrise
+from aftermap.params import Params, by_module
 from aftermap.prior import Prior, PriorSpec
 
 __all__ = [
+    "CurvaturePosterior",
     "GaussianPosterior",
     "Hyperparameters",
     "Posterior",
-    "by_module",
     "check_scale",
     "has_noise",
     "layers_of",
@@ -34,11 +43,19 @@ __all__ = [
     "with_noise",
 ]
 
+_Posterior = TypeVar("_Posterior", bound="CurvaturePosterior")
+
 
 class Posterior(ABC):
-    """A distribution over the selected parameters of a network."""
+    """A distribution over the selected parameters of a network.
+
+    Attributes:
+        mean: The mean of the weights, by name.
+        working_numbers: The number of gradient numbers that `functional_covariance` works on at once.
+    """
 
     mean: Params
+    working_numbers: ClassVar[int] = 1 << 21
 
     @abstractmethod
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
@@ -68,6 +85,43 @@ class Posterior(ABC):
     def to_dense(self) -> Tensor:
         """Returns the precision [P, P] in float64 over `names`, each parameter row-major."""
 
+    def times_covariance(self, rows: Tensor) -> Tensor:
+        """Returns rows [..., P] over `names`, each parameter row-major, times the covariance."""
+        product = self.covariance_mv(split_flat(rows, self.shapes))
+        return join_flat(product, self.names, rows.dim() - 1)
+
+    def functional_covariance(
+        self, gradients: LayerGradients, variants: Sequence[Self] | None = None, *, diagonal: bool = False
+    ) -> list[list[Tensor]]:
+        """Returns J Σ Jᵀ by block, for this posterior or for variants of it (the same curvature under other priors).
+
+        Args:
+            gradients: The gradients of the outputs' unit vectors at every layer.
+            variants: The variants. None means only this posterior.
+            diagonal: Whether to compute only the variances.
+
+        Returns:
+            For each variant one [b, v, v] (or [b, v]) per name of `block_names`; they add up to the predictive covariance.
+        """
+        posteriors = [self] if variants is None else list(variants)
+        stride = examples_per_chunk(gradients.n_vectors * self.n_params, self.working_numbers)
+
+        def rows(by_name: Params) -> Tensor:
+            return join_flat(by_name, self.names, 2).detach()
+
+        return [[c] for c in covariances_by_example(gradients, self.names, stride, rows, posteriors, diagonal)]
+
+    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
+        """Returns J Σ Jᵀ for the gradients of some outputs [v, b, P]: [b, v, v], or the variances [b, v]."""
+        wide = gradients.to(torch.float64)
+        covariance = paired_products(wide, self.times_covariance(wide), diagonal)
+        return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The names of the parts that `functional_covariance` returns, in order."""
+        return ("all",)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the parameters, in order."""
@@ -84,19 +138,64 @@ class Posterior(ABC):
         return sum(v.numel() for v in self.mean.values())
 
 
+class CurvaturePosterior(Posterior):
+    """A posterior N(θ*, (s·H + P₀)⁻¹) made from the curvature H of data; prior and scale can be exchanged without the data.
+
+    Attributes:
+        prior: The prior, with its precisions P₀ and its mean.
+        scale: The factor s of the curvature, 0-d float64.
+        layers: For each layer the names of its parameters: the granularity of a per-layer prior.
+        damping: The way in which the prior is added: exact, factored or pi.
+        is_estimated: Whether log determinants and effective parameters are estimates from random draws.
+    """
+
+    prior: Prior
+    scale: Tensor
+    layers: Mapping[str, Sequence[str]]
+    damping: str = "exact"
+    is_estimated: ClassVar[bool] = False
+
+    @abstractmethod
+    def with_prior(
+        self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None
+    ) -> Self:
+        """Returns the same curvature under another prior or scale, without a pass over the data.
+
+        Args:
+            precision: The precision of the new prior, whose mean stays; see :class:`Prior`.
+            scale: The new factor of the curvature. None keeps the present one.
+            prior: A whole prior, instead of a precision.
+        """
+
+    @property
+    @abstractmethod
+    def has_every_term(self) -> bool:
+        """Whether H is the whole matrix: all terms between layers, and no direction left to the prior."""
+
+    @abstractmethod
+    def log_det_ratio(self) -> Tensor:
+        """Returns log |P| − log |P₀|, twice the information gained from the data, in nats."""
+
+    @abstractmethod
+    def effective_parameters(self) -> dict[str, float]:
+        """Returns γ by layer (MacKay): how many directions of a layer the data determine."""
+
+    def _new_prior_and_scale(
+        self, precision: PriorSpec | None, scale: float | Tensor | None, prior: Prior | None
+    ) -> tuple[Prior, Tensor]:
+        """Returns what `with_prior` was asked for, checked."""
+        if prior is None:
+            prior = self.prior
+            if precision is not None:
+                prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
+        return prior, self.scale if scale is None else check_scale(scale)
+
+
 def layers_of(factors: Factors) -> dict[str, list[str]]:
     """Returns the parameters of each layer: of the blocks, or for one matrix over everything of the modules that own them."""
     if len(factors.blocks) > 1 or not factors.blocks[0].joins_layers:
         return {b.name: list(b.shapes) for b in factors.blocks}
     return by_module(factors.names)
-
-
-def by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the parameters of each module, by the names alone; a parameter of the network itself stands for itself."""
-    modules: dict[str, list[str]] = {}
-    for name in names:
-        modules.setdefault(name.rpartition(".")[0] or name, []).append(name)
-    return modules
 
 
 def check_scale(scale: float | Tensor) -> Tensor:
@@ -108,7 +207,7 @@ def check_scale(scale: float | Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class GaussianPosterior(Posterior):
+class GaussianPosterior(CurvaturePosterior):
     """The posterior N(θ*, (s·H + P₀)⁻¹) with a block-diagonal curvature H.
 
     Attributes:
@@ -149,8 +248,7 @@ class GaussianPosterior(Posterior):
             damping: The way in which the prior is added: "exact", or for Kronecker factors "factored" (Ritter et al.
                 2018, eq. 9) or "pi".
         """
-        if damping not in DAMPINGS:
-            raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
+        checks.choice("damping", damping, DAMPINGS)
         shapes = factors.shapes
         missing = [n for n in shapes if n not in mean]
         if missing:
@@ -190,11 +288,7 @@ class GaussianPosterior(Posterior):
 
         (A full or low-rank block decomposes anew when the *shape* of the prior over its parameters changes.)
         """
-        if prior is None:
-            prior = self.prior
-            if precision is not None:
-                prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
-        factor = self.scale if scale is None else check_scale(scale)
+        prior, factor = self._new_prior_and_scale(precision, scale, prior)
         blocks = tuple(b.with_prior(prior, factor) for b in self.blocks)
         return replace(self, blocks=blocks, prior=prior, scale=factor)
 
@@ -223,15 +317,16 @@ class GaussianPosterior(Posterior):
 
     @property
     def block_names(self) -> tuple[str, ...]:
-        """The parts that `functional_covariance` returns, in order."""
         return tuple(b.source.name for b in self.blocks)
 
+    @property
+    def has_every_term(self) -> bool:
+        return len(self.blocks) == 1 and self.blocks[0].source.is_complete
+
     def log_det_ratio(self) -> Tensor:
-        """Returns log |P| − log |P₀|, twice the information gained from the data, in nats."""
         return torch.stack([b.log_det_ratio().cpu() for b in self.blocks]).sum()
 
     def effective_parameters(self) -> dict[str, float]:
-        """Returns γ by layer (MacKay): how many directions of a layer the data determine."""
         if len(self.layers) == len(self.blocks):
             return {k: float(b.effective_parameters().detach()) for k, b in zip(self.layers, self.blocks, strict=True)}
         variance = self.marginal_variance()
@@ -269,19 +364,14 @@ class GaussianPosterior(Posterior):
         return dense
 
     def functional_covariance(
-        self, gradients: LayerGradients, variants: Sequence[GaussianPosterior] | None = None, *, diagonal: bool = False
+        self, gradients: LayerGradients, variants: Sequence[Self] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
-        """Returns J Σ Jᵀ by block, for this posterior or for variants of it (made by `with_prior`).
-
-        Returns:
-            For each variant one [b, v, v] (or [b, v]) per block; they add up to the predictive covariance, exactly.
-        """
-        variants = [self] if variants is None else list(variants)
+        posteriors = [self] if variants is None else list(variants)
         by_block = [
-            block.functional_covariance(gradients, [v.blocks[i] for v in variants], diagonal)
+            block.functional_covariance(gradients, [p.blocks[i] for p in posteriors], diagonal)
             for i, block in enumerate(self.blocks)
         ]
-        return [[parts[k] for parts in by_block] for k in range(len(variants))]
+        return [[parts[k] for parts in by_block] for k in range(len(posteriors))]
 
 
 @dataclass(frozen=True)
@@ -326,7 +416,7 @@ class Hyperparameters:
         """
         return self.likelihood_weight / self.noise ** noise_exponent(curvature)
 
-    def applied_to(self, posterior: Any, curvature: str) -> Any:
+    def applied_to(self, posterior: _Posterior, curvature: str) -> _Posterior:
         """The posterior with the same curvature under these hyperparameters; no data pass and no decomposition."""
         return posterior.with_prior(prior=self.prior, scale=self.curvature_scale(curvature))
 

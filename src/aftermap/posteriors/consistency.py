@@ -235,8 +235,8 @@ def _check_positive(posterior: GaussianPosterior, where: str) -> None:
         ]
     for path, part in parts:
         for entry in ("precision",) if part is posterior.prior else ("scale", "ratio", "whitener", "prior"):
-            found = getattr(part, entry, None)
-            for name, value in found.items() if isinstance(found, Mapping) else (("", found),):
+            positive = getattr(part, entry, None)
+            for name, value in positive.items() if isinstance(positive, Mapping) else (("", positive),):
                 if isinstance(value, Tensor) and not bool((value > 0).all()):
                     raise _refuse(where, f"{path}.{entry}{'.' if name else ''}{name} must be positive, and is not")
 

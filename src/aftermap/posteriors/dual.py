@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from aftermap import checks
 from aftermap.batches import Unpack, iterate
-from aftermap.curvature.passes.backward import LayerGradients
-from aftermap.curvature.structures.base import covariances_by_example, join_flat, paired_products, split_flat
+from aftermap.curvature.structures.base import join_flat, split_flat
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Likelihood, parse_likelihood
-from aftermap.linalg import safe_cholesky, symmetrise
+from aftermap.linalg import safe_cholesky
 from aftermap.models import autograd_errors_explained, check_device, chosen_parameters, evaluating, functional_outputs
-from aftermap.params import Params
+from aftermap.params import Params, by_module
 from aftermap.posteriors.base import Posterior
 from aftermap.prior import Prior, PriorSpec
 
@@ -182,20 +181,12 @@ class DualPosterior(Posterior):
                     )
                 parts.append(_rows(outputs, list(leaves.values()), roots))
         shapes = {n: tuple(p.shape) for n, p in params.items()}
-        layers: dict[str, list[str]] = {}
-        for name in shapes:
-            layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
-        parsed = Prior.make(prior, prior_mean, layers, shapes)
+        parsed = Prior.make(prior, prior_mean, by_module(shapes), shapes)
         rows = torch.cat(parts)
         white = math.sqrt(scale) * rows / parsed.vector(tuple(shapes), device).detach().sqrt()
         eye = torch.eye(len(rows), dtype=torch.float64, device=device)
         factor = safe_cholesky(eye + white @ white.T, what="the kernel matrix of the data")
         return DualPosterior({n: p.clone() for n, p in params.items()}, rows, parsed, scale, factor)
-
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        """The names of the blocks, of which there is one."""
-        return ("all",)
 
     def _prior(self) -> Tensor:
         return self.prior.vector(self.names, self.rows.device).detach()
@@ -205,9 +196,9 @@ class DualPosterior(Posterior):
 
     def _covariance(self, values: Tensor) -> Tensor:
         prior = self._prior()
-        moved = values / prior
-        inner = torch.cholesky_solve((moved @ self.rows.T).reshape(-1, len(self.rows)).T, self.factor).T
-        return moved - self.scale * inner.reshape(*values.shape[:-1], -1) @ self.rows / prior
+        scaled = values / prior
+        inner = torch.cholesky_solve((scaled @ self.rows.T).reshape(-1, len(self.rows)).T, self.factor).T
+        return scaled - self.scale * inner.reshape(*values.shape[:-1], -1) @ self.rows / prior
 
     def _apply(self, values: Params, product: Any) -> Params:
         name = self.names[0]
@@ -247,24 +238,6 @@ class DualPosterior(Posterior):
 
     def to_dense(self) -> Tensor:
         return (self.scale * self.rows.T @ self.rows + torch.diag(self._prior())).cpu()
-
-    def functional_covariance(
-        self, gradients: LayerGradients, variants: Sequence[DualPosterior] | None = None, *, diagonal: bool = False
-    ) -> list[list[Tensor]]:
-        """Returns J Σ Jᵀ as one part: [b, v, v], or [b, v] (see `GaussianPosterior.functional_covariance`)."""
-
-        def rows(by_name: Params) -> Tensor:
-            return join_flat(by_name, self.names, 2).detach()
-
-        posteriors = [self] if variants is None else list(variants)
-        size = gradients.record.size
-        return [[c] for c in covariances_by_example(gradients, self.names, size, rows, posteriors, diagonal)]
-
-    def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """Returns J Σ Jᵀ for the gradients of some outputs [v, b, P]: [b, v, v], or [b, v]."""
-        left = gradients.to(torch.float64)
-        covariance = paired_products(left, self._covariance(left), diagonal)
-        return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)
 
 
 @autograd_errors_explained()

@@ -245,12 +245,12 @@ class StateReader:
         if hint in _TAGS:
             return self._by_tag(_TAGS[hint], self._tagged(value, _TAGS[hint], path), path)
         if isinstance(hint, type):
-            found = self._object(value, path)
-            if not isinstance(found, hint):
+            decoded = self._object(value, path)
+            if not isinstance(decoded, hint):
                 raise DataError(
-                    f"{self.where}: {path} should be a {hint.__name__}, got a {type(found).__name__}. {ADVICE}"
+                    f"{self.where}: {path} should be a {hint.__name__}, got a {type(decoded).__name__}. {ADVICE}"
                 )
-            return found
+            return decoded
         return self._untyped(value, path)
 
     def _untyped(self, value: Any, path: str) -> Any:
@@ -300,13 +300,13 @@ class StateReader:
         return _DTYPES[name]
 
     def _layout(self, config: Any, path: str) -> Layout:
-        found = _LAYOUT.read(config, f"{self.where}: {path}")
+        record = _LAYOUT.read(config, f"{self.where}: {path}")
         names = ("name", "shape", "view", "order", "start", "stop")
         pieces = [
             [_PIECE[n].read(v, f"{self.where}: {path}.pieces.{i}.{n}") for n, v in zip(names, piece, strict=True)]
-            for i, piece in enumerate(found["pieces"])
+            for i, piece in enumerate(record["pieces"])
         ]
-        layout = Layout.from_config({**found, "pieces": pieces})
+        layout = Layout.from_config({**record, "pieces": pieces})
         end = 0
         for piece in layout.pieces:
             columns, numbers = piece.stop - piece.start, math.prod(piece.shape)

@@ -157,12 +157,12 @@ def depth_of(text: str) -> int:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         names = [n for n, _ in pairs]
         twice = next(n for n in names if names.count(n) > 1)
         raise ValueError(f"the name {twice[:40]!r} stands twice in one object")
-    return found
+    return content
 
 
 def _constant(text: str) -> float:
@@ -293,9 +293,9 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
             raise DataError(f"{foreign} (its header does not fit into it). {ADVICE}")
         content = stream.read(length)
     try:
-        found = parse_json(content.decode("utf-8"), str(file))
+        header = parse_json(content.decode("utf-8"), str(file))
     except (UnicodeDecodeError, DataError) as error:
         raise DataError(f"{foreign} (its header is no JSON). {ADVICE}") from error
-    if isinstance(found, dict):
-        found.pop("__metadata__", None)
-    return _HEADER.read(found, f"{file}: the header"), size - 8 - length
+    if isinstance(header, dict):
+        header.pop("__metadata__", None)
+    return _HEADER.read(header, f"{file}: the header"), size - 8 - length

@@ -422,13 +422,13 @@ def _read_config(place: Path) -> dict[str, Any]:
         )
     if schema >= _FIRST_SEALED:
         config = unsealed(config, file)
-    found = _RECORD.read(config, f"{file}:")
-    wanted = {_POSTERIOR} | ({_REFERENCE} if found["reference"] is not None else set())
-    if set(found["files"]) - {_MODEL} != wanted:
+    record = _RECORD.read(config, f"{file}:")
+    wanted = {_POSTERIOR} | ({_REFERENCE} if record["reference"] is not None else set())
+    if set(record["files"]) - {_MODEL} != wanted:
         raise DataError(
-            f"{file}: files names {', '.join(sorted(found['files'])) or 'nothing'}, but should name {', '.join(sorted(wanted))}. {ADVICE}"
+            f"{file}: files names {', '.join(sorted(record['files'])) or 'nothing'}, but should name {', '.join(sorted(wanted))}. {ADVICE}"
         )
-    return found
+    return record
 
 
 def _check_shapes(config: Mapping[str, Any], where: str) -> None:

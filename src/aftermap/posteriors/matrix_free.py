@@ -23,14 +23,12 @@ from torch import Tensor, nn
 
 from aftermap import checks
 from aftermap.batches import Unpack
-from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import VECTOR_KINDS
 from aftermap.curvature.structures.base import (
     Block,
     Structure,
-    covariances_by_example,
     join_flat,
     paired_products,
     register_structure,
@@ -42,8 +40,8 @@ from aftermap.errors import InputError, ShapeError
 from aftermap.krylov import TraceEstimate
 from aftermap.likelihoods import Likelihood
 from aftermap.linalg import safe_cholesky, symmetrise
-from aftermap.params import Params, flatten
-from aftermap.posteriors.base import GaussianPosterior, Posterior, by_module, check_scale
+from aftermap.params import Params, by_module, flatten
+from aftermap.posteriors.base import CurvaturePosterior, GaussianPosterior, check_scale
 from aftermap.posteriors.solver import (
     SOLVE_NUMBERS,
     LinearSystem,
@@ -60,7 +58,6 @@ __all__ = [
     "MatrixFreePosterior",
     "MatrixFreeSettings",
     "SampleNoise",
-    "check_estimator",
     "common_seed",
     "draw_noise",
     "fit_no_blocks",
@@ -103,8 +100,7 @@ class MatrixFreeSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in FUNCTIONAL_KINDS:
-            raise InputError(f"kind={self.kind!r} is not known; allowed are {', '.join(map(repr, FUNCTIONAL_KINDS))}")
+        checks.choice("kind", self.kind, FUNCTIONAL_KINDS)
         if self.tolerance is not None and not 0 < self.tolerance < 1:
             raise InputError(f"the tolerance must be between 0 and 1, or None, got {self.tolerance!r}")
         for name in ("max_iterations", "samples", "probes", "steps"):
@@ -166,17 +162,6 @@ def draw_noise(operator: GGNOperator, count: int, seed: int) -> SampleNoise:
     return SampleNoise(prior, data)
 
 
-def check_estimator(method: str) -> str:
-    """Returns the method, if it is known.
-
-    Raises:
-        InputError: The method is not known.
-    """
-    if method not in ESTIMATORS:
-        raise InputError(f"method={method!r} is not known; allowed are {', '.join(map(repr, ESTIMATORS))}")
-    return method
-
-
 def mean_estimate(values: Tensor) -> TraceEstimate:
     """Returns the mean of values [S] and its standard error (NaN for one value).
 
@@ -204,11 +189,11 @@ def prior_shares(system: LinearSystem, count: int, seed: int) -> tuple[Tensor, T
     like = torch.empty(count, system.operator.size, dtype=torch.float64, device=system.operator.device)
     signs = signs_like(like, torch.Generator().manual_seed(seed))
     root = system.prior.sqrt()
-    moved = root * system.solve(root * signs)[0]
+    shares = root * system.solve(root * signs)[0]
     guess = root * system.preconditioner.solve(root * signs)
     options = [
-        (torch.ones_like(root), signs * (moved - signs)),
-        (system.prior * system.preconditioner.marginal_variance(), signs * (moved - guess)),
+        (torch.ones_like(root), signs * (shares - signs)),
+        (system.prior * system.preconditioner.marginal_variance(), signs * (shares - guess)),
     ]
     return min(options, key=lambda pair: float(pair[1].var(0, correction=0).sum()))
 
@@ -232,7 +217,7 @@ class _Own:
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixFreePosterior(Posterior):
+class MatrixFreePosterior(CurvaturePosterior):
     r"""The posterior N(θ*, (s·G + P₀)⁻¹) with the full generalised Gauss-Newton matrix G, cross-layer terms included.
 
     In a group of processes every method that passes over the data must be called by all of them with the same values;
@@ -260,6 +245,11 @@ class MatrixFreePosterior(Posterior):
     settings: MatrixFreeSettings = field(default_factory=MatrixFreeSettings)
     _shared: _Shared = field(default_factory=_Shared, repr=False)
     _own: _Own = field(default_factory=_Own, repr=False)
+    is_estimated = True
+    has_every_term = True
+    working_numbers = (
+        SOLVE_NUMBERS  # Every solve passes over the data again and again, whatever the number of its rows.
+    )
 
     @staticmethod
     def from_operator(
@@ -309,20 +299,11 @@ class MatrixFreePosterior(Posterior):
             settings = replace(settings, seed=common_seed(generator))
         return MatrixFreePosterior(mean, operator, parsed, factor, layers, helper, settings)
 
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        """The names of the blocks, of which there is one."""
-        return ("all",)
-
     def with_prior(
         self, precision: PriorSpec | None = None, *, scale: float | Tensor | None = None, prior: Prior | None = None
     ) -> MatrixFreePosterior:
         """Returns the same curvature under another prior or scale; the random numbers stay, solves are done anew when asked."""
-        if prior is None:
-            prior = self.prior
-            if precision is not None:
-                prior = Prior.make(precision, dict(self.prior.mean), self.layers, self.shapes)
-        factor = self.scale if scale is None else check_scale(scale)
+        prior, factor = self._new_prior_and_scale(precision, scale, prior)
         helper = Preconditioner.make(self.preconditioner.posterior, prior, factor, self.shapes, self.operator.device)
         return replace(self, prior=prior, scale=factor, preconditioner=helper, _own=_Own())
 
@@ -366,8 +347,8 @@ class MatrixFreePosterior(Posterior):
 
     def _apply(self, values: Params, function: Callable[[Tensor], Tensor]) -> Params:
         rows, lead = self._rows(values)
-        found = symmetric_product(rows, function)
-        parts = split_flat(found.reshape(*lead, -1), self.shapes)
+        products = symmetric_product(rows, function)
+        parts = split_flat(products.reshape(*lead, -1), self.shapes)
         return {n: v.to(values[n].dtype) for n, v in parts.items()}
 
     def precision_mv(self, values: Params) -> Params:
@@ -384,8 +365,8 @@ class MatrixFreePosterior(Posterior):
     def solve(self, values: Params) -> tuple[Params, SolveReport]:
         """Solves like `covariance_mv`, and returns a report of what was reached."""
         rows, lead = self._rows(values)
-        found, report = self._system.solve(rows)
-        parts = split_flat(found.reshape(*lead, -1), self.shapes)
+        solutions, report = self._system.solve(rows)
+        parts = split_flat(solutions.reshape(*lead, -1), self.shapes)
         return {n: v.to(values[n].dtype) for n, v in parts.items()}, report
 
     # Samples.
@@ -464,7 +445,6 @@ class MatrixFreePosterior(Posterior):
         return value + slope + along * (scale - scale.detach())
 
     def log_det_ratio(self) -> Tensor:
-        """Returns log |P| − log |P₀|, twice the information gained from the data, in nats."""
         return self.log_det_precision() - self._prior_vector().log().sum().cpu()
 
     def log_prob(self, params: Params) -> Tensor:
@@ -483,7 +463,7 @@ class MatrixFreePosterior(Posterior):
                 too; "samples" takes the mean of wᵀ s·G w over the fixed samples w, one pass over the data: as good in
                 total, but poor by layer, where terms between layers cancel only in the sum.
         """
-        if check_estimator(method) == "samples":
+        if checks.choice("method", method, ESTIMATORS) == "samples":
             rows = self.fixed_samples()
             each = rows * self._system.curvature(rows)
         else:
@@ -509,7 +489,7 @@ class MatrixFreePosterior(Posterior):
                 standard deviation √(2/S) and never negative; "hutchinson" uses random signs, which is better where the
                 data say little, but may be negative where they say much.
         """
-        if check_estimator(method) == "samples":
+        if checks.choice("method", method, ESTIMATORS) == "samples":
             each = self.fixed_samples().square()
         else:
             base, noise = self._prior_shares()
@@ -528,41 +508,19 @@ class MatrixFreePosterior(Posterior):
             self._own.shares = prior_shares(self._system, self.settings.samples, self.settings.seed)
         return self._own.shares
 
-    def functional_covariance(
-        self,
-        gradients: LayerGradients,
-        variants: Sequence[MatrixFreePosterior] | None = None,
-        *,
-        diagonal: bool = False,
-    ) -> list[list[Tensor]]:
-        """Returns J Σ Jᵀ as one part, for this posterior or for variants of it (made by `with_prior`).
-
-        Args:
-            gradients: The gradients of the outputs' unit vectors at every layer.
-            variants: The variants, each treated by its own ``settings.kind``. None means only this posterior.
-            diagonal: Whether to compute only the variances.
-
-        Returns:
-            For each variant a list of one [b, v, v] (or [b, v]).
-        """
-        variants = [self] if variants is None else list(variants)
-        stride = max(1, SOLVE_NUMBERS // (gradients.n_vectors * self.n_params))
-
-        def rows(by_name: Params) -> Tensor:
-            return join_flat(by_name, self.names, 2).detach()
-
-        return [[c] for c in covariances_by_example(gradients, self.names, stride, rows, variants, diagonal)]
+    def times_covariance(self, rows: Tensor) -> Tensor:
+        """Returns rows [..., P] times the covariance, by solves, or from the fixed samples with ``settings.kind="samples"``."""
+        if self.settings.kind != "samples":
+            return super().times_covariance(rows)
+        samples = self.fixed_samples()
+        return (rows @ samples.T) @ samples / len(samples)
 
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
-        """Returns J Σ Jᵀ for the gradients of some outputs [v, b, P], by solves or fixed samples: [b, v, v], or [b, v]."""
-        left = gradients.to(torch.float64)
-        if self.settings.kind == "samples":
-            moved = left @ self.fixed_samples().T / math.sqrt(self.settings.samples)  # [v, b, S]
-            left = right = moved
-        else:
-            right = self._system.solve(left.reshape(-1, self.n_params))[0].reshape(left.shape)
-        covariance = paired_products(left, right, diagonal)
-        return (covariance if diagonal else symmetrise(covariance)).to(gradients.dtype)
+        if self.settings.kind != "samples":
+            return super().output_covariance(gradients, diagonal)
+        samples = self.fixed_samples()
+        deviations = gradients.to(torch.float64) @ samples.T / math.sqrt(len(samples))  # of the outputs [v, b, S]
+        return paired_products(deviations, deviations, diagonal).to(gradients.dtype)
 
 
 def fit_no_blocks(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:

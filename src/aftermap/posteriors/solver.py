@@ -20,7 +20,6 @@ from torch import Tensor
 
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import join_flat, split_flat
-from aftermap.curvature.structures.kron import KronBlockPosterior
 from aftermap.curvature.structures.low_rank import LowRankBlockPosterior
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, NumericalError, NumericalWarning
@@ -81,11 +80,11 @@ class Preconditioner:
         prior = prior.with_precision({n: prior.precision[n].detach() for n in shapes})
         precision = dict(prior.precision)
         for block in posterior.blocks:
-            if isinstance(block, KronBlockPosterior) and not prior.is_scalar(block.names):
+            if block.source.one_precision and not prior.is_scalar(block.names):
                 mean = prior.vector(block.names).log().mean().exp()
                 precision.update(dict.fromkeys(block.names, mean))
-        moved = posterior.with_prior(prior=prior.with_precision(precision), scale=scale.detach())
-        return Preconditioner(moved, dict(shapes), vector)
+        adapted = posterior.with_prior(prior=prior.with_precision(precision), scale=scale.detach())
+        return Preconditioner(adapted, dict(shapes), vector)
 
     def safe_for(self, dtype: torch.dtype) -> Preconditioner:
         """Returns a preconditioner whose inverse times P has no eigenvalue that products in ``dtype`` cannot resolve.
@@ -202,9 +201,9 @@ class LinearSystem:
             gains = [torch.zeros((), dtype=torch.float64, device=part.device)]
 
             def product(v: Tensor, gains: list[Tensor] = gains) -> Tensor:
-                moved = self.precision(v.T).T
-                gains.append((moved.norm(dim=0) / v.norm(dim=0).clamp_min(1e-300)).max())
-                return moved
+                product_with_v = self.precision(v.T).T
+                gains.append((product_with_v.norm(dim=0) / v.norm(dim=0).clamp_min(1e-300)).max())
+                return product_with_v
 
             result = conjugate_gradient(
                 product,

@@ -24,7 +24,7 @@ from aftermap.errors import InputError
 from aftermap.linalg import symmetrise
 from aftermap.models import evaluating, functional_outputs
 from aftermap.params import Params, named_parameters
-from aftermap.posteriors import MatrixFreePosterior
+from aftermap.posteriors import Posterior
 
 __all__ = [
     "Functional",
@@ -188,15 +188,17 @@ def functional_gradients(
         lines: dict[str, list[Tensor]] = {n: [] for n in leaves}
         for place, value in enumerate(values.unbind()):
             # A stack of values has a graph as soon as one of them has: only the gradients tell which.
-            found: list[Tensor | None] = [None] * len(leaves)
+            gradients_of_value: list[Tensor | None] = [None] * len(leaves)
             if value.requires_grad:
-                found = list(torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True))
-            if not allow_zero and all(g is None or not bool(g.any()) for g in found):
+                gradients_of_value = list(
+                    torch.autograd.grad(value, list(leaves.values()), retain_graph=True, allow_unused=True)
+                )
+            if not allow_zero and all(g is None or not bool(g.any()) for g in gradients_of_value):
                 raise InputError(
                     f"functional {place} does not depend on the parameters {checks.few(leaves, 4)}: its gradient is zero. "
                     "Compute it from what is passed in, f(x), not from the model itself, and without detach()"
                 )
-            for (name, leaf), g in zip(leaves.items(), found, strict=True):
+            for (name, leaf), g in zip(leaves.items(), gradients_of_value, strict=True):
                 lines[name].append(torch.zeros_like(leaf) if g is None else g)
     gradients = {n: torch.stack(v) for n, v in lines.items()}
     if not all(bool(t.isfinite().all()) for t in (values, *tensors_of(gradients))):
@@ -204,8 +206,8 @@ def functional_gradients(
     return values.detach(), gradients
 
 
-def functional_covariance(posterior: Any, gradients: Params) -> Tensor:
-    """Returns g Σ gᵀ [Q, Q], in float64, for any posterior with `covariance_mv`.
+def functional_covariance(posterior: Posterior, gradients: Params) -> Tensor:
+    """Returns g Σ gᵀ [Q, Q], in float64, for any posterior.
 
     A matrix-free posterior with ``kind="samples"`` answers from its fixed samples (sample-then-optimise), which is
     unbiased, with relative standard deviation √(2/S).
@@ -215,9 +217,5 @@ def functional_covariance(posterior: Any, gradients: Params) -> Tensor:
         gradients: The gradients [Q, *shape] by name.
     """
     wide = {n: g.to(torch.float64) for n, g in gradients.items()}
-    left = join_flat(wide, posterior.names, 1)
-    if isinstance(posterior, MatrixFreePosterior) and posterior.settings.kind == "samples":
-        drawn = posterior.fixed_samples()
-        moved = left @ drawn.T / len(drawn) ** 0.5
-        return moved @ moved.T
-    return symmetrise(left @ join_flat(posterior.covariance_mv(wide), posterior.names, 1).T)
+    rows = join_flat(wide, posterior.names, 1)
+    return symmetrise(rows @ posterior.times_covariance(rows).T)

@@ -1,12 +1,8 @@
 """The linearised predictive: f_lin(x, θ) = f(x, θ*) + J(x)(θ − θ*) is Gaussian under a Gaussian posterior.
 
-Its covariance J Σ Jᵀ is contracted layer by layer (Immer, Korzepa & Bauer 2021, with the contractions of docs/mathematics/predictive.md): a Jacobian
-[b, c, P] never exists, and the layers' contributions add up exactly.
-
-Jacobians of the outputs are formed example by example and layer by layer: what the linearised predictive contracts.
-
-There is never a tensor [b, c, P]: outputs are back-propagated to the layers, and a consumer contracts each layer at
-once.
+Its covariance J Σ Jᵀ is contracted layer by layer (Immer, Korzepa & Bauer 2021, with the contractions of
+docs/mathematics/predictive.md): the outputs are back-propagated to the layers, and a posterior contracts each of them at once. A
+Jacobian [b, c, P] never exists, and the layers' contributions add up exactly.
 """
 
 from __future__ import annotations
@@ -24,7 +20,6 @@ from aftermap.batches import Batch
 from aftermap.curvature.passes.backward import Accumulator, BackwardPass, LayerGradients
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.passes.record import ForwardRecord
-from aftermap.curvature.passes.stream import vectors_go_together
 from aftermap.curvature.structures.base import flatten_batch
 from aftermap.errors import InputError
 from aftermap.models import (
@@ -36,7 +31,7 @@ from aftermap.models import (
     prepare_forward_mode,
 )
 from aftermap.params import Params, named_parameters
-from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, Posterior
+from aftermap.posteriors import Posterior
 from aftermap.predictive.sampling import weight_samples
 
 __all__ = [
@@ -46,13 +41,14 @@ __all__ = [
     "function_samples",
     "joint_covariance",
     "latent_gaussians",
+    "margin_gaussian",
     "output_gradients",
 ]
 
 # This many gradients of all outputs at all layers are alive at once (128 MB in float32).
 _NUMBERS = 1 << 25
 _JOINT_NUMBERS = 2 * 10**8
-_AnyGaussian = TypeVar("_AnyGaussian", GaussianPosterior, MatrixFreePosterior)
+_Posterior = TypeVar("_Posterior", bound=Posterior)
 
 
 class _GatheredGradients(Accumulator):
@@ -69,6 +65,7 @@ def output_gradients(
     batch: Batch,
     *,
     outputs: Sequence[int] | None = None,
+    margin: bool = False,
     numbers: int = _NUMBERS,
 ) -> Iterator[tuple[slice, int, Tensor, LayerGradients]]:
     """Back-propagates the outputs of some examples at a time, one output position after another.
@@ -77,31 +74,22 @@ def output_gradients(
         checked: How the network's layers are read, and which parameters are meant.
         batch: The batch of inputs.
         outputs: The indices of the chosen outputs, of C; None for all.
+        margin: Whether to propagate one vector instead, the difference of the two largest outputs of each example.
         numbers: How many gradient numbers may be alive at once: a memory knob.
 
     Yields:
         Tuples of (examples, position, network outputs [b, ..., C], gradients of the chosen outputs at that position).
     """
-    model, batch = checked.model, checked.plan.marked(batch)
-    per_example: int | None = None
-    start = 0
-    with only_require_grad(model, checked.names):
-        while start < batch.size:
-            length = 1 if per_example is None else max(1, min(numbers // per_example, batch.size - start))
-            index = torch.arange(start, start + length)
-            record = checked.record(batch.take(index))
-            if per_example is None:
-                values = record.outputs
-                check_chosen(outputs, values.shape[-1])
-                width = values.shape[-1] if outputs is None else len(outputs)
-                calls = {id(c.call): c.call for calls in record.calls.values() for c in calls}
-                alive = sum(math.prod(c.out_shape) for c in calls.values()) + values[0].numel()
-                per_example = max(1, width * alive)
-                if batch.size > 1:
-                    continue  # Now the size of a part is known: begin again with it.
-            for position, gradients in _gradients_by_position(record, outputs):
-                yield slice(start, start + length), position, record.outputs.detach(), gradients
-            start += length
+    plan, start = checked.plan, 0
+    check_chosen(outputs, plan.width)
+    batch = plan.marked(batch)
+    alive = plan.numbers_per_example(batch) * (1 if margin else plan.width if outputs is None else len(outputs))
+    with only_require_grad(checked.model, checked.names):
+        for part in batch.pieces(max(1, numbers // alive)):
+            record = checked.record(part)
+            for position, gradients in _gradients_by_position(record, outputs, margin):
+                yield slice(start, start + part.size), position, record.outputs.detach(), gradients
+            start += part.size
 
 
 def check_chosen(chosen: Sequence[int] | None, width: int) -> None:
@@ -113,26 +101,40 @@ def check_chosen(chosen: Sequence[int] | None, width: int) -> None:
         raise InputError(f"outputs={list(chosen)!r} must name some of the {width} outputs, 0 to {width - 1}")
 
 
-def _gradients_by_position(record: ForwardRecord, chosen: Sequence[int] | None) -> Iterator[tuple[int, LayerGradients]]:
+def _gradients_by_position(
+    record: ForwardRecord, chosen: Sequence[int] | None, margin: bool
+) -> Iterator[tuple[int, LayerGradients]]:
     """Yields the gradients of the chosen outputs [v, b, ...], one output position (token, pixel) after another."""
     outputs = record.outputs
     size, width = outputs.shape[0], outputs.shape[-1]
     positions = math.prod(outputs.shape[1:-1])
-    index = torch.arange(width) if chosen is None else torch.as_tensor(list(chosen))
+    if margin:
+        rows = _margin_vectors(outputs).reshape(1, size, positions, width)
+    else:
+        index = torch.arange(width) if chosen is None else torch.as_tensor(list(chosen))
+        units = torch.eye(width, dtype=outputs.dtype, device=outputs.device)[index]
+        rows = units[:, None, None].expand(len(index), size, positions, width)
     gathered = _GatheredGradients()
     backward = BackwardPass(record, [gathered])
     if backward.ends_at_outputs and outputs.dim() == 2:
-        units = torch.eye(width, dtype=outputs.dtype, device=outputs.device)[index]
-        backward.serve_outputs(units[:, None].expand(len(index), size, width), unit_vectors=chosen is None)
+        backward.serve_outputs(rows[:, :, 0], unit_vectors=chosen is None and not margin)
         yield 0, gathered.gradients
         return
-    together = vectors_go_together(record.model)
     for position in range(positions):
-        vectors = outputs.new_zeros(len(index), size, positions, width)
-        vectors[torch.arange(len(index)), :, position, index] = 1.0
-        vectors = vectors.reshape(len(index), *outputs.shape)
-        backward.run(vectors, together=together, keep_graph=position < positions - 1)
+        vectors = torch.zeros_like(rows)
+        vectors[:, :, position] = rows[:, :, position]
+        vectors = vectors.reshape(len(rows), *outputs.shape)
+        backward.run(vectors, together=record.plan.vectors_go_together, keep_graph=position < positions - 1)
         yield position, gathered.gradients
+
+
+def _margin_vectors(outputs: Tensor) -> Tensor:
+    """Returns e_a − e_b of the two largest outputs a and b at every position [b, ..., C]; for one output 1."""
+    if outputs.shape[-1] == 1:
+        return torch.ones_like(outputs)
+    first, second = outputs.detach().topk(2).indices.unbind(-1)
+    vectors = torch.zeros_like(outputs).scatter_(-1, first.unsqueeze(-1), 1.0)
+    return vectors.scatter_(-1, second.unsqueeze(-1), -1.0)
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,10 @@ class LatentGaussian:
 
 def latent_gaussians(
     checked: CheckedPlan,
-    posterior: _AnyGaussian,
+    posterior: _Posterior,
     batch: Batch,
     *,
-    variants: Sequence[_AnyGaussian] | None = None,
+    variants: Sequence[_Posterior] | None = None,
     diagonal: bool = False,
     outputs: Sequence[int] | None = None,
     by_layer: bool = False,
@@ -190,7 +192,7 @@ def latent_gaussians(
                 shares[place].setdefault(position, []).append(torch.stack(each))
     mean = torch.cat(means)
     space = mean.shape[1:-1]
-    found_all = []
+    latents = []
     for place in range(len(which)):
         stacked = torch.stack([torch.cat(chunks) for _, chunks in sorted(parts[place].items())], dim=1)
         stacked = stacked.reshape(len(mean), *space, *stacked.shape[2:])
@@ -200,8 +202,33 @@ def latent_gaussians(
             joined = torch.stack([torch.cat(c, dim=1) for _, c in sorted(shares[place].items())], dim=2)
             for name, share in zip(posterior.block_names, joined, strict=True):
                 layers[name] = share.reshape(len(mean), *space, -1)
-        found_all.append(LatentGaussian(mean, None if diagonal else stacked, var.clamp_min(0.0), layers))
-    return found_all
+        latents.append(LatentGaussian(mean, None if diagonal else stacked, var.clamp_min(0.0), layers))
+    return latents
+
+
+def margin_gaussian(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> LatentGaussian:
+    """Returns a Gaussian over the outputs whose variance is that of one difference, from one backward pass.
+
+    The variance v of the difference between the two largest outputs is that of the linearised network, exactly. All outputs
+    are then taken as independent with variance v/2, so that every difference varies as this one does.
+
+    Args:
+        checked: The plan of the trained network, in eval mode, and of the posterior's parameters.
+        posterior: The posterior over these parameters.
+        batch: The batch of inputs.
+    """
+    means: list[Tensor] = []
+    parts: dict[int, list[Tensor]] = {}  # By position, these are chunks.
+    for _, position, values, gradients in output_gradients(checked, batch, margin=True):
+        if position == 0:
+            means.append(values)
+        (blocks,) = posterior.functional_covariance(gradients, [posterior], diagonal=True)
+        parts.setdefault(position, []).append(torch.stack(blocks).sum(0))
+    mean = torch.cat(means)
+    variance = torch.stack([torch.cat(chunks) for _, chunks in sorted(parts.items())], dim=1)  # [N, positions, 1]
+    variance = variance.reshape(*mean.shape[:-1], 1).clamp_min(0.0)
+    half = variance if mean.shape[-1] == 1 else variance / 2
+    return LatentGaussian(mean, None, half.expand(mean.shape), {})
 
 
 def joint_covariance(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -246,8 +273,8 @@ def function_samples(
     with evaluating(model), torch.no_grad():
         for weights in weight_samples(posterior, count, generator):
             direction = {n: weights[n] - posterior.mean[n] for n in posterior.names}
-            moved = jvp(outputs, (mean,), (direction,))
-            drawn.append(moved[0] + moved[1])
+            linearised = jvp(outputs, (mean,), (direction,))  # f(x, θ*) and J(x)(θ_s − θ*)
+            drawn.append(linearised[0] + linearised[1])
     return torch.stack(drawn)
 
 
@@ -309,10 +336,10 @@ def _looped_jacobian(model: nn.Module, params: Params, inputs: Tensor) -> tuple[
         ]
         means.append(value)
         lines.append(rows)
-    found = {}
+    jacobian = {}
     for place, (name, leaf) in enumerate(leaves.items()):
         zero = torch.zeros_like(leaf)
-        found[name] = torch.stack(
+        jacobian[name] = torch.stack(
             [torch.stack([zero if r[place] is None else r[place] for r in rows]) for rows in lines], dim=1
         )
-    return torch.stack(means), found
+    return torch.stack(means), jacobian

@@ -466,9 +466,9 @@ def _classification(latent: Latent, link: str, samples: int, generator: torch.Ge
         # decided for each position on its own: the other examples of a batch must not matter
         narrow = _pair_variance(latent.full()).amax((-2, -1)) <= _PAIRWISE_MAX_VARIANCE
         log_mean = torch.where(narrow.unsqueeze(-1), pairwise_probit(latent.mean, latent.full()), log_mean)
-    kept = log_p.exp() if link in ("mc", "auto") else None
+    probabilities = log_p.exp() if link in ("mc", "auto") else None
     parts = _split(_entropy(log_mean), information)
-    return Prediction("classification", log_mean.exp(), *parts, samples=kept, link=link)
+    return Prediction("classification", log_mean.exp(), *parts, samples=probabilities, link=link)
 
 
 def _bridge(latent: Latent) -> Prediction:
@@ -518,5 +518,7 @@ def _mixture(likelihood: Likelihood, outputs: Tensor, share: Tensor) -> Predicti
     variances = likelihood.variance(rows).unflatten(0, outputs.shape[:2])
     epistemic = (share * (means - mean).square()).sum(0)
     aleatoric = (share * variances).sum(0)
-    kept = None if kind == "counts" else variances
-    return Prediction(kind, mean, epistemic, aleatoric, epistemic + aleatoric, samples=means, sample_variance=kept)
+    sample_variance = None if kind == "counts" else variances
+    return Prediction(
+        kind, mean, epistemic, aleatoric, epistemic + aleatoric, samples=means, sample_variance=sample_variance
+    )

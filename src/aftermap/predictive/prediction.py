@@ -165,9 +165,9 @@ class Prediction:
         if not parts:
             raise InputError("Prediction.concatenate needs at least one prediction, got an empty list.")
         for name in ("kind", "link"):
-            found = sorted({getattr(part, name) for part in parts})
-            if len(found) > 1:
-                raise InputError(f"Prediction.concatenate needs predictions of one {name}, got {', '.join(found)}.")
+            values = sorted({getattr(part, name) for part in parts})
+            if len(values) > 1:
+                raise InputError(f"Prediction.concatenate needs predictions of one {name}, got {', '.join(values)}.")
         weights = [part.weights for part in parts if part.samples is not None and part.weights is not None]
         if any(not torch.equal(value, weights[0]) for value in weights) or 0 < len(weights) < len(parts):
             raise InputError("Prediction.concatenate: the mixture weights of the predictions differ.")

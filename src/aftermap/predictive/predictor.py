@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from aftermap.batches import Batch, check_inputs, unpack_inputs
+from aftermap import checks
+from aftermap.batches import Batch, Unpack, check_inputs, input_batches, is_batches, unpack_inputs
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.errors import DataError, InputError
 from aftermap.lazy import lazy_attribute
-from aftermap.likelihoods import Gaussian, Likelihood
+from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from aftermap.models import (
     WeightsFingerprint,
     call_model,
@@ -22,6 +23,7 @@ from aftermap.models import (
     explain_model_errors,
 )
 from aftermap.params import Params
+from aftermap.posteriors import Posterior
 from aftermap.predictive.functionals import Functional, functional_covariance, functional_gradients, parse_functionals
 from aftermap.predictive.linearised import (
     check_chosen,
@@ -29,14 +31,17 @@ from aftermap.predictive.linearised import (
     function_samples,
     joint_covariance,
     latent_gaussians,
+    margin_gaussian,
 )
 from aftermap.predictive.links import gaussian_prediction, samples_prediction
 from aftermap.predictive.prediction import Prediction
 from aftermap.predictive.sampling import locally_sampled_outputs, sampled_outputs
+from aftermap.progress import progress as with_bar
 
 __all__ = ["KINDS", "PosteriorPredictor"]
 
-KINDS = ("linearised", "sampling")
+KINDS = ("linearised", "margin", "sampling")
+_PIECE = 1024  # inputs that are predicted at a time
 
 
 class PosteriorPredictor:
@@ -44,7 +49,7 @@ class PosteriorPredictor:
 
     Args:
         model: The network at the posterior's mean, in eval mode.
-        posterior: A `Posterior` over its parameters; for linearised predictions one with `functional_covariance`.
+        posterior: The posterior over its parameters.
         likelihood: The likelihood, with its noise.
         previous: A predictor of the same model and parameters whose knowledge of the model is reused.
         weights: The weights that the model must still have. None means those that it has now.
@@ -55,7 +60,7 @@ class PosteriorPredictor:
     def __init__(
         self,
         model: nn.Module,
-        posterior: Any,
+        posterior: Posterior,
         likelihood: Likelihood,
         previous: PosteriorPredictor | None = None,
         weights: WeightsFingerprint | None = None,
@@ -71,6 +76,11 @@ class PosteriorPredictor:
         # What was found out goes by the identity of modules, which a copy does not share: it looks anew.
         return {**self.__dict__, "_plan": None}
 
+    @property
+    def predictor(self) -> PosteriorPredictor:
+        """This object: a Laplace approximation and the posterior of an optimiser answer to the same name."""
+        return self
+
     def plan(self, batch: Batch) -> CheckedPlan:
         """Returns how the model's layers are read; made from the first batch, and checked on every one."""
         if self._plan is None:
@@ -82,7 +92,7 @@ class PosteriorPredictor:
         self._watch.check(self.model)
         check_modes(self.model)
         device, dtype = check_device(self.model)
-        batch = unpack_inputs(x).to(device)
+        batch = unpack_inputs(x, dtype).to(device)
         check_inputs(batch.inputs, dtype)
         if batch.size == 0:
             raise DataError("the inputs hold no example; there is nothing to predict")
@@ -102,13 +112,18 @@ class PosteriorPredictor:
         local: bool = False,
         differentiable: bool = False,
         generator: torch.Generator | None = None,
+        unpack: Unpack | None = None,
+        progress: bool | None = None,
     ) -> Prediction:
         """Predicts with uncertainty, by linearisation or by sampling.
 
         Args:
-            x: The inputs as the model takes them: a tensor, a tuple of positional or a mapping of keyword arguments.
-            kind: The predictive: "linearised" (default: the Gaussian of the linearised network) or "sampling" (the
-                network under weight samples).
+            x: The inputs as the model takes them: a tensor, an array, a table of pandas or polars, a tuple of positional or a mapping
+                of keyword arguments. Or batches of them: a DataLoader, or a list of (x, y), whose targets are not looked at.
+                Many inputs are predicted in pieces, with the same draws for all.
+            kind: The predictive: "linearised" (default: the Gaussian of the linearised network), "margin" (the cheap one for
+                classes: one backward pass finds the variance of the difference between the two largest outputs, which
+                stands for all differences), or "sampling" (the network under weight samples).
             link: The way from a latent Gaussian to probabilities: auto, mc, probit, pairwise or bridge.
             samples: The number of samples of the link (mc), or of weight samples.
             diagonal: Whether to compute only variances of the outputs, no covariances.
@@ -119,15 +134,23 @@ class PosteriorPredictor:
                 common weights.
             differentiable: Whether to keep the gradient in x (small batches).
             generator: The source of the random samples.
+            unpack: What turns a batch of an unusual form into (inputs, targets).
+            progress: Whether to show a bar over several pieces; None shows it on a terminal.
         """
-        if kind not in KINDS:
-            raise InputError(f"kind={kind!r} is not known; allowed are {', '.join(map(repr, KINDS))}")
+        checks.choice("kind", kind, KINDS)
         if local and (kind != "sampling" or weights is not None):
             raise InputError(
                 "local=True draws layer outputs for kind='sampling'; it has no use for weights= or other kinds"
             )
+        many = not isinstance(x, Tensor) and is_batches(x)
+        batch = None if many else self.inputs(x)
+        if batch is None or (batch.size > _PIECE and not differentiable and _is_divisible(batch)):
+            options = {"link": link, "diagonal": diagonal, "outputs": outputs, "weights": weights, "local": local}
+            pieces = input_batches(x, unpack) if batch is None else (piece.inputs for piece in batch.pieces(_PIECE))
+            total = -(-batch.size // _PIECE) if batch is not None else len(x) if isinstance(x, Sized) else None
+            bar = with_bar(pieces, description="predicting", total=total, enabled=progress)
+            return self._predict_each(bar, generator, kind=kind, samples=samples, **options)
         likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
-        batch = self.inputs(x)
         with explain_model_errors(self.model, lambda: batch.inputs):
             if kind == "sampling":
                 with torch.set_grad_enabled(differentiable):
@@ -137,7 +160,14 @@ class PosteriorPredictor:
                         values = sampled_outputs(self.model, self.posterior, batch.inputs, samples, generator, weights)
                 check_chosen(outputs, values.shape[-1])
                 return samples_prediction(likelihood, values if outputs is None else values[..., list(outputs)])
-            if not differentiable:
+            if kind == "margin":
+                if differentiable or not isinstance(likelihood, Categorical | Bernoulli):
+                    raise InputError(
+                        "kind='margin' is the cheap prediction of classes; use kind='linearised' for other likelihoods (diagonal=True "
+                        "is cheaper for many outputs) and for differentiable=True"
+                    )
+                latent = margin_gaussian(self.plan(batch), self.posterior, batch)
+            elif not differentiable:
                 latent = latent_gaussians(self.plan(batch), self.posterior, batch, diagonal=diagonal, outputs=outputs)[
                     0
                 ]
@@ -157,6 +187,19 @@ class PosteriorPredictor:
             samples=samples,
             generator=generator,
         )
+
+    def _predict_each(self, pieces: Iterable[Any], generator: torch.Generator | None, **options: Any) -> Prediction:
+        """Predicts piece by piece. The same draws answer for all inputs, however they are cut; only local noise is each input's own."""
+        if generator is None:
+            generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        state, found = generator.get_state(), []
+        for piece in pieces:
+            if not options["local"]:
+                generator.set_state(state)
+            found.append(self.predict(piece, generator=generator, progress=False, **options))
+        if not found:
+            raise DataError("the inputs hold no example; there is nothing to predict")
+        return Prediction.concatenate(found)
 
     @torch.inference_mode(False)
     def map_prediction(self, x: Any) -> Prediction:
@@ -225,6 +268,11 @@ class PosteriorPredictor:
     def where(self: Any, loader: Any, **options: Any) -> Any:
         """Finds where the uncertainty sits: by weight, filter, layer, class, input and pixel; see `aftermap.analysis.where`."""
         return lazy_attribute("aftermap.analysis.where", "where")(self, loader, **options)
+
+
+def _is_divisible(batch: Batch) -> bool:
+    """Tells whether every input belongs to single examples; what they share might look like a row for each in a piece."""
+    return all(batch.is_batched(path, tensor) for path, tensor in batch.tensors())
 
 
 def _of_outputs(likelihood: Likelihood, outputs: Sequence[int]) -> Likelihood:

@@ -90,7 +90,7 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
 
 def locally_sampled_outputs(
     checked: CheckedPlan,
-    posterior: Any,
+    posterior: Posterior,
     batch: Batch,
     count: int,
     generator: torch.Generator | None = None,

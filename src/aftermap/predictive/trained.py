@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap.batches import Unpack
 from aftermap.curvature.structures.base import Factors
 from aftermap.curvature.structures.diagonal import DiagonalBlock
 from aftermap.errors import InputError
@@ -93,17 +94,21 @@ class TrainedPosterior:
         link: str = "auto",
         differentiable: bool = False,
         generator: torch.Generator | None = None,
+        unpack: Unpack | None = None,
+        progress: bool | None = None,
     ) -> Prediction:
         """Predicts with uncertainty; in evaluation mode, after which the model's modes are as before.
 
         Args:
-            x: The inputs as the model takes them.
+            x: The inputs as the model takes them, arrays or tables of them, or batches; see :meth:`PosteriorPredictor.predict`.
             kind: The predictive: "sampling" (the network under draws of the weights, as in training) or "linearised".
             samples: The number of draws of the weights; for "linearised" those of the link.
             link: How "linearised" turns the Gaussian over outputs into probabilities: "auto", "mc", "probit", "pairwise" or
                 "bridge".
             differentiable: Whether the result has a gradient in x.
             generator: The generator of the draws.
+            unpack: What turns a batch of an unusual form into (inputs, targets).
+            progress: Whether to show a bar over several pieces; None shows it on a terminal.
 
         Raises:
             InputError: The network has changed since this posterior was made, or the likelihood is unknown.
@@ -111,7 +116,14 @@ class TrainedPosterior:
         predictor = self.predictor
         with evaluation_mode(self.model):
             return predictor.predict(
-                x, kind=kind, samples=samples, link=link, differentiable=differentiable, generator=generator
+                x,
+                kind=kind,
+                samples=samples,
+                link=link,
+                differentiable=differentiable,
+                generator=generator,
+                unpack=unpack,
+                progress=progress,
             )
 
     def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:

@@ -15,7 +15,8 @@ from aftermap.batches import Batch
 from aftermap.curvature import fit_curvature, reference
 from aftermap.curvature.passes import plan as plan_module
 from aftermap.curvature.passes.backward import contradictions
-from aftermap.curvature.passes.plan import PlanCheck, PlanContradicted, find_last_layer, plan_model
+from aftermap.curvature.passes.last_block import find_last_layer
+from aftermap.curvature.passes.plan import PlanCheck, PlanContradicted, plan_model
 from aftermap.curvature.passes.record import ForwardRecord, record_calls, uses_in_graph
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Categorical

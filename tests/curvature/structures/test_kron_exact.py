@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.curvature import Factors, fit_curvature, reference
+from aftermap.curvature.rules.base import InputRows
+from aftermap.curvature.rules.linear import DenseRows, LinearRule
 from aftermap.curvature.structures.kron import KronBlock
-from aftermap.errors import InputError
+from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Categorical, Gaussian, Likelihood
 from tests.curvature.layer_cases import normal
 
@@ -275,3 +277,35 @@ def test_ekfac_keeps_its_bases_in_the_dtype_of_the_model(dtype: torch.dtype) -> 
             eye = torch.eye(vectors.shape[-1], dtype=torch.float64)
             atol = 1e-6 if dtype == torch.float32 else 1e-13
             torch.testing.assert_close((vectors.mT @ vectors)[0].double(), eye, rtol=0, atol=atol)
+
+
+class RowsWithoutGram(InputRows):
+    """Rows that make per-example gradients, and know nothing else."""
+
+    def __init__(self, rows: DenseRows):
+        self.rows = rows
+        self.batch, self.groups, self.shared, self.features = rows.batch, rows.groups, rows.shared, rows.features
+
+    def per_example_gradients(self, grads: Tensor) -> Tensor:
+        return self.rows.per_example_gradients(grads)
+
+    def examples(self, start: int, length: int) -> RowsWithoutGram:
+        return RowsWithoutGram(self.rows.examples(start, length))
+
+
+def test_a_matrix_whose_rows_have_no_gram_matrix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, data = mlp(), [(normal(7, 4), labels(7, 3))]
+    diagonal = fit(model, data, CATEGORICAL, "diagonal").to_dense()
+    plain = LinearRule.rows
+
+    def rows(*inputs: Any) -> InputRows:
+        made = plain(*inputs)
+        assert isinstance(made, DenseRows)
+        return RowsWithoutGram(made)
+
+    monkeypatch.setattr(LinearRule, "rows", rows)
+    with pytest.raises(
+        UnsupportedError, match=r"the rule of 0 says .* have no Gram matrix. Derive them from MatrixRows"
+    ):
+        fit(model, data, CATEGORICAL)
+    torch.testing.assert_close(fit(model, data, CATEGORICAL, "diagonal").to_dense(), diagonal)

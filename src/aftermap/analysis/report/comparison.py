@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from aftermap.analysis.report.definitions import Definition, definition, interval, written
 from aftermap.errors import InputError
+from aftermap.evaluation.reference import FLAG_SCORES
 from aftermap.evaluation.results import Metric, Results
 from aftermap.evaluation.selective import EITHER, Threshold
 
@@ -16,11 +17,13 @@ __all__ = [
     "MARKS",
     "Row",
     "Verdict",
+    "adds_nothing",
     "comparison",
     "main_score",
     "paired_error",
     "same_data",
     "score_in_words",
+    "score_notes",
     "variance_notes",
     "verdict",
 ]
@@ -30,12 +33,14 @@ _CLASSES = ("accuracy", "nll", "ece", "brier")
 _VALUES = ("rmse", "nll", "crps", "coverage_0.5", "coverage_0.9", "coverage_0.95", "width_0.95", "miscalibration_area")
 _NO_INTERVAL = ("mce", "classwise_ece", "miscalibration_area", "aupr_out", "aupr_in")
 _TWO_SIDED = 2.0  # In standard errors.
-LEVELS = ("good", "worse", "alone")
+LEVELS = ("good", "nothing", "worse", "alone")
 _WIDER, _AS_WIDE = (
     1.3,
     1.1,
 )  # median latent variance on other inputs over that on usual ones: the posterior helps, does not
 _GAIN = 0.02  # of AUROC, below which nobody would call it a help
+_FAR_BETTER = 0.05  # of AUROC, by which another score must be ahead to be named
+_NOTHING = 1e-3  # a change of a confidence, or of a standard deviation relative to the noise, that nobody notices
 
 
 @dataclass(frozen=True)
@@ -263,8 +268,8 @@ class Verdict:
     """What an evaluation says about the Bayesian predictor.
 
     Attributes:
-        level: The judgement: "good" (not worse than the network alone), "worse" (worse beyond the tolerance), or
-            "alone" (nothing to compare with).
+        level: The judgement: "good" (not worse than the network alone), "nothing" (its answers are the network's own), "worse" (worse
+            beyond the tolerance), or "alone" (nothing to compare with).
         headline: The judgement in one sentence.
         text: The numbers behind the headline.
         problems: The reasons why the level is worse, one phrase each.
@@ -291,8 +296,8 @@ def verdict(
     """Judges a Bayesian predictor beside the network it came from.
 
     Worse means: accuracy lower by more than ``accuracy_drop``, or NLL higher by more than ``nll_rise``, each also by more than
-    two standard errors of the paired difference where every input is in both tables; or a mean confidence below the accuracy by
-    more than ``underconfidence`` beyond what the network itself shows; or an NLL that is not finite.
+    two standard errors of the paired difference where every input is in both tables; or, where the NLL is not better, a mean
+    confidence below the accuracy by more than ``underconfidence`` beyond what the network itself shows; or an NLL that is not finite.
 
     Args:
         bayesian: The evaluation of the Bayesian predictor.
@@ -329,7 +334,58 @@ def verdict(
     text = " ".join([text, *_detections(rows, compared=True), *ends]).strip()
     if problems:
         return Verdict("worse", f"Worse than the network alone: {'; '.join(problems)}.", text, tuple(problems))
+    if adds_nothing(bayesian, map):
+        return Verdict("nothing", _nothing(bayesian, map), text)
     return Verdict("good", _headline(rows), text)
+
+
+def adds_nothing(bayesian: Results, map: Results) -> bool:
+    """Tells whether a posterior answers as the network alone does, to anybody who looks, on every input of every set."""
+
+    def column(results: Results, name: str) -> list[float]:
+        return [float(v) for v in results.table.get(name, []) if v is not None]
+
+    epistemic, aleatoric = column(bayesian, "epistemic"), column(bayesian, "aleatoric")
+    if not epistemic:
+        return False
+    if bayesian.kind not in ("classification", "binary"):
+        return all(e <= _NOTHING**2 * (e + a) for e, a in zip(epistemic, aleatoric, strict=True))
+    ours, theirs = column(bayesian, "confidence"), column(map, "confidence")
+    if not ours or len(ours) != len(theirs):
+        return False
+    return max(epistemic) < _NOTHING and all(abs(a - b) < _NOTHING for a, b in zip(ours, theirs, strict=True))
+
+
+def _nothing(bayesian: Results, map: Results) -> str:
+    times = [r.provenance.get("seconds_per_1000") for r in (bayesian, map)]
+    slower = times[0] / times[1] if times[0] and times[1] else 0.0
+    cost = f" and takes {slower:.0f} times as long" if slower >= 2 else ""
+    return (
+        f"Adds nothing: the posterior has next to no variance here, so that it answers as the network alone does{cost}. Use the "
+        "network, or try another structure, more layers, or tuning on more validation data."
+    )
+
+
+def score_notes(results: Results) -> list[str]:
+    """Which other score finds a set of unusual inputs far better than the one by which inputs are flagged.
+
+    Args:
+        results: The evaluation of the Bayesian predictor.
+    """
+    used, notes = main_score(results), []
+    for data, scores in results.ood.items():
+        areas = {s: n["auroc"] for s, n in scores.items() if s in FLAG_SCORES and "auroc" in n}
+        if used not in areas or len(areas) < 2:
+            continue
+        best = max(areas, key=lambda s: areas[s].value)
+        ahead = areas[best].value - areas[used].value > _FAR_BETTER and areas[best].lower > areas[used].upper
+        if ahead:
+            notes.append(
+                f"{data}: the {score_in_words(best)} finds these inputs far better (AUROC {areas[best].value:.3f}) than the "
+                f"{score_in_words(used)}, by which inputs are flagged ({areas[used].value:.3f}). Where the inputs to be found are of this kind, "
+                f"flag by it: --score {best} (score={best!r}); its threshold was chosen on the validation data, too."
+            )
+    return notes
 
 
 def _problems(
@@ -352,7 +408,9 @@ def _problems(
     name = "signed_calibration_error"
     if name in ours and name in theirs:
         before, after = theirs[name].value, ours[name].value
-        if -after > underconfidence + max(0.0, -before):
+        # A better likelihood is an improvement, however much less sure the answers are.
+        improved = "nll" in ours and "nll" in theirs and ours["nll"].value < theirs["nll"].value
+        if -after > underconfidence + max(0.0, -before) and not improved:
             problems.append(f"confidence {-100 * after:.1f}\u00a0% below accuracy")
     return problems
 

@@ -28,6 +28,7 @@ from aftermap.curvature.passes.fallback import per_example_products
 from aftermap.curvature.passes.record import ForwardRecord, LayerCall
 from aftermap.curvature.rules.base import examples_per_chunk
 from aftermap.errors import UnsupportedError
+from aftermap.linalg import take_under
 
 __all__ = [
     "Accumulator",
@@ -121,11 +122,27 @@ class Accumulator(ABC):
         """Returns the blocks of a fit; an accumulator of something else has none."""
         return []
 
+    def state(self) -> dict[str, Tensor]:
+        """Returns all that was summed, by name, for a checkpoint."""
+        raise UnsupportedError(
+            f"{type(self).__name__} has no methods state and add_state, so its sums cannot be kept: fit without checkpoint="
+        )
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        """Adds what `state` gave, and takes it out of it; an empty accumulator takes it over bit by bit."""
+        raise UnsupportedError(f"{type(self).__name__} has no method add_state")
+
 
 class PerExampleSum(ABC):
-    """A sum over per-example gradients of some parameters."""
+    """A sum over per-example gradients of some parameters.
+
+    Attributes:
+        names: The parameters.
+        sums: A `RunningSum` or a `GramSum`, which a checkpoint keeps.
+    """
 
     names: tuple[str, ...]
+    sums: Any
 
     @abstractmethod
     def add(self, gradients: Mapping[str, Tensor]) -> None:
@@ -157,6 +174,13 @@ class PerExampleAccumulator(Accumulator):
             some = gradients.per_example(names, start, min(stride, size - start))
             for part in self.sums:
                 part.add({n: some[n] for n in part.names})
+
+    def state(self) -> dict[str, Tensor]:
+        return {f"{k}.{name}": value for k, part in enumerate(self.sums) for name, value in part.sums.state().items()}
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        for k, part in enumerate(self.sums):
+            part.sums.add_state(take_under(state, f"{k}."))
 
     def blocks(self) -> list[Block]:
         return [part.block() for part in self.sums]
@@ -244,23 +268,21 @@ class BackwardPass:
         asked: list[Any] = [*(record.edges[n] for n in deepest), *also]
         place = 0
 
-        def arrived(edge: int, gradient: Tensor) -> None:
+        def arrived(edge: int, output: int, gradients: Sequence[Tensor | None]) -> None:
+            gradient = gradients[output]
+            if gradient is None:
+                return
             if edge in stacked_edges:
                 if edge not in buffers:  # An output that does not depend on a layer has a zero gradient there.
                     buffers[edge] = gradient.new_zeros(gradient.shape[0], len(vectors), *gradient.shape[1:])
                 buffers[edge][:, place] = gradient
             self.receive(edge, gradient[None])
 
-        def passes_by(edge: int, place: int, gradients: Sequence[Tensor | None]) -> None:
-            gradient = gradients[place]
-            if gradient is not None:
-                arrived(edge, gradient)
-
         wanted: list[Tensor | None] = []
         with ExitStack() as stack:
             for number, edge in enumerate(record.edges):
                 if number not in deepest and number in self._readers:
-                    stack.callback(edge.node.register_prehook(partial(passes_by, number, edge.output_nr)).remove)
+                    stack.callback(edge.node.register_prehook(partial(arrived, number, edge.output_nr)).remove)
             for place, vector in enumerate(vectors):
                 self.start_vectors(vectors[place : place + 1], waiting)
                 if asked:
@@ -270,10 +292,7 @@ class BackwardPass:
                     )
                     wanted = gradients[len(deepest) :]
                     for number in reversed(range(len(deepest))):
-                        gradient = gradients.pop(number)
-                        if gradient is not None:
-                            arrived(deepest[number], gradient)
-                        del gradient  # The next vector needs the memory.
+                        arrived(deepest[number], 0, [gradients.pop(number)])  # It is let go: the next needs its memory.
                     del gradients
                 self.end_vectors()
         for number in stacking:

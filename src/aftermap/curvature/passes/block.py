@@ -23,11 +23,15 @@ class Block(ABC):
         kind: The word for tables and saved folders.
         dampings: The ways in which a posterior may add the prior to the block.
         joins_layers: Whether a block may hold several layers with the terms between them.
+        is_complete: Whether a block holds its matrix with every term, and leaves no direction to the prior.
+        one_precision: Whether the prior can have only one precision for all parameters of the block.
     """
 
     kind: str
     dampings: ClassVar[tuple[str, ...]] = ("exact",)
     joins_layers: ClassVar[bool] = False
+    is_complete: ClassVar[bool] = False
+    one_precision: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -180,14 +180,14 @@ class ClosureReader:
 
     def accumulators(self, plan: ModelPlan) -> list[Accumulator]:
         """Returns what reads the gradients of one closure."""
-        made: list[Accumulator] = []
+        accumulators: list[Accumulator] = []
         for numbers in plan.tied_layers:
             if self.for_matrix is not None and self.has_block(plan, numbers[0]):
-                made.append(self.for_matrix(numbers[0], plan.layers[numbers[0]]))
+                accumulators.append(self.for_matrix(numbers[0], plan.layers[numbers[0]]))
                 continue
             names = dict.fromkeys(n for k in numbers for n in plan.layers[k].layout.names if n not in plan.uncovered)
-            made.append(GradientMoments(numbers, list(names)))
-        return made
+            accumulators.append(GradientMoments(numbers, list(names)))
+        return accumulators
 
     def has_block(self, plan: ModelPlan, number: int) -> bool:
         """Tells whether a layer gives a block of its own: it has a weight matrix and shares no parameter with another."""

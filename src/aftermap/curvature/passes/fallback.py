@@ -64,13 +64,13 @@ def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, 
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-        found = vmap(products, in_dims=(dims, 1), out_dims=1)(inputs, vectors)
-    return dict(found)
+        products_by_name = vmap(products, in_dims=(dims, 1), out_dims=1)(inputs, vectors)
+    return dict(products_by_name)
 
 
 def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vectors: Tensor) -> dict[str, Tensor]:
     own = named_parameters(model)
-    found: dict[str, list[Tensor]] = {n: [] for n in names}
+    gradients: dict[str, list[Tensor]] = {n: [] for n in names}
     with torch.enable_grad():
         params = {n: own[n].detach().requires_grad_() for n in names}
         for example in range(vectors.shape[1]):
@@ -89,8 +89,8 @@ def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vect
                     [torch.zeros_like(p) if g is None else g for g, p in zip(grads, params.values(), strict=True)]
                 )
             for place, name in enumerate(names):
-                found[name].append(torch.stack([row[place] for row in rows]))
-    return {n: torch.stack(values, 1) for n, values in found.items()}
+                gradients[name].append(torch.stack([row[place] for row in rows]))
+    return {n: torch.stack(values, 1) for n, values in gradients.items()}
 
 
 def _batch_dims(batch: Batch, inputs: Any, path: Path = ()) -> Any:

@@ -1,4 +1,4 @@
-"""The last block of a network with its head, found by the order in which its modules run.
+"""The last layer of a network, and its last block with the head, found by the order in which its modules run.
 
 A *weight layer* is a module with a weight matrix: linear, convolution, embedding, attention (its projections together), or any
 module without parts that owns a matrix. The *heads* are the weight layers whose outputs reach the network's outputs without
@@ -12,19 +12,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from aftermap import checks
 from aftermap.batches import Batch
-from aftermap.curvature.passes.plan import on_one_example
-from aftermap.curvature.passes.record import record_modules, uses_in_graph
+from aftermap.curvature.passes.plan import ModelPlan, find_layers, on_one_example, run_recorded
+from aftermap.curvature.passes.record import RecordedCall, record_modules, uses_in_graph
 from aftermap.curvature.rules.base import find_rule
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.models import call_model, check_modes, only_require_grad
 from aftermap.params import describe_names, named_parameters
 
-__all__ = ["LastBlock", "find_last_block", "last_block"]
+__all__ = ["LastBlock", "find_last_block", "find_last_layer", "last_block"]
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -272,3 +273,46 @@ def _plain_block(order: _Order, before: Sequence[str], large: Sequence[str]) -> 
     inner = next((path for path in _upwards(last) if path in simple), last)
     # One that holds all layers is the trunk of a plain network.
     return last if set(before) <= set(order.holds(inner)) else inner
+
+
+def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
+    """Returns the names of the parameters of the last layer with a weight matrix.
+
+    It is the layer whose output is returned as it is; failing that (a reshape or a scale follows), the last one called.
+
+    Raises:
+        UnsupportedError: No layer with a weight matrix was called, or the outputs come from several such layers.
+        InputError: A layer is in training mode whose outputs would be random or depend on other examples.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    >>> find_last_layer(net, Batch(torch.zeros(1, 2), None, None, 1))
+    ['2.weight', '2.bias']
+    """
+    check_modes(model)  # This comes before the first forward pass, which would move BatchNorm's statistics.
+    names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
+    plan = find_layers(model, names)
+    with only_require_grad(model, names):
+        outputs, calls = on_one_example(batch, lambda one: run_recorded(model, plan, one))
+    matrix = [c for c in calls if plan.layers[c.layer].rule.matrix]
+    if not matrix:
+        raise UnsupportedError(
+            "params='last_layer' found no layer with a weight matrix in the forward pass; name the parameters with params=[...]"
+        )
+    edge = get_gradient_edge(outputs)
+    last = next((c for c in matrix if c.edge == edge), matrix[-1])
+    if last.edge != edge:
+        _check_all_outputs_depend_on(last, outputs, plan)
+    return list(plan.layers[last.layer].layout.names)
+
+
+def _check_all_outputs_depend_on(call: RecordedCall, outputs: Tensor, plan: ModelPlan) -> None:
+    """Raises an error where a layer is one of several heads: the variance of the other outputs would be zero, without a word."""
+    units = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
+    heads = [u.expand_as(outputs) for u in units]
+    gradients = [torch.autograd.grad(outputs, call.edge, h, retain_graph=True, allow_unused=True)[0] for h in heads]
+    independent = [c for c, g in enumerate(gradients) if g is None or not bool(g.any())]
+    if 0 < len(independent) < len(units):
+        raise UnsupportedError(
+            f"params='last_layer' found {plan.layers[call.layer].name}, but outputs {independent[:5]} of {len(units)} do not "
+            "depend on it: the network has several heads. Name the parameters of all of them with params=[...]"
+        )

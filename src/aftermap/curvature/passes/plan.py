@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
 from aftermap.batches import Batch, Path, tensors_of
 from aftermap.curvature.passes.backward import contradictions
@@ -40,11 +39,11 @@ __all__ = [
     "ModelPlan",
     "PlanCheck",
     "PlanContradicted",
-    "find_last_layer",
     "find_layers",
     "inputs_of_call",
     "on_one_example",
     "plan_model",
+    "run_recorded",
 ]
 
 Result = TypeVar("Result")
@@ -56,6 +55,7 @@ _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-3}
 _EXAMPLES_TO_VERIFY = 4
 # A model may raise these where an argument has another length than it expects.
 _FAILURES = (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedError)
+_SLOW_TOGETHER = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.RNNBase)
 USED_OUTSIDE = "it is also used outside its layer's call"
 _MIXES = "its layer works on the examples in another order, or mixes them"
 
@@ -69,17 +69,14 @@ class Layer:
         rule: The rule by which calls are read.
         named: For each role the name of its parameter and the parameter; only selected parameters.
         layout: The way in which they form a block.
+        dtype: The dtype of its parameters.
     """
 
     name: str
     rule: LayerRule
     named: dict[str, tuple[str, Tensor]]
     layout: Layout
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """The dtype of its parameters."""
-        return next(iter(self.named.values()))[1].dtype
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -90,11 +87,15 @@ class ModelPlan:
         layers: The layers in the order of the model's modules.
         hooked: The pair (module, layer number) for every module whose calls are recorded by a hook.
         attention: The pair (module, {projection: layer number}) for every multi-head attention.
+        vectors_go_together: Whether several vectors are back-propagated in one pass of PyTorch's vectorised autograd, which is
+            slow for convolutions, pooling and recurrent layers.
         selected: The parameters whose curvature is wanted.
         uncovered: The reason for each selected parameter that no rule covers.
         batch_dimensions: For each (layer number, id of the module) the dimension of the batch in its inputs.
         unused: The parameters that the outputs of the first examples do not depend on.
-        numbers: The number of numbers that the recorded layers put out for one example, which its gradients take.
+        numbers: The number of numbers that the recorded layers put out for one of the first examples.
+        input_numbers: The number of numbers in the inputs of one of the first examples.
+        width: The number C of outputs at one position.
         whole_inputs: The places among the inputs of tensors that belong to all examples together.
         verified: The signature of the examples on which the rules were compared with autograd.
     """
@@ -102,11 +103,14 @@ class ModelPlan:
     layers: list[Layer] = field(default_factory=list)
     hooked: list[tuple[nn.Module, int]] = field(default_factory=list)
     attention: list[tuple[nn.MultiheadAttention, dict[str, int]]] = field(default_factory=list)
+    vectors_go_together: bool = True
     selected: Mapping[str, Tensor] = field(default_factory=dict)
     uncovered: Mapping[str, str] = field(default_factory=dict)
     batch_dimensions: Mapping[tuple[int, int], int] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     numbers: int = 0
+    input_numbers: int = 1
+    width: int = 0
     whole_inputs: frozenset[Path] = frozenset()
     verified: Signature = ()
 
@@ -151,6 +155,10 @@ class ModelPlan:
             layers = self.layers_of_parameter.get(name)
             groups.setdefault(-1 if layers is None else group_of[layers[0]], []).append(name)
         return list(groups.values())
+
+    def numbers_per_example(self, batch: Batch) -> int:
+        """How many numbers the recorded layers put out for one example, which its gradients take; longer inputs take more."""
+        return max(1, math.ceil(self.numbers * batch.numbers_per_example / max(1, self.input_numbers)))
 
     def without(self, reasons: Mapping[str, str]) -> ModelPlan:
         """Returns the same plan with these parameters uncovered."""
@@ -321,7 +329,8 @@ def find_layers(model: nn.Module, names: Sequence[str], *, batch_statistics: boo
     """
     parameters = named_parameters(model)
     selected = {id(parameters[n]): n for n in names}
-    plan, uncovered = ModelPlan(selected={n: parameters[n] for n in names}), {}
+    together = not any(isinstance(module, _SLOW_TOGETHER) for module in model.modules())
+    plan, uncovered = ModelPlan(vectors_go_together=together, selected={n: parameters[n] for n in names}), {}
     numbers: dict[tuple[object, ...], int] = {}
     inside_attention: set[str] = set()
     for path, module in model.named_modules():
@@ -375,7 +384,7 @@ def _add_layer(
     key = (type(rule), shape, *((role, id(p)) for role, (_, p) in named.items()))
     if key not in numbers:
         numbers[key] = len(plan.layers)
-        plan.layers.append(Layer(name, rule, named, layout))
+        plan.layers.append(Layer(name, rule, named, layout, next(iter(named.values()))[1].dtype))
     return numbers[key]
 
 
@@ -447,12 +456,12 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
     plan = find_layers(model, names)
     with only_require_grad(model, names):
         # The pair holds the last two of the three, backwards, so that any influence of an example on another shows.
-        pair, calls_of_pair = _run(model, plan, _copies(batch, [2, 1]))
+        pair, calls_of_pair = run_recorded(model, plan, _copies(batch, [2, 1]))
         shapes_of_pair = [c.out_shape for c in calls_of_pair]
         pair = pair.detach()
         del calls_of_pair  # With them goes the graph of the pair.
         three = _copies(batch, [0, 1, 2])
-        outputs, calls = _run(model, plan, three)
+        outputs, calls = run_recorded(model, plan, three)
         check_outputs(outputs, 3)
         check_outputs(pair, 2)
         _check_independent(pair, outputs.detach()[[2, 1]])
@@ -464,7 +473,13 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
         dimensions, unbatched = _find_batch_dimensions(shapes_of_pair, calls, plan)
         reason = "its layer is called without a batch dimension"
         plan = plan.without({n: reason for k in unbatched for n in plan.layers[k].layout.names})
-        plan = replace(plan, batch_dimensions=dimensions, numbers=sum(math.prod(c.out_shape) for c in calls) // 3)
+        plan = replace(
+            plan,
+            batch_dimensions=dimensions,
+            numbers=sum(math.prod(c.out_shape) for c in calls) // 3,
+            input_numbers=three.numbers_per_example,
+            width=outputs.shape[-1],
+        )
         record = ForwardRecord.make(model, three, outputs, plan, calls)
         wrong = dict(record.misfits)
         wrong.update({name: USED_OUTSIDE for name, calls, uses, _ in record.signature if uses > calls})
@@ -482,7 +497,12 @@ def _copies(batch: Batch, places: Sequence[int]) -> Batch:
     return replace(batch.take(index), targets=None, weight=None)
 
 
-def _run(model: nn.Module, plan: ModelPlan, batch: Batch) -> tuple[Tensor, list[RecordedCall]]:
+def run_recorded(model: nn.Module, plan: ModelPlan, batch: Batch) -> tuple[Tensor, list[RecordedCall]]:
+    """Runs the model on a batch, and returns its outputs and the calls of its layers.
+
+    Raises:
+        InputError: The model changes its inputs in place.
+    """
     versions = [t._version for t in tensors_of(batch.inputs)]
     with record_calls(plan) as calls:
         outputs = call_model(model, batch.inputs)
@@ -547,46 +567,3 @@ def on_one_example(batch: Batch, run: Callable[[Batch], Result]) -> Result:
         if not _possibly_whole(batch):
             raise
         return run(batch)
-
-
-def find_last_layer(model: nn.Module, batch: Batch) -> list[str]:
-    """Returns the names of the parameters of the last layer with a weight matrix.
-
-    It is the layer whose output is returned as it is; failing that (a reshape or a scale follows), the last one called.
-
-    Raises:
-        UnsupportedError: No layer with a weight matrix was called, or the outputs come from several such layers.
-        InputError: A layer is in training mode whose outputs would be random or depend on other examples.
-
-    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> find_last_layer(net, Batch(torch.zeros(1, 2), None, None, 1))
-    ['2.weight', '2.bias']
-    """
-    check_modes(model)  # This comes before the first forward pass, which would move BatchNorm's statistics.
-    names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
-    plan = find_layers(model, names)
-    with only_require_grad(model, names):
-        outputs, calls = on_one_example(batch, lambda one: _run(model, plan, one))
-    matrix = [c for c in calls if plan.layers[c.layer].rule.matrix]
-    if not matrix:
-        raise UnsupportedError(
-            "params='last_layer' found no layer with a weight matrix in the forward pass; name the parameters with params=[...]"
-        )
-    edge = get_gradient_edge(outputs)
-    last = next((c for c in matrix if c.edge == edge), matrix[-1])
-    if last.edge != edge:
-        _check_all_outputs_depend_on(last, outputs, plan)
-    return list(plan.layers[last.layer].layout.names)
-
-
-def _check_all_outputs_depend_on(call: RecordedCall, outputs: Tensor, plan: ModelPlan) -> None:
-    """Raises an error where a layer is one of several heads: the variance of the other outputs would be zero, without a word."""
-    units = torch.eye(outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
-    heads = [u.expand_as(outputs) for u in units]
-    gradients = [torch.autograd.grad(outputs, call.edge, h, retain_graph=True, allow_unused=True)[0] for h in heads]
-    independent = [c for c, g in enumerate(gradients) if g is None or not bool(g.any())]
-    if 0 < len(independent) < len(units):
-        raise UnsupportedError(
-            f"params='last_layer' found {plan.layers[call.layer].name}, but outputs {independent[:5]} of {len(units)} do not "
-            "depend on it: the network has several heads. Name the parameters of all of them with params=[...]"
-        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, Unpack, in_dtype, iterate
-from aftermap.distributed import all_reduce_, fail_together
+from aftermap.distributed import all_reduce_, fail_together, is_distributed
 from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Likelihood
@@ -162,7 +162,13 @@ class GGNOperator:
         return self.mv(torch.eye(self.size, dtype=torch.float64, device=self.device))
 
     def _batches(self) -> Iterable[Batch]:
-        return iterate(self._data, device=self.device, dtype=self._model_dtype, unpack=self._unpack)
+        return iterate(
+            self._data,
+            device=self.device,
+            dtype=self._model_dtype,
+            unpack=self._unpack,
+            may_be_empty=is_distributed(),
+        )
 
     def _working_params(self) -> Params:
         """Returns the weights in the precision of products."""

@@ -23,9 +23,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from aftermap.batches import Batch, tensors_of
-from aftermap.curvature.rules.attention import PackedProjectionRule, attention_forward, without_view
+from aftermap.curvature.rules.attention import PackedProjectionRule, attention_forward
 from aftermap.curvature.rules.base import InputRows
 from aftermap.errors import UnsupportedError
+from aftermap.models import without_view
 
 if TYPE_CHECKING:
     from aftermap.curvature.passes.plan import Layer, ModelPlan

@@ -14,18 +14,27 @@ from torch import Tensor, nn
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.curvature.passes.backward import Accumulator, BackwardPass
 from aftermap.curvature.passes.block import Block
+from aftermap.curvature.passes.checkpoint import Checkpoint, ResumablePass
+from aftermap.curvature.passes.counts import DataCounts
 from aftermap.curvature.passes.plan import ModelPlan, PlanCheck, PlanContradicted
 from aftermap.curvature.passes.record import ForwardRecord, record_calls
 from aftermap.curvature.passes.vectors import make_vectors, resolve_kind
-from aftermap.distributed import all_reduce_, fail_together
+from aftermap.distributed import all_reduce_, fail_together, from_any_process, is_distributed
 from aftermap.errors import DataError
 from aftermap.likelihoods import Likelihood
 from aftermap.likelihoods.discrete import are_probabilities
 from aftermap.linalg import TERMS_PER_PART
-from aftermap.models import autograd_errors_explained, call_model, check_device, check_outputs, only_require_grad
+from aftermap.models import (
+    autograd_errors_explained,
+    call_model,
+    check_device,
+    check_not_sharded,
+    check_outputs,
+    only_require_grad,
+)
 from aftermap.progress import progress
 
-__all__ = ["Choose", "CurvatureProblem", "DataCounts", "first_batch", "vectors_go_together"]
+__all__ = ["Choose", "CurvatureProblem", "DataCounts", "first_batch"]
 
 # This many numbers of gradients are back-propagated at once (8 MB in float32).
 _GRADIENT_NUMBERS = 1 << 21
@@ -33,42 +42,44 @@ _GRADIENT_NUMBERS = 1 << 21
 # fewer than so many: small pieces waste time on overhead.
 _PIECE_NUMBERS = 1 << 21
 _LEAST_EXAMPLES = 16
+# A process without data plans with so many examples of another one: enough to tell a batch from its examples.
+_FEW_EXAMPLES = 4
 Choose = Callable[[Batch], Batch | None]  # some examples of a batch; None where none is chosen
 
 
-def vectors_go_together(model: nn.Module) -> bool:
-    """Tells whether all vectors go in one pass: PyTorch's vectorised backward pass is slow for convolutions and pooling."""
-    slow = (nn.modules.conv._ConvNd, nn.modules.pooling._MaxPoolNd, nn.modules.pooling._AvgPoolNd, nn.RNNBase)
-    return not any(isinstance(m, slow) for m in model.modules())
+def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None, *, together: bool = False) -> Batch:
+    """Returns the first batch that holds an example; the data are asked anew for the rest.
 
+    Args:
+        model: The network, for its device and dtype.
+        data: The batches of this process.
+        unpack: What turns a batch of another form into (inputs, targets).
+        together: Whether all processes of a group call this at once. One without data then gets some examples of another.
 
-def first_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> Batch:
-    """Returns the first batch that holds an example; the data are asked anew for the rest."""
+    Raises:
+        DataError: There is none; with ``together``, on no process.
+    """
+    if together and is_distributed():
+        return _lent_batch(model, data, unpack)
     device, dtype = check_device(model)
     for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
         return batch
     raise DataError("the data hold no example: every batch is empty")
 
 
-@dataclass
-class DataCounts:
-    """The counts of what passed by in one pass over the data.
-
-    Attributes:
-        n_data: The number of data; weights count as copies.
-        loss: The sum Σ −log p.
-        n_outputs: The number of numbers that the network returns for one datum.
-        kind: The kind of vectors.
-        used: The parameters that some batch has used.
-        probabilities: Whether the outputs of the first examples are probabilities where logits are needed.
-    """
-
-    n_data: float = 0.0
-    loss: float = 0.0
-    n_outputs: int = 0
-    kind: str = ""
-    used: frozenset[str] = frozenset()
-    probabilities: bool = False
+def _lent_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> Batch:
+    """Returns the first batch of this process, or else some examples of the first process that has one."""
+    check_not_sharded(model.parameters())
+    device, dtype = check_device(model)
+    own: Batch | None = None
+    with fail_together("looking at the first batch"):
+        batches = iterate(data, device=device, dtype=dtype, unpack=unpack, may_be_empty=True)
+        own = next(iter(batches), None)
+        few = None if own is None else own.take(torch.arange(min(own.size, _FEW_EXAMPLES))).to(torch.device("cpu"))
+    lent: Batch | None = from_any_process(few)
+    if lent is None:
+        raise DataError("the data hold no example: every batch of every process is empty")
+    return lent.to(device) if own is None else own
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class CurvatureProblem:
         unpack: A function that turns a batch of another form into (inputs, targets).
         generator: The source of the random kinds of vectors.
         show_progress: Whether to show a progress bar. None shows it on a terminal.
+        checkpoint: The folder that keeps the sums, so that a fit that was killed goes on; None keeps none.
     """
 
     model: nn.Module
@@ -113,6 +125,7 @@ class CurvatureProblem:
     unpack: Unpack | None = None
     generator: torch.Generator | None = None
     show_progress: bool | None = None
+    checkpoint: Checkpoint | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,6 +142,10 @@ class CurvatureProblem:
     def model_dtype(self) -> torch.dtype:
         """The dtype of the model's parameters."""
         return check_device(self.model)[1]
+
+    def kept(self, name: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """Returns tensors that are made once in a fit; after a kill they are those of the checkpoint."""
+        return make() if self.checkpoint is None else self.checkpoint.kept(name, make)
 
     @autograd_errors_explained()
     def run(
@@ -153,20 +170,22 @@ class CurvatureProblem:
         Raises:
             PlanContradicted: A batch, of this process or of another, used the network in another way than the plan says.
         """
-        counts, check, together = DataCounts(), PlanCheck(self.plan), vectors_go_together(self.model)
+        counts, check = DataCounts(), PlanCheck(self.plan)
         reasons: dict[str, str] = {}
         batch_number = 1
+        resumed = None if self.checkpoint is None else self._resumed(self.checkpoint, description, accumulators, counts)
         with fail_together(f"summing: {description}"):
             try:
                 with only_require_grad(self.model, self.names):
-                    for batch in self._pieces(description, whole_batches, choose):
+                    for batch in self._pieces(description, whole_batches, choose, resumed):
                         with record_calls(self.plan) as calls:
                             outputs = call_model(self.model, batch.inputs)
                         self._count(outputs, batch, counts)
                         record = ForwardRecord.make(self.model, batch, outputs, self.plan, calls)
                         del calls, outputs
                         check.check(record)
-                        self._back_propagate(record, accumulators, counts.kind, together)
+                        counts.used = counts.used | check.used
+                        self._back_propagate(record, accumulators, counts.kind)
                         del record
             except PlanContradicted as contradicted:
                 reasons, batch_number = contradicted.reasons, contradicted.batch
@@ -177,7 +196,8 @@ class CurvatureProblem:
         if self.passes > 1:
             blocks = tuple(block.scaled(1 / self.passes) for block in blocks)
             counts.n_data, counts.loss = counts.n_data / self.passes, counts.loss / self.passes
-        counts.used = frozenset(check.used)
+        if is_distributed():
+            counts.agree_over_processes(self.names)
         return blocks, counts
 
     def sum_loss(self, look: Callable[[Batch, Tensor], None] | None = None) -> DataCounts:
@@ -194,25 +214,48 @@ class CurvatureProblem:
                 if look is not None:
                     look(batch, outputs)
         counts.n_data, counts.loss = counts.n_data / self.passes, counts.loss / self.passes
+        if is_distributed():
+            counts.agree_over_processes(self.names)
         return counts
 
+    def _resumed(
+        self, checkpoint: Checkpoint, description: str, accumulators: Sequence[Accumulator], counts: DataCounts
+    ) -> ResumablePass:
+        """Returns the pass that goes on from the checkpoint."""
+        return checkpoint.start_pass(
+            description, accumulators, counts, lambda: self._batches(f"{description}: comparing"), self.generator
+        )
+
     def _batches(self, description: str) -> Iterator[Batch]:
-        """Yields every batch of every pass, checked."""
+        """Yields every batch of every pass, checked; a process may have none where others have some."""
         device, dtype = check_device(self.model)
         for number in range(self.passes):
             label = description if self.passes == 1 else f"{description} {number + 1}/{self.passes}"
             bar = progress(self.data, description=label, enabled=self.show_progress)
-            yield from map(self.plan.marked, iterate(bar, device=device, dtype=dtype, unpack=self.unpack))
+            batches = iterate(bar, device=device, dtype=dtype, unpack=self.unpack, may_be_empty=is_distributed())
+            yield from map(self.plan.marked, batches)
 
-    def _pieces(self, description: str, whole_batches: bool, choose: Choose | None = None) -> Iterator[Batch]:
+    def _pieces(
+        self, description: str, whole_batches: bool, choose: Choose | None, resumed: ResumablePass | None
+    ) -> Iterator[Batch]:
         """Yields batches in pieces whose gradients take little memory; sums over data do not notice."""
-        size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, _PIECE_NUMBERS // max(1, self.plan.numbers)))
+        if resumed is not None and resumed.nothing_left:
+            return
         batches = self._batches(description)
-        for batch in batches if choose is None else filter(None, map(choose, batches)):
+        for whole in batches if choose is None else filter(None, map(choose, batches)):
+            batch = whole if resumed is None else resumed.rest_of(whole, whole_batches)
+            if batch is None:
+                continue
+            fitting = _PIECE_NUMBERS // self.plan.numbers_per_example(batch)
+            size = min(TERMS_PER_PART, max(_LEAST_EXAMPLES, fitting))
             if whole_batches or batch.size <= size:
                 yield batch
             else:
                 yield from batch.pieces(math.ceil(batch.size / math.ceil(batch.size / size)))
+            if resumed is not None:
+                resumed.finish_batch()  # The accumulators have had all pieces when the next one is asked for.
+        if resumed is not None:
+            resumed.finish()
 
     def _count(self, outputs: Tensor, batch: Batch, counts: DataCounts) -> None:
         """Checks a batch's outputs and targets, and adds it to what passed by."""
@@ -228,11 +271,9 @@ class CurvatureProblem:
         counts.n_outputs = math.prod(outputs.shape[1:])
         counts.kind = resolve_kind(self.curvature, outputs)
 
-    def _back_propagate(
-        self, record: ForwardRecord, accumulators: Sequence[Accumulator], kind: str, together: bool
-    ) -> None:
+    def _back_propagate(self, record: ForwardRecord, accumulators: Sequence[Accumulator], kind: str) -> None:
         """Sends the vectors of a batch through its graph, one by one or all together."""
-        batch, outputs = record.batch, record.outputs.detach()
+        batch, outputs, together = record.batch, record.outputs.detach(), self.plan.vectors_go_together
         for accumulator in accumulators:
             accumulator.start_batch(record)
         vectors = make_vectors(

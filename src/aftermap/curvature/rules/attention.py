@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from aftermap.curvature.rules.base import InputRows, LayerRule, Layout, Named, append_ones, matrix_layout
 from aftermap.curvature.rules.linear import DenseRows, LinearRule
 from aftermap.errors import InputError
+from aftermap.models import without_view
 
-__all__ = ["PackedProjectionRule", "attention_forward", "attention_projections", "without_view"]
+__all__ = ["PackedProjectionRule", "attention_forward", "attention_projections"]
 
 Tap = Callable[[str, Tensor, Tensor, int | None], None]  # (projection, input, output, group)
 _PROJECTIONS = ("q", "k", "v")
@@ -59,17 +60,6 @@ class PackedProjectionRule(LayerRule):
         full = lines.new_zeros(*lines.shape[:2], 3, *lines.shape[2:])
         full[:, :, group] = lines
         return full
-
-
-def without_view(output: Any) -> Any:
-    """Returns the same numbers in the same memory, but not as a view in the eyes of autograd.
-
-    A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
-    sum) rewrites the graph around it, and the gradient edge of the view is lost.
-    """
-    if isinstance(output, Tensor) and output.requires_grad and output._is_view():
-        return torch.ops.aten._unsafe_view(output, output.shape)
-    return output
 
 
 def attention_projections(module: nn.MultiheadAttention) -> Mapping[str, tuple[LayerRule, dict[str, str]]]:

@@ -267,6 +267,14 @@ class InputRows(ABC):
             squares += gradients.square_().sum((0, 1))
         return total, squares
 
+    def dense(self) -> Tensor | None:
+        """Returns the rows as one tensor [b, g, t, i], with the 1 of a bias; None where they have only another form."""
+        return None
+
+    def columns(self, grads: Tensor) -> list[Tensor] | None:
+        """Returns per-example gradients for [v, b, g, t, o] as one column [b·g] per feature; None where they are no columns."""
+        return None
+
     def cached(self) -> InputRows:
         """Returns the same rows in the form that is cheapest when several vectors will meet them."""
         return self

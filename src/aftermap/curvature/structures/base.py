@@ -413,6 +413,8 @@ class Structure:
         posterior: A function that makes the posterior where it is not one of blocks, from the posterior of the
             ``preconditioner``, the network, the data, the likelihood and what unpacks a batch; None where the blocks
             make it.
+        streams_sums: Whether a fit is nothing but sums of passes over the data, by accumulators that know their state: such a fit
+            can be kept in a checkpoint.
         preconditioner: The structure whose blocks are fitted instead where ``posterior`` is given.
     """
 
@@ -431,6 +433,7 @@ class Structure:
     blocks_are_global: bool = False
     reads_layers: bool = True
     needs_rank: bool = False
+    streams_sums: bool = False
     posterior: Callable[..., Any] | None = None
     preconditioner: str | None = None
 

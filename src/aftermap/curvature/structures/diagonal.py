@@ -29,7 +29,6 @@ from aftermap.curvature.passes.record import ForwardRecord
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.passes.vectors import make_vectors
 from aftermap.curvature.rules.base import Layout, examples_per_chunk
-from aftermap.curvature.rules.scale import ScaleRows
 from aftermap.curvature.structures.base import (
     Block,
     BlockPosterior,
@@ -42,7 +41,7 @@ from aftermap.curvature.structures.layer_covariance import layer_covariance, lay
 from aftermap.draws import normal_like
 from aftermap.errors import UnsupportedError
 from aftermap.likelihoods import Likelihood
-from aftermap.linalg import RunningSum
+from aftermap.linalg import RunningSum, take_under
 from aftermap.params import Params
 from aftermap.prior import Prior
 
@@ -124,7 +123,7 @@ class DiagonalAccumulator(Accumulator):
         if len(calls) == 1:
             call, arrived = calls[0]
             rows = call.rows
-            columns = rows.columns(arrived) if isinstance(rows, ScaleRows) else None
+            columns = rows.columns(arrived)
             if columns is not None:
                 self._add_columns(columns)
             else:
@@ -145,6 +144,21 @@ class DiagonalAccumulator(Accumulator):
             self._columns[size] = RunningSum([self.sums.parts[0].new_zeros(size) for _ in columns])
         for squares, column in zip(self._columns[size].room_for(1), columns, strict=True):
             squares.addcmul_(column, column)
+
+    def state(self) -> dict[str, Tensor]:
+        state = {f"sums.{name}": value for name, value in self.sums.state().items()}
+        for size, columns in self._columns.items():
+            state.update({f"columns.{size}.{name}": value for name, value in columns.state().items()})
+        return state
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        self.sums.add_state(take_under(state, "sums."))
+        for size in {int(name.split(".")[1]) for name in state}:
+            saved = take_under(state, f"columns.{size}.")
+            like = self.sums.parts[0].new_zeros(size)
+            features = sum(name.startswith("part.") for name in saved)
+            columns = self._columns.setdefault(size, RunningSum([like.clone() for _ in range(features)]))
+            columns.add_state(saved)
 
     def blocks(self) -> list[Block]:
         sums = self.sums.take()
@@ -303,4 +317,6 @@ class DiagonalBlockPosterior(BlockPosterior):
         return {n: 1 / p.detach() for n, p in self.precision.items()}
 
 
-register_structure(Structure("diagonal", "One number for each weight.", fit_diagonal, (DiagonalBlock,)))
+register_structure(
+    Structure("diagonal", "One number for each weight.", fit_diagonal, (DiagonalBlock,), streams_sums=True)
+)

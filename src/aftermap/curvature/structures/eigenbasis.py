@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aftermap import checks
 from aftermap.distributed import distribute_work
-from aftermap.errors import InputError
 from aftermap.linalg import psd_eigh
 
 __all__ = ["DAMPINGS", "Eigen", "KroneckerEigenbasis", "damped_eigenvalues", "eigendecompose"]
@@ -130,8 +130,7 @@ def damped_eigenvalues(
     >>> damped_eigenvalues(torch.tensor([[2.0]]), torch.tensor([[3.0]]), prior=4.0, damping="factored")
     tensor([[[20.]]])
     """
-    if damping not in DAMPINGS:
-        raise InputError(f"damping={damping!r} is not known; allowed are {', '.join(map(repr, DAMPINGS))}")
+    checks.choice("damping", damping, DAMPINGS)
     s, delta = (torch.as_tensor(v, dtype=mu.dtype, device=mu.device) for v in (scale, prior))
     if damping == "exact":
         return s * (mu[:, :, None] * lam[:, None, :]) + delta

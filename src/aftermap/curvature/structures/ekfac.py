@@ -21,7 +21,7 @@ from aftermap.curvature.passes.backward import Accumulator, LayerGradients
 from aftermap.curvature.passes.record import LayerCall
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.rules.base import InputRows, Layout, examples_per_chunk
-from aftermap.curvature.rules.linear import DenseRows, OneHotRows
+from aftermap.curvature.rules.linear import DenseRows
 from aftermap.curvature.structures.assign import layer_accumulators
 from aftermap.curvature.structures.base import Block, Factors, Structure, register_structure
 from aftermap.curvature.structures.diagonal import DiagonalBlock
@@ -55,6 +55,7 @@ class EkfacBlock(Block):
     basis: KroneckerEigenbasis
     values: Tensor
     kind: str = "ekfac"
+    one_precision = True
 
     @property
     def name(self) -> str:
@@ -76,7 +77,10 @@ class EkfacBlock(Block):
     def __add__(self, other: Block) -> Block:
         if isinstance(other, EkfacBlock) and self.shapes == other.shapes:
             mine, theirs = self.basis, other.basis
-            same_inputs = mine.inputs is None or (theirs.inputs is not None and torch.equal(mine.inputs, theirs.inputs))
+            if mine.inputs is None or theirs.inputs is None:
+                same_inputs = mine.inputs is theirs.inputs
+            else:
+                same_inputs = torch.equal(mine.inputs, theirs.inputs)
             if not (same_inputs and torch.equal(mine.outputs, theirs.outputs)):
                 raise InputError(
                     f"the EKFAC blocks of {self.name} have different eigenbases and cannot be added; "
@@ -129,7 +133,7 @@ def _pieces(batch: int, numbers: int) -> Iterator[tuple[int, int]]:
 
 
 def _rows(call: LayerCall) -> InputRows:
-    """Returns the rows of a call, kept for the next vector except where windows are small and many (4 % of a fit's time)."""
+    """Returns the rows of a call, kept for the next vector except where windows are small and many: those are made anew."""
     fresh = call.fresh_rows()
     return call.rows if fresh.shared <= fresh.features else fresh
 
@@ -160,7 +164,7 @@ class EigenAccumulator(Accumulator):
             return
         pairs = [(_rows(call), grads) for call, grads in calls]
         rows, grads = pairs[0]
-        if len(calls) == 1 and isinstance(rows, OneHotRows):  # U_A = I
+        if len(calls) == 1 and self.inner is None:  # U_A = I
             turned = torch.einsum("vbgto,gop->vbgtp", grads, self.outer)
             rows.add_squares_(self.sums.room_for(rows.batch)[0], turned)
             return
@@ -193,6 +197,12 @@ class EigenAccumulator(Accumulator):
             turned = torch.einsum("vbgto,gop->vbgtp", grads[:, start : start + length], self.outer)
             DenseRows(some, ones=False).add_squares_(self.sums.room_for(length)[0], turned)
 
+    def state(self) -> dict[str, Tensor]:
+        return self.sums.state()
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        self.sums.add_state(state)
+
     def blocks(self) -> list[Block]:
         return [EkfacBlock(self.layout, self.basis, self.sums.take())]
 
@@ -210,10 +220,12 @@ def fit_ekfac(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]
     del blocks
     # Half precision has no eigendecomposition, and its rotations would lose what the bases are for.
     basis_dtype = torch.float32 if problem.model_dtype in (torch.float16, torch.bfloat16) else problem.model_dtype
+    bases = decompose_bases(krons, basis_dtype, lambda make: problem.kept("bases", make))
     second: list[Accumulator] = [
         EigenAccumulator(layer, layout, basis, problem.model_dtype, problem.sums_dtype)
-        for layer, layout, basis in zip(layers, layouts, decompose_bases(krons, basis_dtype), strict=True)
+        for layer, layout, basis in zip(layers, layouts, bases, strict=True)
     ]
+    del bases
     corrected, _ = problem.run(second, "ekfac: eigenvalues")
     following = iter(corrected)
     return tuple(next(following) if b is None else b for b in rest), counts
@@ -231,6 +243,7 @@ register_structure(
         "Kronecker eigenbases with the exact curvature along each eigenvector.",
         fit_ekfac,
         (EkfacBlock, FullBlock, DiagonalBlock),
+        streams_sums=True,
         passes=2,
         updatable=False,  # Two fits have two eigenbases.
     )

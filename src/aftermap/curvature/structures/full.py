@@ -125,6 +125,7 @@ class FullBlock(Block):
     matrix: Tensor
     kind: str = "full"
     joins_layers = True
+    is_complete = True
 
     @property
     def name(self) -> str:
@@ -334,6 +335,7 @@ register_structure(
         "One dense matrix over all weights, with the terms between layers.",
         fit_full,
         (FullBlock,),
+        streams_sums=True,
         max_parameters=MAX_FULL,
     )
 )

@@ -15,7 +15,7 @@ from aftermap.batches import Batch, Unpack, iterate
 from aftermap.curvature.passes.stream import CurvatureProblem, DataCounts
 from aftermap.curvature.structures.base import Block, Structure, register_structure
 from aftermap.curvature.structures.full import FullBlock
-from aftermap.distributed import all_reduce_, fail_together
+from aftermap.distributed import all_reduce_, fail_together, is_distributed
 from aftermap.errors import InputError, NumericalError, NumericalWarning
 from aftermap.likelihoods import Likelihood
 from aftermap.models import autograd_errors_explained, check_device, chosen_parameters, evaluating, functional_outputs
@@ -103,7 +103,7 @@ def full_hessian(
     H = torch.zeros(size, size, dtype=torch.float64, device=device)
     n_data = 0
     with fail_together("computing the Hessian"), evaluating(model):
-        for batch in iterate(data, device=device, dtype=dtype, unpack=unpack):
+        for batch in iterate(data, device=device, dtype=dtype, unpack=unpack, may_be_empty=is_distributed()):
             _add_batch(H, model, params, likelihood, batch, chunk_size)
             n_data += batch.size
     counted = torch.tensor([n_data])

@@ -27,6 +27,7 @@ from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood
+from aftermap.linalg import take_under
 from aftermap.models import evaluating
 
 __all__ = [
@@ -127,17 +128,17 @@ def run(graph: fx.Graph, model: nn.Module, inputs: Any) -> Values:
     """Runs the graph with inputs (a tensor, a tuple or a mapping) and keeps all results."""
     placeholders = _bind(graph, inputs)
     results: dict[fx.Node, Any] = {}
-    kept: dict[fx.Node, dict[fx.Node, Tensor]] = {}
+    inputs_of: dict[fx.Node, dict[fx.Node, Tensor]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             results[node] = placeholders[node]
         elif node.op == "get_attr":
             results[node] = _attribute(model, node.target)
         elif node.op != "output":
-            kept[node] = {n: results[n].clone() for n in node.all_input_nodes if isinstance(results[n], Tensor)}
+            inputs_of[node] = {n: results[n].clone() for n in node.all_input_nodes if isinstance(results[n], Tensor)}
             args, kwargs = _arguments(node, results)
             results[node] = _callable(node, model)(*args, **kwargs)
-    return Values(results, kept)
+    return Values(results, inputs_of)
 
 
 def function_of(node: fx.Node, source: fx.Node, values: Values, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -155,11 +156,11 @@ def function_of(node: fx.Node, source: fx.Node, values: Values, model: nn.Module
 
 def downstream_of(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Returns the given nodes and everything computed from them: where curvature has to travel."""
-    found = set(nodes)
+    reached = set(nodes)
     for node in graph.nodes:
-        if any(n in found for n in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(n in reached for n in node.all_input_nodes):
+            reached.add(node)
+    return reached
 
 
 def describe(node: fx.Node, model: nn.Module) -> str:
@@ -497,6 +498,13 @@ class KfraAccumulator(Accumulator):
     def add(self, gradients: LayerGradients) -> None:
         """Does nothing, since the recursion needs no vectors."""
 
+    def state(self) -> dict[str, Tensor]:
+        return {f"{k}.{name}": value for k, part in enumerate(self.parts) for name, value in part.state().items()}
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        for k, part in enumerate(self.parts):
+            part.add_state(take_under(state, f"{k}."))
+
     def blocks(self) -> list[Block]:
         return [replace(b, kind="kfra") for p in self.parts for b in p.blocks() if isinstance(b, KronBlock)]
 
@@ -517,6 +525,7 @@ register_structure(
         fit_kfra,
         (KronBlock, FullBlock, DiagonalBlock),
         dampings=DAMPINGS,
+        streams_sums=True,
         depends_on_batches=True,  # The recursion averages over the examples of a batch.
     )
 )

@@ -31,9 +31,8 @@ is a draw from the block, exactly, where R and C are the directions in which T d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -61,13 +60,10 @@ from aftermap.curvature.structures.eigenbasis import (
 from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
 from aftermap.draws import normal_like
-from aftermap.errors import InputError
-from aftermap.linalg import GramSum, kron
+from aftermap.errors import InputError, UnsupportedError
+from aftermap.linalg import GramSum, kron, take_like, take_under
 from aftermap.params import Params
 from aftermap.prior import Prior
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "APPROACHES",
@@ -107,6 +103,7 @@ class KronBlock(Block):
     kind: str = "kron"
     approach: str = "expand"
     dampings = DAMPINGS
+    one_precision = True
 
     def __add__(self, other: Block) -> Block:
         if isinstance(other, KronBlock) and other.approach != self.approach:
@@ -186,18 +183,26 @@ class KronBlock(Block):
         )
 
 
-def decompose_bases(blocks: list[KronBlock], dtype: torch.dtype) -> list[KroneckerEigenbasis]:
+def decompose_bases(
+    blocks: list[KronBlock], dtype: torch.dtype, kept: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
+) -> list[KroneckerEigenbasis]:
     """Returns the eigenbases of Kronecker blocks; over several processes the work is shared out.
 
     Args:
         blocks: The blocks, in a list that is emptied, so that a factor can go when its basis exists and never both
             exist of all layers.
         dtype: The precision of the eigenvectors.
+        kept: A function that returns the eigenvectors of an earlier run, or those that its argument makes.
     """
     diagonal_inputs = [block.inputs.dim() == 2 for block in blocks]
+    device = blocks[0].outputs.device if blocks else None
     matrices = [pair for block in blocks for pair in block.matrices_to_decompose()]
     blocks.clear()
-    vectors = iter([eigenvectors for _, eigenvectors in eigendecompose(matrices, dtype, release=True)])
+
+    def decompose() -> list[Tensor]:
+        return [eigenvectors for _, eigenvectors in eigendecompose(matrices, dtype, release=True)]
+
+    vectors = iter([eigenvectors.to(device) for eigenvectors in kept(decompose)])
     bases = []
     for diagonal in diagonal_inputs:
         outputs = next(vectors)
@@ -247,7 +252,12 @@ class KronAccumulator(Accumulator):
 
     def start_batch(self, record: ForwardRecord) -> None:
         weight = record.batch.weight
-        rows = [r for r in (call.fresh_rows() for call in record.calls[self.layer]) if isinstance(r, MatrixRows)]
+        rows = [rows for call in record.calls[self.layer] if isinstance(rows := call.fresh_rows(), MatrixRows)]
+        if len(rows) < len(record.calls[self.layer]):
+            raise UnsupportedError(
+                f"the rule of {self.layout.name} says that its block is a weight matrix, but its rows have no Gram matrix. Derive "
+                "them from MatrixRows, or set matrix = False in the rule"
+            )
         if not rows:
             return
         count = record.size if weight is None else float(weight.sum())
@@ -273,6 +283,17 @@ class KronAccumulator(Accumulator):
             return
         total = sum((g.sum(3) for g in arrived[1:]), arrived[0].sum(3))  # [v, b, g, o]
         self.outputs.add(total.flatten(0, 1).transpose(0, 1))
+
+    def state(self) -> dict[str, Tensor]:
+        inputs = {f"inputs.{name}": value for name, value in self.inputs.state().items()}
+        outputs = {f"outputs.{name}": value for name, value in self.outputs.state().items()}
+        return {**inputs, **outputs, "rows": torch.tensor(self.rows, dtype=torch.float64)}
+
+    def add_state(self, state: dict[str, Tensor]) -> None:
+        self.inputs.add_state(take_under(state, "inputs."))
+        self.outputs.add_state(take_under(state, "outputs."))
+        rows = take_like(state, "rows", torch.tensor(self.rows, dtype=torch.float64))
+        self.rows = [mine + saved for mine, saved in zip(self.rows, rows.tolist(), strict=True)]
 
     def blocks(self) -> list[Block]:
         rows = torch.tensor(self.rows, dtype=torch.float64, device=self.device)
@@ -408,7 +429,7 @@ class KronBlockPosterior(BlockPosterior):
 
     def with_prior(self, prior: Prior, scale: Tensor) -> KronBlockPosterior:
         device = self.basis.outputs.device
-        return replace(self, prior=prior.scalar(self.names).to(device), scale=scale.to(device))
+        return replace(self, prior=prior.scalar(self.layout.names).to(device), scale=scale.to(device))
 
     def log_det_ratio(self) -> Tensor:
         if self.damping == "exact":
@@ -494,5 +515,6 @@ register_structure(
         fit_kron,
         (KronBlock, FullBlock, DiagonalBlock),
         dampings=DAMPINGS,
+        streams_sums=True,
     )
 )

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.rules.base import examples_per_chunk
-from aftermap.curvature.rules.convolution import ConvRows
 from aftermap.curvature.rules.linear import DenseRows
 
 __all__ = ["layer_covariance", "layer_of"]
@@ -65,10 +64,11 @@ def layer_covariance(
         )
         return [gradients.vectors.new_zeros(shape) for _ in tables]
     call, grads = calls[0]
-    if len(calls) > 1 or not isinstance(call.rows, DenseRows) or call.rows.shared > 1:
+    rows = call.rows.dense() if len(calls) == 1 and call.rows.shared == 1 else None
+    if rows is None:
         return _with_sharing(gradients, layer, tables, outer, inner, diagonal)
     dtype = gradients.vectors.dtype
-    inputs = call.rows.dense()[:, :, 0]  # [b, g, i]
+    inputs = rows[:, :, 0]  # [b, g, i]
     if inner is not None:
         inputs = torch.einsum("bgi,gij->bgj", inputs, inner.to(dtype))
     squares = inputs.square().transpose(0, 1)  # [g, b, i]
@@ -92,7 +92,7 @@ def _with_sharing(
     inner: Tensor | None,
     diagonal: bool,
 ) -> list[Tensor]:
-    found: list[list[Tensor]] = [[] for _ in tables]
+    parts: list[list[Tensor]] = [[] for _ in tables]
     layout = gradients.record.plan.layers[layer].layout
     stride = examples_per_chunk(2 * gradients.n_vectors * layout.size)
     for start in range(0, gradients.record.size, stride):
@@ -102,21 +102,21 @@ def _with_sharing(
             turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
         turned = turned.transpose(0, 1)
         for place, table in enumerate(tables):
-            found[place].append(_contract(turned, table.to(turned.dtype), diagonal))
-    return [torch.cat(parts) for parts in found]
+            parts[place].append(_contract(turned, table.to(turned.dtype), diagonal))
+    return [torch.cat(covariances) for covariances in parts]
 
 
 def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: int, inner: Tensor | None) -> Tensor:
     """Returns G U_A for some examples; the rows are turned first where they are fewer than the gradients' rows, v·o."""
-    calls = gradients.by_layer[layer]
-    rows = calls[0][0].rows
     if inner is None:
         return gradients.block_gradients(layer, start, length)
-    if len(calls) == 1 and isinstance(rows, DenseRows | ConvRows):
-        grads = calls[0][1]
-        if rows.shared < gradients.n_vectors * grads.shape[-1]:
-            turned = rows.examples(start, length).dense() @ inner.to(grads.dtype)
-            return DenseRows(turned, ones=False).per_example_gradients(grads[:, start : start + length])
+    calls = gradients.by_layer[layer]
+    call, grads = calls[0]
+    if len(calls) == 1 and call.rows.shared < gradients.n_vectors * grads.shape[-1]:
+        rows = call.rows.examples(start, length).dense()
+        if rows is not None:
+            turned = DenseRows(rows @ inner.to(grads.dtype), ones=False)
+            return turned.per_example_gradients(grads[:, start : start + length])
     each = gradients.block_gradients(layer, start, length)
     return each @ inner.to(each.dtype)
 

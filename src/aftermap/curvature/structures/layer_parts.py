@@ -206,11 +206,11 @@ class ProductLayerParts(LayerParts):
             masked = [torch.zeros_like(lines) for _ in self.rows]
             for values, rows in zip(masked, self.rows.values(), strict=True):
                 values[..., rows] = lines[..., rows]
-            moved = self.times_covariance(torch.cat([lines, *masked])).chunk(len(masked) + 1)
-            for (layer, rows), own in zip(self.rows.items(), moved[1:], strict=True):
+            products = self.times_covariance(torch.cat([lines, *masked])).chunk(len(masked) + 1)
+            for (layer, rows), own in zip(self.rows.items(), products[1:], strict=True):
                 part = lines[..., rows]
                 collector.add("own", layer, part, own[..., rows])
-                collector.add("cross", layer, part, moved[0][..., rows] - own[..., rows])
+                collector.add("cross", layer, part, products[0][..., rows] - own[..., rows])
         return collector.covariances()
 
     def half_effective(self, layer: str) -> float:

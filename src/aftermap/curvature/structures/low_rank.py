@@ -336,10 +336,10 @@ class LowRankBlockPosterior(BlockPosterior):
                 key = id(variant.basis), id(variant.whitener)
                 if key not in known:
                     known[key] = _Explained.of(variant, gradients, start, length, diagonal)
-                found = known[key].covariance(variant)
-                if found is None:
-                    found = variant._sums_of_squares(gradients, start, length, diagonal)
-                covariances.append(found.to(gradients.vectors.dtype))
+                covariance = known[key].covariance(variant)
+                if covariance is None:
+                    covariance = variant._sums_of_squares(gradients, start, length, diagonal)
+                covariances.append(covariance.to(gradients.vectors.dtype))
         return [torch.cat(covariances) for covariances in parts]
 
     def _sums_of_squares(self, gradients: LayerGradients, start: int, length: int, diagonal: bool) -> Tensor:

@@ -181,8 +181,9 @@ def fit_subnetwork(
     """
     names = [n for n in named_parameters(model) if n in entries]
     shapes = {n: tuple(named_parameters(model)[n].shape) for n in names}
+    batch = first_batch(model, data, unpack, together=True)
     with fail_together("looking at the first batch"):
-        plan = plan_model(model, names, first_batch(model, data, unpack))
+        plan = plan_model(model, names, batch)
     plan = plan.agree_over_processes(names)
     device, dtype = check_device(model)
     dtype = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

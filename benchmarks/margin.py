@@ -1,0 +1,121 @@
+"""What the cheap prediction of classes loses: `kind="margin"` beside the exact linearised predictive.
+
+    python -m benchmarks.margin                          # the development tasks of benchmarks/quality; writes results/margin.json
+    python -m benchmarks.margin --tasks digits_mlp,satellite_mlp
+
+Every network is fitted by `am.fit` with 300 validation data (or as many as the pool allows). Results of single tasks are kept, so that a run can go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import aftermap as am
+from aftermap import metrics
+from aftermap.evaluation import Reference
+from aftermap.predictive import Prediction
+from benchmarks.quality.tasks import TASKS
+from benchmarks.quality.training import CACHE, DATA, Prepared, load_task
+
+__all__ = ["main", "measure_task", "table"]
+
+NLL, AUROC = 0.005, 0.02  # what is to be reached
+SCORES = ("entropy", "mutual_information", "either")
+RESULTS = Path(__file__).resolve().parent / "results" / "margin.json"
+KINDS = ("linearised", "margin")
+Entry = dict[str, Any]
+
+
+def _predict(laplace: am.Laplace, x: Tensor, kind: str) -> tuple[Prediction, float]:
+    """The prediction, and the processor's seconds for it; the same draws for every piece."""
+    pieces, start = [], time.process_time()
+    for piece in x.split(250):
+        pieces.append(laplace.predict(piece, kind=kind, generator=torch.Generator().manual_seed(0)))
+    return Prediction.concatenate(pieces), time.process_time() - start
+
+
+def _numbers(laplace: am.Laplace, prepared: Prepared, usual: Tensor, kind: str) -> Entry:
+    test, seconds = _predict(laplace, prepared.test[0], kind)
+    reference = Reference.from_predictions(_predict(laplace, usual, kind)[0])
+    row: Entry = {"nll": -float(test.log_prob(prepared.test[1]).double().mean()), "seconds": seconds}
+    for name, inputs in prepared.ood.items():
+        other, _ = _predict(laplace, inputs, kind)
+        outside = torch.cat([torch.zeros(len(test)), torch.ones(len(other))]).bool()
+        for score in SCORES:
+            row[f"{name}/{score}"] = metrics.auroc(
+                torch.cat([reference.score_of(p, score) for p in (test, other)]), outside
+            )
+    return row
+
+
+def measure_task(name: str) -> Entry:
+    """The differences of one task: margin less exact; and how many forward passes both take."""
+    prepared = load_task(name, data_dir=DATA, cache=CACHE)
+    held_out = prepared.validation(min(300, int(0.8 * prepared.task.data.pool)), 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        laplace = am.fit(
+            prepared.model, prepared.likelihood, prepared.train, held_out, verbose=False, **prepared.task.options()
+        )
+        usual = torch.cat([x for x, _ in held_out])
+        exact, cheap = (_numbers(laplace, prepared, usual, kind) for kind in KINDS)
+    start = time.process_time()
+    with torch.no_grad():
+        for piece in prepared.test[0].split(250):
+            prepared.model(piece)
+    forward = time.process_time() - start
+    areas = {k: cheap[k] - exact[k] for k in exact if "/" in k}
+    return {
+        "structure": laplace.structure,
+        "params": str(laplace.params),
+        "nll": round(cheap["nll"] - exact["nll"], 5),
+        "auroc": {k: round(v, 4) for k, v in areas.items()},
+        "forwards": {"exact": round(exact["seconds"] / forward, 1), "margin": round(cheap["seconds"] / forward, 1)},
+    }
+
+
+def table(results: Entry) -> str:
+    """One line for each task: the rise of the NLL, the worst loss of AUROC by score, and forward passes."""
+    lines = [
+        f"{'task':22} {'ΔNLL':>8} " + " ".join(f"{s:>19}" for s in SCORES) + f" {'exact':>7} {'margin':>7}  reached"
+    ]
+    for name, row in results.items():
+        worst = [min((v for k, v in row["auroc"].items() if k.endswith(f"/{s}")), default=0.0) for s in SCORES]
+        reached = row["nll"] <= NLL and min(worst) >= -AUROC
+        numbers = " ".join(f"{w:19.4f}" for w in worst)
+        passes = row["forwards"]
+        lines.append(
+            f"{name:22} {row['nll']:8.4f} {numbers} {passes['exact']:7.1f} {passes['margin']:7.1f}  {'yes' if reached else 'no'}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures the tasks that are not yet known, prints and writes the table."""
+    development = [t.name for t in TASKS.values() if t.part == "development" and t.group != "regression"]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=",".join(development), help="names, with commas")
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    results: Entry = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    for name in chosen.tasks.split(","):
+        if name not in results:
+            results[name] = measure_task(name)
+            RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            print(table({name: results[name]}), file=sys.stderr, flush=True)
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""Small errors for a source file: a sign, a factor, a transposed matrix, a limit, a term that is left out.
+
+A mutation is found again by its name alone: the file, the function, the operator, and its number among those of this operator
+in the function.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["OPERATORS", "Mutation", "mutate", "mutations_of"]
+
+_SWAPPED: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+}
+_LIMITS: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+_TRANSPOSED = ("T", "mT")
+_DROPPED_CALLS = ("sqrt", "square", "square_", "rsqrt", "exp", "log", "transpose", "cumsum", "flip", "abs", "log1p")
+# A message is no number, and a test that compares words is not wanted.
+_SKIPPED = (ast.Raise, ast.JoinedStr, ast.Assert, ast.AnnAssign, ast.Import, ast.ImportFrom)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One error.
+
+    Attributes:
+        file: The path of the file below src/aftermap.
+        function: The function that it is in, with its class.
+        operator: One of `OPERATORS`.
+        number: Its number among those of this operator in the function.
+        line: The line in the file as it is now, for people.
+        before: The expression.
+        after: The expression that takes its place.
+    """
+
+    file: str
+    function: str
+    operator: str
+    number: int
+    line: int
+    before: str
+    after: str
+
+    @property
+    def name(self) -> str:
+        """What finds the mutation again."""
+        return f"{self.file}:{self.function}:{self.operator}:{self.number}"
+
+
+def _sign_or_factor(node: ast.AST) -> ast.AST | None:
+    """Adds instead of subtracting, multiplies instead of dividing, and the other way round."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _SWAPPED:
+        return ast.BinOp(node.left, _SWAPPED[type(node.op)](), node.right)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+        return node.operand
+    return None
+
+
+def _dropped_term(node: ast.AST) -> ast.AST | None:
+    """Leaves out the second term of a sum, or what is added in place."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        return node.left
+    if isinstance(node, ast.AugAssign):
+        return ast.Pass()
+    return None
+
+
+def _number(node: ast.AST) -> ast.AST | None:
+    """Takes another number: one half becomes one, and every other one is one more."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return ast.Constant(1.0 if node.value == 0.5 else node.value + 1)
+    return None
+
+
+def _limit(node: ast.AST) -> ast.AST | None:
+    """Moves a limit by one: less becomes less or equal, and the other way round."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _LIMITS:
+        return ast.Compare(node.left, [_LIMITS[type(node.ops[0])]()], node.comparators)
+    return None
+
+
+def _transposed(node: ast.AST) -> ast.AST | None:
+    """Forgets to transpose, or multiplies two matrices in the other order."""
+    if isinstance(node, ast.Attribute) and node.attr in _TRANSPOSED:
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+        return ast.BinOp(node.right, ast.MatMult(), node.left)
+    return None
+
+
+def _dropped_call(node: ast.AST) -> ast.AST | None:
+    """Forgets a root, a square, a logarithm or a permutation."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _DROPPED_CALLS:
+        owner = node.func.value
+        return node.args[0] if isinstance(owner, ast.Name) and owner.id in ("torch", "math") and node.args else owner
+    return None
+
+
+OPERATORS: dict[str, Callable[[ast.AST], ast.AST | None]] = {
+    "sign or factor": _sign_or_factor,
+    "dropped term": _dropped_term,
+    "number": _number,
+    "limit": _limit,
+    "transposed": _transposed,
+    "dropped call": _dropped_call,
+}
+
+
+def _places(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.AST, str, int | None]]:
+    """Every node inside a function, with the function's name, and where it hangs in the tree."""
+
+    def walk(node: ast.AST, function: str, inside: bool) -> Iterator[tuple[str, ast.AST, ast.AST, str, int | None]]:
+        for field, value in ast.iter_fields(node):
+            children = value if isinstance(value, list) else [value]
+            for place, child in enumerate(children):
+                if not isinstance(child, ast.AST) or isinstance(child, _SKIPPED):
+                    continue
+                # Annotations, defaults and decorators are no arithmetic of the function.
+                if field in ("annotation", "returns", "decorator_list", "args") and isinstance(
+                    node, ast.FunctionDef | ast.ClassDef | ast.arg
+                ):
+                    continue
+                if isinstance(child, ast.Call) and _is_warning(child):
+                    continue
+                names = ast.FunctionDef | ast.ClassDef
+                below = f"{function}.{child.name}".lstrip(".") if isinstance(child, names) else function
+                within = inside or isinstance(child, ast.FunctionDef)
+                if inside:
+                    yield function, child, node, field, place if isinstance(value, list) else None
+                yield from walk(child, below, within)
+
+    return walk(tree, "", False)
+
+
+def _is_warning(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return "warn" in name or "Error" in name
+
+
+def mutations_of(source: str, file: str) -> list[Mutation]:
+    """Every mutation of a source.
+
+    >>> [m.after for m in mutations_of("def f(a, b):\\n    return 0.5 * a - b", "f.py")]
+    ['0.5 * a + b', '0.5 * a', '0.5 / a', '1.0']
+    """
+    tree = ast.parse(source)
+    count: Counter[tuple[str, str]] = Counter()
+    found = []
+    for function, node, *_ in _places(tree):
+        for operator, change in OPERATORS.items():
+            after = change(node)
+            if after is None:
+                continue
+            number = count[function, operator]
+            count[function, operator] += 1
+            texts = (ast.unparse(ast.fix_missing_locations(copy.deepcopy(n))) for n in (node, after))
+            found.append(Mutation(file, function, operator, number, getattr(node, "lineno", 0), *texts))
+    return found
+
+
+def mutate(source: str, mutation: Mutation) -> str:
+    """The source with one mutation in it.
+
+    >>> source = "def f(a, b):\\n    return 0.5 * a - b"
+    >>> print(mutate(source, mutations_of(source, "f.py")[0]))
+    def f(a, b):
+        return 0.5 * a + b
+    """
+    tree = ast.parse(source)
+    number = 0
+    for function, node, parent, field, place in _places(tree):
+        if function != mutation.function:
+            continue
+        after = OPERATORS[mutation.operator](node)
+        if after is None:
+            continue
+        if number == mutation.number:
+            if place is None:
+                setattr(parent, field, after)
+            else:
+                getattr(parent, field)[place] = after
+            return ast.unparse(ast.fix_missing_locations(tree))
+        number += 1
+    raise LookupError(f"{mutation.name} is not in the source any more")
