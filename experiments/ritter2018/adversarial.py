@@ -159,7 +159,7 @@ def _most_uncertain(results: Results) -> Verdict:
     others = [m for m in NAMES if m != "kron"]
     conditions = [paired(areas["kron"], areas[m]).higher for m in others]
     reason = "not above " + ", ".join(NAMES[m] for m, held in zip(others, conditions, strict=True) if not held)
-    reason += "; the tuned posteriors are narrow, see R6"
+    reason += "; the tuned posteriors are narrow, see R12"
     return Verdict.of("R10", conditions, f"area under the entropy: {_words(areas, 3)}", reason, len(areas["kron"]))
 
 
