@@ -16,6 +16,7 @@ layer's Jacobian with its covariance: with r_P = Σ T D O/F' for weights that ar
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterable, Sequence, Sized
@@ -38,7 +39,8 @@ from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs", "in_seconds"]
 
-_EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition: the order of magnitude of one core
+_EIGH_FLOPS = 5e9  # float64 operations per second in a small eigendecomposition: the order of magnitude of one core
+_EIGH_SIZE = 512  # of the matrix by which those of large ones are measured
 _CANDIDATES = (
     ("kron", "all"),
     ("ekfac", "all"),
@@ -261,7 +263,7 @@ class _Shapes:
             "subset": 12.0 * rows * size,
         }
         decompositions = extra.get(structure, eigh if structure in ("kron", "ekfac") else 0.0)
-        seconds = self.batches * self.unit * passes / 3 + decompositions / _EIGH_FLOPS
+        seconds = self.batches * self.unit * passes / 3 + decompositions / _eigh_flops(decompositions)
         contracted = {
             "kron": 2 * inner + 2 * self.outputs * outer,
             "ekfac": 2 * inner + 2 * self.outputs * outer,
@@ -279,6 +281,23 @@ class _Shapes:
             self.n_data * self.outputs,
             self.unit / 3 / self.batch.size * of_prediction,
         )
+
+
+def _eigh_flops(operations: float) -> float:
+    """Operations per second in eigendecompositions: measured once, where so many are needed that the measurement is little beside them."""
+    return _EIGH_FLOPS if operations < 4 * 10.0 * _EIGH_SIZE**3 else _measured_eigh_flops()
+
+
+@functools.cache
+def _measured_eigh_flops() -> float:
+    matrix = torch.linspace(0, 1, _EIGH_SIZE**2, dtype=torch.float64).reshape(_EIGH_SIZE, _EIGH_SIZE).sin()
+    matrix = matrix + matrix.mT
+    best = math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        torch.linalg.eigh(matrix)
+        best = min(best, time.perf_counter() - start)
+    return 10.0 * _EIGH_SIZE**3 / max(best, 1e-9)
 
 
 def _unit(model: nn.Module, batch: Batch, names: Sequence[str]) -> float:
