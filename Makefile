@@ -25,7 +25,7 @@ PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-portable test-slow test-faults mutants test-peers browser-setup lint format docs bench-setup bench bench-quality clean distclean
+.PHONY: help setup demo test test-portable test-slow test-faults test-kills mutants test-peers browser-setup lint format docs bench-setup bench bench-quality clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -67,10 +67,13 @@ test-portable: $(DEV_STAMP) ## run the numerical tests as other processors would
 test-slow: $(DEV_STAMP) ## run the slow tests only
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "slow and not peers" $(PYTEST_ARGS) || test $$? -eq 5 # 5: none yet
 
-test-faults: $(DEV_STAMP) ## try thousands of damaged folders and data files and hundreds of kills, and write docs/reliability.md
+test-faults: $(DEV_STAMP) ## try thousands of damaged folders and data files, and write docs/reliability.md
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.folders $(FAULT_ARGS)
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.data_files $(FAULT_ARGS)
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills
+	PYTHONPATH=src $(BIN)/python -m tests.faults.page
+
+test-kills: $(DEV_STAMP) ## kill save, tune, predict, report, fit and train two hundred times, and write docs/reliability.md
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills
 	PYTHONPATH=src $(BIN)/python -m tests.faults.page
 
 # Results are kept after every mutant: stopped and started again, it goes on. MUTANT_ARGS="--sample 60" tries fewer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from aftermap.baselines import Deterministic, TemperatureScaling
 from benchmarks.quality import methods, run, targets
 from benchmarks.quality.datasets import Splits, Table
 from benchmarks.quality.identity import register_identity
+from benchmarks.quality.kept import KeptOutputs
 from benchmarks.quality.measure import Made, hindsight, measure
 from benchmarks.quality.page import page_of
+from benchmarks.quality.plan import plan_of
+from benchmarks.quality.store import carry_over
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.tasks import QUICK, TASKS
 from benchmarks.quality.training import Prepared, prepare
@@ -178,6 +182,56 @@ def registered_structures() -> Any:
     STRUCTURES.update(before)
 
 
+@pytest.mark.parametrize("name", ["quick_wine", "quick_breast_cancer"])
+def test_kept_outputs_give_what_tuning_and_predicting_give(name: str, tmp_path: Path) -> None:
+    made = prepare(QUICK[name], 0, NOWHERE, tmp_path)
+    laplace = am.Laplace(made.model, made.likelihood, structure="full").fit(made.train, progress=False)
+    kept = KeptOutputs(laplace)
+    for split in range(2):
+        data = made.validation(30, split)
+        found, expected = kept.tune(data), laplace.tune(data).tuning
+        assert isinstance(expected, am.laplace.ValidationResult)
+        assert (found.width, found.ratio) == (expected.width, expected.ratio)
+        assert found.data_scale == pytest.approx(expected.data_scale, rel=1e-4)
+        for inputs in (made.test[0], made.ood["scaled"]):
+            direct = laplace.predict(inputs, generator=torch.Generator().manual_seed(0))
+            torch.testing.assert_close(kept.predict(inputs, found).mean, direct.mean, rtol=1e-3, atol=1e-5)
+    # The inputs of a second validation set, and the test inputs, are not passed through the network again.
+    laplace.model.register_forward_hook(lambda *_: pytest.fail("a pass through the network"))
+    kept.predict(made.test[0], kept.tune(made.validation(30, 1)))
+
+
+@pytest.mark.parametrize("name", ["quick_diabetes"])
+def test_the_dual_form_of_the_full_evidence_is_the_full_one(name: str, tmp_path: Path) -> None:
+    made = prepare(QUICK[name], 0, NOWHERE, tmp_path)
+    nll = []
+    for options in ({"structure": "full"}, {"structure": "subset", "subset_size": 150, "rank": None}):
+        laplace = am.Laplace(made.model, "regression", **options).fit(made.train, progress=False)
+        laplace.tune(method="evidence", per_layer=False)
+        nll.append(-float(laplace.predict(made.test[0]).log_prob(made.test[1]).mean()))
+    assert nll[0] == pytest.approx(nll[1], abs=1e-3)
+
+
+def test_another_library_is_given_up_after_its_time() -> None:
+    @methods._at_most(0.05, "laplace-torch")
+    def forever() -> None:
+        while True:
+            pass
+
+    with pytest.raises(methods.Skip, match=r"laplace-torch did not finish within 0\.05 s"):
+        forever()
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+
+
+def test_the_plan_measures_the_default_call_everywhere() -> None:
+    for task in TASKS.values():
+        for method in ("network", "fit", "fit_unlabelled"):
+            plan = plan_of(task, method)
+            assert plan.seeds == ((0,) if task.group == "image" else (0, 1, 2))
+            assert plan.resplits >= 2
+        assert all(bool(plan_of(task, m).seeds) == (not plan_of(task, m).reason) for m in methods.METHODS)
+
+
 # A run.
 
 
@@ -212,6 +266,27 @@ def test_every_method_runs(tmp_path: Path, registered_structures: None) -> None:
     assert measured == set(methods.METHODS)
     absent = {name for name, reasons in found["skipped"].items() if any("no baselines." in why for why in reasons)}
     assert not absent & {"network", "temperature", "fit", "fit_unlabelled", "grid", "identity", "ensemble"}
+
+
+def test_rows_of_an_older_commit_are_kept_and_told_apart() -> None:
+    columns = ["nll", "d"]
+
+    def made(commit: str, **rows: float) -> dict[str, Any]:
+        listed = [{"task": "t", "method": m, "n": 0, "sets": 1, "values": [v, 0.0]} for m, v in rows.items()]
+        return {"commit": commit, "columns": columns, "rows": listed}
+
+    now = made("new", network=0.5, temperature=0.4)
+    joined = carry_over(now, made("old", network=0.5, temperature=0.3, fit=0.2))
+    assert [(row["method"], row.get("commit")) for row in joined["rows"]] == [
+        ("network", None),
+        ("temperature", None),
+        ("fit", "old"),
+    ]
+    # A second time it is still the row of that commit.
+    again = carry_over(now, {**joined, "commit": "later"})
+    assert again["rows"][-1]["commit"] == "old"
+    # Another network is another task.
+    assert carry_over(now, made("old", network=0.6, fit=0.2))["rows"] == now["rows"]
 
 
 def test_a_failure_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

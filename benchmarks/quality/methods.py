@@ -7,11 +7,14 @@ outputs do not depend on labels that are held out.
 from __future__ import annotations
 
 import importlib.util
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +22,17 @@ from torch import Tensor
 
 import aftermap as am
 from aftermap import baselines
-from aftermap.errors import AftermapError, InputError
+from aftermap.errors import AftermapError
 from aftermap.predictive import Prediction
 from benchmarks.quality.identity import register_identity
+from benchmarks.quality.kept import KeptOutputs
 from benchmarks.quality.measure import Made, Numbers, measure, measure_scores
 from benchmarks.quality.training import Batches, Prepared
 
 __all__ = ["METHODS", "Method", "Skip"]
 
+PATIENCE = 60  # seconds that another library is given for a task
 SMALL = 1500  # parameters, up to which the grid is run on the full matrix
-LARGEST_FULL = 3500  # parameters, up to which the full matrix is decomposed for the evidence
 CLASSES, NUMBERS, ALL = ("classification", "binary"), ("regression",), ("classification", "binary", "regression")
 
 
@@ -128,20 +132,39 @@ def _described(laplace: Any) -> dict[str, Any]:
 
 
 def _default_with_labels(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
-    """`am.fit` with validation data. Where a fit is cheap it is made for every set, elsewhere once and tuned on the others."""
-    laplace = None
-    for n, split, data in _validation_sets(prepared, resplits):
+    """`am.fit` with validation data: called once, with the largest validation set, then tuned on each.
+
+    The curvature does not depend on validation data, and the outputs of a classifier are kept, so that a tuning on another set costs
+    little; `seconds` are those of the call.
+    """
+    sets = list(_validation_sets(prepared, resplits))
+    with _Watch() as fitting:
+        laplace = am.fit(
+            prepared.model, prepared.likelihood, prepared.train, sets[-1][2], verbose=False, **prepared.task.options()
+        )
+    yield from _retuned(prepared, laplace, sets, fitting.seconds)
+
+
+def _retuned(
+    prepared: Prepared, laplace: am.Laplace, sets: list[tuple[int, int, Batches]], seconds: float
+) -> Iterator[Numbers]:
+    """The same fit, tuned by the rule on every validation set."""
+    kept = None if prepared.likelihood == "regression" else KeptOutputs(laplace)
+    for n, split, data in sets:
         with _Watch() as watch:
-            if laplace is None or prepared.task.group != "image":
-                laplace = am.fit(
-                    prepared.model, prepared.likelihood, prepared.train, data, verbose=False, **prepared.task.options()
-                )
-                call = "fit"
-            else:
+            if kept is None:
                 laplace.tune(data)
-                call = "tune"
-        note = watch.note | _described(laplace) | {"call": call}
-        yield measure(Made(_predicting(laplace), n, split, watch.seconds, note), prepared)
+            else:
+                found = kept.tune(data)
+        if kept is None:
+            note = watch.note | _described(laplace)
+            predict = _predicting(laplace)
+        else:
+            point = {"data_scale": found.data_scale, "ratio": found.ratio, "temperature": found.output_temperature}
+            note = watch.note | {"structure": laplace.structure, "params": str(laplace.params)}
+            note |= {name: float(f"{value:.4g}") for name, value in point.items()} | {"width": found.width}
+            predict = partial(kept.predict, found=found)
+        yield measure(Made(predict, n, split, seconds, note), prepared)
 
 
 def _default_without_labels(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
@@ -153,61 +176,52 @@ def _default_without_labels(prepared: Prepared, resplits: int | None) -> Iterato
     yield measure(Made(_predicting(laplace), seconds=watch.seconds, note=note), prepared)
 
 
-def _by_grid(laplace: am.Laplace, data: Batches) -> None:
-    """The plain minimum of the validation NLL over a grid, under the name that this version has for it."""
-    try:
-        laplace.tune(data, method="grid")
-    except InputError as error:
-        if "method='grid' is not known" not in str(error):
-            raise
-        laplace.tune(data, method="validation")
+def _grid(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
+    """One fit, tuned on every validation set by the plain minimum over a grid."""
+    structure = "full" if _size(prepared) <= SMALL else "kron"
+    laplace, seconds = _fitted(prepared, structure)
+    for n, split, data in _validation_sets(prepared, resplits):
+        with _Watch() as watch:
+            laplace.tune(data, method="grid")
+        note = watch.note | _described(laplace)
+        yield measure(Made(_predicting(laplace), n, split, seconds + watch.seconds, note), prepared)
 
 
-def _tuned(
-    structure: Callable[[Prepared], str], tune: Callable[[am.Laplace, Batches], Any]
-) -> Callable[[Prepared, int | None], Iterator[Numbers]]:
-    """One fit with a given structure, tuned on every validation set."""
+def _identity(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
+    """A fit whose curvature is the identity, tuned like any other."""
+    sets = list(_validation_sets(prepared, resplits))
+    laplace, seconds = _fitted(prepared, register_identity())
+    with _Watch() as watch:
+        laplace.tune(sets[-1][2])
+    yield from _retuned(prepared, laplace, sets, seconds + watch.seconds)
 
-    def run(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
-        with _Watch() as fitting:
-            laplace = am.Laplace(
-                prepared.model, prepared.likelihood, structure=structure(prepared), **prepared.task.options()
-            ).fit(prepared.train, progress=False)
-        for n, split, data in _validation_sets(prepared, resplits):
-            with _Watch() as watch:
-                tune(laplace, data)
-            note = watch.note | _described(laplace)
-            yield measure(Made(_predicting(laplace), n, split, fitting.seconds + watch.seconds, note), prepared)
 
-    return run
+def _fitted(prepared: Prepared, structure: str) -> tuple[am.Laplace, float]:
+    with _Watch() as watch:
+        laplace = am.Laplace(prepared.model, prepared.likelihood, structure=structure, **prepared.task.options())
+        laplace.fit(prepared.train, progress=False)
+    return laplace, watch.seconds
 
 
 def _size(prepared: Prepared) -> int:
     return sum(p.numel() for p in prepared.model.parameters())
 
 
-def _grid_structure(prepared: Prepared) -> str:
-    return "full" if _size(prepared) <= SMALL else "kron"
-
-
-def _identity_structure(prepared: Prepared) -> str:
-    return register_identity()
-
-
 def _full_evidence(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
-    if _size(prepared) > LARGEST_FULL:
-        raise Skip(f"the full matrix of {_size(prepared):,} parameters is not decomposed here")
+    """The full matrix with one precision and the noise by the evidence: in the dual form where data are fewer than weights."""
+    rows, size = len(prepared.splits.train[0]), _size(prepared)
+    options: dict[str, Any] = {"structure": "full"}
+    if rows < size:
+        options = {"structure": "subset", "subset_size": rows, "rank": None}
     with _Watch() as watch:
-        laplace = am.Laplace(prepared.model, prepared.likelihood, structure="full")
-        laplace.fit(prepared.train, progress=False).tune(method="evidence")
+        laplace = am.Laplace(prepared.model, prepared.likelihood, **options)
+        laplace.fit(prepared.train, progress=False).tune(method="evidence", per_layer=False)
     note = watch.note | _described(laplace)
     yield measure(Made(_predicting(laplace), seconds=watch.seconds, note=note), prepared)
 
 
 def _ensemble(prepared: Prepared, resplits: int | None) -> Iterator[Numbers]:
     """Five networks; the noise of a regression is that of the ensemble's mean on the training data."""
-    if not prepared.task.ensemble:
-        raise Skip("four more trainings would take too long")
     members, seconds = prepared.members(5)
     likelihood: Any = prepared.likelihood
     if likelihood == "regression":
@@ -233,6 +247,27 @@ def _laplace_torch(prepared: Prepared, resplits: int | None) -> Iterator[Numbers
         raise Skip("laplace-torch is not installed; `make bench-quality` runs where it is")
     if prepared.likelihood == "binary":
         raise Skip("laplace-torch has no likelihood for one logit")
+    with _at_most(PATIENCE, "laplace-torch"):
+        yield _by_laplace_torch(prepared)
+
+
+@contextmanager
+def _at_most(seconds: float, what: str) -> Iterator[None]:
+    """Gives up after some processor seconds."""
+
+    def stop(*_: Any) -> None:
+        raise Skip(f"{what} did not finish within {seconds:g} s")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _by_laplace_torch(prepared: Prepared) -> Numbers:
     from laplace import Laplace
 
     with _Watch() as watch:
@@ -258,7 +293,7 @@ def _laplace_torch(prepared: Prepared, resplits: int | None) -> Iterator[Numbers
         # Its probit link gives probabilities only: there is no mutual information.
         return Prediction("classification", p, torch.zeros_like(entropy), entropy, entropy, link="probit")
 
-    yield measure(Made(predict, seconds=watch.seconds, note=watch.note), prepared)
+    return measure(Made(predict, seconds=watch.seconds, note=watch.note), prepared)
 
 
 def _marginal_likelihood(fitted: Any) -> None:
@@ -292,8 +327,8 @@ METHODS: dict[str, Method] = {
     "validation_noise": Method("network, noise from validation data", NUMBERS, _validation_noise),
     "fit": Method("am.fit with labels", ALL, _default_with_labels),
     "fit_unlabelled": Method("am.fit without labels", ALL, _default_without_labels),
-    "grid": Method("minimum over a grid", ALL, _tuned(_grid_structure, _by_grid)),
-    "identity": Method("identity curvature", CLASSES, _tuned(_identity_structure, lambda la, data: la.tune(data))),
+    "grid": Method("minimum over a grid", ALL, _grid),
+    "identity": Method("identity curvature", CLASSES, _identity),
     "full_evidence": Method("full matrix, evidence", NUMBERS, _full_evidence),
     "laplace_torch": Method("laplace-torch, default", ALL, _laplace_torch),
     "ensemble": Method("ensemble of 5", ALL, _ensemble),

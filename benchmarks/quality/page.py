@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.methods import METHODS
+from benchmarks.quality.plan import plan_in_words, plan_of
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.targets import targets_table
 from benchmarks.quality.tasks import TASKS
@@ -64,7 +65,12 @@ def page_of(results: Mapping[str, Any]) -> str:
 def _left_out(results: Mapping[str, Any]) -> list[str]:
     """What was not measured, and why: tasks and methods without a result, few validation sets, methods that do not apply, failures."""
     measured = {(row["task"], row["method"]) for row in results["rows"]}
-    lines = []
+    lines = plan_in_words()
+    counts = [len(facts["training_seconds"]) for facts in results["tasks"].values()]
+    lines.append(
+        "- Measured so far: "
+        + ", ".join(f"{counts.count(k)} tasks with seeds {', '.join(map(str, range(k)))}" for k in sorted(set(counts)))
+    )
     missing = [name for name in TASKS if name not in results["tasks"]]
     if missing:
         lines.append(f"- {len(missing)} of {len(TASKS)} tasks: {', '.join(missing)}")
@@ -77,9 +83,22 @@ def _left_out(results: Mapping[str, Any]) -> list[str]:
             for name, task in results["tasks"].items()
             if task["likelihood"] in facts.likelihoods and (name, method) not in measured and name not in known
         ]
+        by_plan = [name for name in without if name in TASKS and plan_of(TASKS[name], method).reason]
+        for why in sorted({plan_of(TASKS[name], method).reason for name in by_plan}):
+            count = sum(plan_of(TASKS[name], method).reason == why for name in by_plan)
+            lines.append(f"- {facts.label}: {why} ({count} tasks)")
+        without = [name for name in without if name not in by_plan]
         if without:
             which = "any task" if not any(m == method for _, m in measured) and not known else ", ".join(without)
             lines.append(f"- {facts.label}: not run on {which}")
+    older: dict[tuple[str, str], set[str]] = {}
+    for row in results["rows"]:
+        if "commit" in row:
+            older.setdefault((row["method"], row["commit"]), set()).add(row["task"])
+    lines += [
+        f"- {METHODS[method].label}: measured at the earlier commit {commit}, not again since, on {', '.join(sorted(names))}"
+        for (method, commit), names in older.items()
+    ]
     few = sorted({row["sets"] for row in results["rows"] if row["n"]})
     if few and few[0] < 5:
         lines.append(

@@ -19,7 +19,8 @@ import torch
 from benchmarks.quality.datasets import MissingData
 from benchmarks.quality.methods import METHODS, Skip
 from benchmarks.quality.page import write_page
-from benchmarks.quality.store import collect, read_result, result_path, write_result
+from benchmarks.quality.plan import plan_of
+from benchmarks.quality.store import carry_over, collect, read_result, result_path, write_result
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.targets import targets_table
 from benchmarks.quality.tasks import QUICK, TASKS, Task
@@ -27,6 +28,7 @@ from benchmarks.quality.training import CACHE, DATA, ROOT, Prepared, prepare
 
 __all__ = ["main", "measure_task"]
 
+SEEDS = (0, 1, 2)
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "quality.md"
 
@@ -36,9 +38,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", help=f"some of {', '.join(TASKS)} (default: all)")
     parser.add_argument("--part", choices=("development", "held-out"), help="one half of the tasks")
     parser.add_argument("--methods", help=f"some of {', '.join(METHODS)} (default: all)")
-    parser.add_argument("--seeds", default="0,1,2", help="which seeds (default 0,1,2)")
+    parser.add_argument("--seeds", help="which seeds, such as 0,1,2 (default: those of the plan, see quality/plan.py)")
+    parser.add_argument("--resplits", type=int, help="validation sets of each size, at most (default: the plan's)")
     parser.add_argument(
-        "--resplits", type=int, help="validation sets of each size, at most (default: the task's own number)"
+        "--all", action="store_true", help="everything, whatever it costs: three seeds and all validation sets"
     )
     parser.add_argument("--data-dir", type=Path, default=DATA, help="the data folder (default: AFTERMAP_DATA)")
     parser.add_argument("--cache", type=Path, default=CACHE, help="the folder for trained weights and results")
@@ -51,6 +54,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="three tiny tasks that need no data folder: to see that all runs"
     )
+    parser.add_argument(
+        "--carry-over", action="store_true", help="keep stored rows of an older commit where nothing is measured anew"
+    )
     parser.add_argument("--train-only", action="store_true", help="only train the networks")
     parser.add_argument("--again", action="store_true", help="measure anew what failed")
     found = parser.parse_args(arguments)
@@ -60,9 +66,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if found.part:
         found.tasks = [name for name in found.tasks if known[name].part == found.part]
     try:
-        found.seeds = [int(seed) for seed in found.seeds.split(",")]
+        found.seeds = None if found.seeds is None else [int(seed) for seed in found.seeds.split(",")]
     except ValueError:
         parser.error(f"--seeds {found.seeds!r} must be whole numbers with commas, such as 0,1,2")
+    if found.all and found.seeds is None:
+        found.seeds = list(SEEDS)
     if found.resplits is not None and found.resplits < 1:
         parser.error(f"--resplits {found.resplits} must be at least 1")
     return found
@@ -89,9 +97,9 @@ def _facts(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _run_method(prepared: Prepared, method: str, resplits: int | None) -> dict[str, Any]:
+def _run_method(prepared: Prepared, method: str, resplits: int) -> dict[str, Any]:
     """The result of a method on a task: rows, why it does not apply, or its error."""
-    facts: dict[str, Any] = {"task": _facts(prepared), "resplits": resplits or prepared.task.resplits}
+    facts: dict[str, Any] = {"task": _facts(prepared), "resplits": resplits}
     try:
         return facts | {"rows": list(METHODS[method].run(prepared, resplits))}
     except Skip as reason:
@@ -109,19 +117,35 @@ def measure_task(
     cache: Path,
     resplits: int | None = None,
     again: bool = False,
+    planned: bool = False,
 ) -> None:
-    """Measures some methods on a task, where the cache does not hold their results already."""
+    """Measures some methods on a task, where the cache does not hold their results already.
+
+    Args:
+        task: The task.
+        seed: The seed.
+        methods: The methods.
+        data_dir: The data folder.
+        cache: The cache folder.
+        resplits: The largest number of validation sets of each size.
+        again: Whether to measure anew what failed.
+        planned: Whether to leave out what the plan leaves out.
+    """
     prepared: Prepared | None = None
     for method in [m for m in methods if task.likelihood in METHODS[m].likelihoods]:
+        plan = plan_of(task, method)
+        if planned and seed not in plan.seeds:
+            continue
+        wanted = min(resplits or task.resplits, plan.resplits if planned else task.resplits)
         path = result_path(cache, task, seed, method)
         known = read_result(path)
-        enough = known is not None and known["resplits"] >= min(resplits or task.resplits, task.resplits)
+        enough = known is not None and known["resplits"] >= wanted
         if known is not None and enough and not (again and "error" in known):
             continue
         if prepared is None:
             prepared = prepare(task, seed, data_dir, cache)
         start = time.process_time()
-        result = _run_method(prepared, method, resplits)
+        result = _run_method(prepared, method, wanted)
         write_result(path, result)
         words = result.get("error") or result.get("skipped") or f"{len(result['rows'])} predictors"
         print(f"{task.name:20} seed {seed} {method:16} {time.process_time() - start:6.1f} s  {words[:90]}", flush=True)
@@ -132,9 +156,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     asked = _parse(arguments)
     torch.set_num_threads(1)  # so that processor seconds are comparable
     known = QUICK if asked.quick else TASKS
-    for seed in asked.seeds:
+    planned = asked.seeds is None and not asked.quick
+    seeds = SEEDS if asked.seeds is None else asked.seeds
+    for seed in seeds:
         for name in asked.tasks:
             try:
+                if asked.train_only and planned and seed not in plan_of(known[name], "network").seeds:
+                    continue
                 if asked.train_only:
                     prepared = prepare(known[name], seed, asked.data_dir, asked.cache)
                     print(f"{name:20} seed {seed} trained in {prepared.seconds:.1f} s", flush=True)
@@ -147,10 +175,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                     cache=asked.cache,
                     resplits=asked.resplits,
                     again=asked.again,
+                    planned=planned,
                 )
             except MissingData as missing:
                 sys.exit(str(missing))
-    results = collect(asked.cache, known, asked.seeds, METHODS)
+    results = collect(asked.cache, known, seeds, METHODS)
+    stored = (asked.output or RESULTS) / "quality.json"
+    if asked.carry_over and stored.is_file():
+        results = carry_over(results, json.loads(stored.read_text()))
     for table in [targets_table(Results(results)), *tables_of(results)]:
         print(f"\n{table.text()}")
     output = asked.output or (None if asked.quick else RESULTS)

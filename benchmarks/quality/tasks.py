@@ -72,6 +72,11 @@ class Task:
             return "regression"
         return "binary" if isinstance(self.data, Table) and self.data.binary else "classification"
 
+    @property
+    def cheap(self) -> bool:
+        """Whether a prediction needs no pass of gradients through convolutions or attention."""
+        return isinstance(self.network, MLP)
+
     def validation_sizes(self) -> tuple[int, ...]:
         """Sizes of validation sets; a pool is larger than what is drawn from it, so that draws differ."""
         allowed = SIZES if self.sizes is None else self.sizes
@@ -343,6 +348,7 @@ def _regressions() -> list[Task]:
                     training,
                     about,
                     kind == "overfit",
+                    ensemble=kind != "overfit",
                     sizes=(30, 100),
                 )
             )

@@ -10,7 +10,7 @@ import torch
 
 from aftermap.analysis.figures import CATEGORIES, axes, filter_maps, finish, save_svg
 from experiments.framework import Results
-from experiments.kniebel2020 import moves
+from experiments.kniebel2020 import images, moves
 from experiments.kniebel2020.layers import PRIORS
 
 __all__ = ["draw"]
@@ -21,8 +21,7 @@ LABELS = {"depth": "hidden layers", "width": "hidden units", "length": "epochs",
 def draw(results: Results, folder: Path) -> dict[str, str]:
     """Writes the figures whose jobs are done, and returns their captions."""
     captions: dict[str, str] = {}
-    settings = results.settings
-    done = [p for p in settings.images.sets if results.among(f"images/{p}/*")]
+    done = images.complete(results)
     maps = {
         p: results.values[f"images/{p}/seed0"].get("curves", {}) for p in done if f"images/{p}/seed0" in results.values
     }
@@ -96,6 +95,9 @@ def _pixels(maps: dict[str, dict[str, Any]]) -> Any:
 def _moves(results: Results) -> Any:
     figure = _figure(7.0, 4.6)
     grid = figure.subplots(2, 2).flatten()
+    sets = results.settings.moves.sets
+    curves = [moves.curve(results, a, s, f"centre_{p}") for a in moves.AXES for s in sets for p in PRIORS]
+    top = 1.1 * max(max(values) for found in curves for values in found.values())
     for ax, axis in zip(grid, moves.AXES, strict=True):
         for colour, name in zip(CATEGORIES, results.settings.moves.sets, strict=False):
             for prior, dash in zip(PRIORS, ("-", (0, (4, 1.6))), strict=True):
@@ -112,8 +114,8 @@ def _moves(results: Results) -> Any:
         values = sorted(moves.curve(results, axis, results.settings.moves.sets[0], "centre_trained"))
         ax.set_xticks(values, [str(v) for v in values])
         ax.set_xticks([], minor=True)
-        ax.set_ylim(0, 1)
-        finish(ax, x=LABELS[axis], y="input ← centre → output", legend=axis == "depth")
+        ax.set_ylim(0, top)
+        finish(ax, x=LABELS[axis], y="centre", legend=axis == "depth")
     return figure
 
 

@@ -26,7 +26,7 @@ from experiments.kniebel2020.iris import pushed_losses
 from experiments.kniebel2020.layers import PRIORS, by_layer, fitted, generator, tuned
 from experiments.kniebel2020.settings import OTHERS, Images
 
-__all__ = ["LAPLACE", "METHODS", "detection", "jobs", "measured", "tables", "trained", "verdicts"]
+__all__ = ["LAPLACE", "METHODS", "complete", "detection", "jobs", "measured", "tables", "trained", "verdicts"]
 
 METHODS = {
     "network": "network",
@@ -114,9 +114,10 @@ def _job(settings: Images, data_dir: Path, pair: str, seed: int) -> dict[str, An
     name, network = pair.split("/")
     splits = _splits(settings, data_dir, name, network, seed)
     shape = tuple(splits.train[0].shape[1:])
+    count = settings.members if network == "mlp" else 1
     members = [
         trained(_build(settings, name, network, shape, 1000 * (seed + 1) + m), splits.train, settings, m)
-        for m in range(settings.members)
+        for m in range(count)
     ]
     model = members[0]
     la = fitted(model, splits.train, settings.prior)
@@ -131,24 +132,30 @@ def _job(settings: Images, data_dir: Path, pair: str, seed: int) -> dict[str, An
         parts[prior] = {group: by_layer(la, x) for group, x in groups.items()}
     numbers["layers"] = parts
     numbers["diagonal_shares"] = by_layer(diagonal, splits.test[0][: settings.seen])["shares"]
-    dropping = am.MCDropout(
-        _build(settings, name, network, shape, 1000 * (seed + 1)), insert=settings.dropping, samples=settings.samples
-    )
-    trained(dropping.model, splits.train, settings, 0)
-    field = am.MeanField(model, prior_precision=settings.prior, samples=settings.samples)
-    field.fit(cut(*splits.train, 64), epochs=settings.field_epochs, generator=generator(seed), progress=False)
-    predictors = {
+    predictors: dict[str, Any] = {
         "network": am.baselines.Deterministic(model),
         "kron": la,
         "diagonal": tuned(diagonal),
-        "dropout": dropping,
-        "field": field,
-        "ensemble": am.Ensemble(members),
     }
+    if network == "mlp":
+        predictors |= _other_methods(
+            settings, members, splits, _build(settings, name, network, shape, 1000 * (seed + 1)), seed
+        )
     numbers["methods"] = {method: measured(predictor, splits) for method, predictor in predictors.items()}
     if seed == 0:
         numbers["curves"] = _maps(la, splits)
     return numbers
+
+
+def _other_methods(
+    settings: Images, members: list[nn.Module], splits: Splits, fresh: nn.Module, seed: int
+) -> dict[str, Any]:
+    """What is trained anew, or on from the network: dropout, mean-field inference, an ensemble."""
+    dropping = am.MCDropout(fresh, insert=settings.dropping, samples=settings.samples)
+    trained(dropping.model, splits.train, settings, 0)
+    field = am.MeanField(members[0], prior_precision=settings.prior, samples=settings.samples)
+    field.fit(cut(*splits.train, 64), epochs=settings.field_epochs, generator=generator(seed), progress=False)
+    return {"dropout": dropping, "field": field, "ensemble": am.Ensemble(members)}
 
 
 def _pushed(
@@ -197,28 +204,44 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def verdicts(results: Results) -> list[Verdict]:
-    """W2, W3, W7, W12 and W13."""
+def complete(results: Results) -> list[str]:
+    """The sets and networks whose jobs are done for every seed."""
     settings = results.settings.images
-    needs = {f"images/{pair}/*": settings.seeds for pair in settings.sets}
-    with_iris = {"iris/mlp/*": results.settings.iris.seeds, **needs}
+    return [pair for pair in settings.sets if len(_values(results, pair)) == settings.seeds]
+
+
+def _missing(results: Results) -> str:
+    absent = [pair for pair in results.settings.images.sets if pair not in complete(results)]
+    return f". Not run yet: {', '.join(absent)}" if absent else ""
+
+
+def verdicts(results: Results) -> list[Verdict]:
+    """W2, W3, W7, W12 and W13; a third convolutional network joins in when its jobs are done."""
+    settings = results.settings.images
+    needs = {pair: {f"images/{pair}/*": settings.seeds} for pair in settings.sets}
+
+    def of(pairs: list[str]) -> dict[str, int]:
+        return {pattern: count for pair in pairs for pattern, count in needs[pair].items()}
+
+    with_iris = {"iris/mlp/*": results.settings.iris.seeds, **of(settings.perceptrons)}
+    convolutional = [pair for pair in settings.sets if pair not in settings.perceptrons]
     return [
         *judged(results, with_iris, ["W2"], lambda r: [_magnitude(r)]),
+        *judged(results, of(settings.perceptrons), ["W7"], lambda r: [_distribution(r)]),
         *judged(
             results,
-            needs,
-            ["W3", "W7", "W12", "W13"],
-            lambda r: [_overconfident(r), _distribution(r), _unusual(r), _kinds(r)],
+            of([*settings.perceptrons, *convolutional[:2]]),
+            ["W3", "W12", "W13"],
+            lambda r: [_overconfident(r), _unusual(r), _kinds(r)],
         ),
     ]
 
 
 def _magnitude(results: Results) -> Verdict:
     found = {"Iris": {k: results.numbers("iris/mlp/*", k) for k in ("rank_variance", "rank_loss")}}
-    for pair in results.settings.images.sets:
-        if pair.endswith("/mlp"):
-            rows = _values(results, pair)
-            found[pair.split("/")[0]] = {k: [r[k] for r in rows] for k in ("rank_variance", "rank_loss")}
+    for pair in results.settings.images.perceptrons:
+        rows = _values(results, pair)
+        found[pair.split("/")[0]] = {k: [r[k] for r in rows] for k in ("rank_variance", "rank_loss")}
     conditions = [
         c
         for row in found.values()
@@ -245,7 +268,7 @@ def _magnitude(results: Results) -> Verdict:
 
 def _overconfident(results: Results) -> Verdict:
     conditions, low, texts = [], [], []
-    for pair in results.settings.images.sets:
+    for pair in complete(results):
         rows = [value["methods"] for value in _values(results, pair)]
         words = []
         for other in rows[0]["network"]["others"]:
@@ -258,7 +281,7 @@ def _overconfident(results: Results) -> Verdict:
     return Verdict.of(
         "W3",
         conditions,
-        "mean confidence of the network → of tuned Kronecker Laplace: " + "; ".join(texts),
+        "mean confidence of the network → of tuned Kronecker Laplace: " + "; ".join(texts) + _missing(results),
         f"at most {OVERCONFIDENT} on average: " + "; ".join(low),
         results.settings.images.seeds,
     )
@@ -268,7 +291,7 @@ def _distribution(results: Results) -> Verdict:
     conditions, texts, blind = [], [], []
     for method in ("dropout", "field"):
         areas = []
-        for pair in results.settings.images.sets:
+        for pair in results.settings.images.perceptrons:
             rows = [value["methods"][method] for value in _values(results, pair)]
             spread = all(r["epistemic"] > 0 for r in rows)
             area = _mean(
@@ -292,7 +315,7 @@ def _distribution(results: Results) -> Verdict:
 def _unusual(results: Results) -> Verdict:
     """W12: the centre on unusual images less that on test images, for each set, network, other set and prior."""
     differences = {}
-    for pair in results.settings.images.sets:
+    for pair in complete(results):
         rows = _values(results, pair)
         for prior in PRIORS:
             usual = [r["layers"][prior]["test"]["centre"] for r in rows]
@@ -309,7 +332,8 @@ def _unusual(results: Results) -> Verdict:
         "W12",
         list(with_sign.values()),
         f"on unusual images the uncertainty sits nearer to the {where}: so in {sum(with_sign.values())} of {len(with_sign)} cases by more than two standard "
-        f"errors, the reverse in {len(reverse)}; the centre differs by {min(means):+.2f} to {max(means):+.2f}, {_mean(means):+.2f} on average",
+        f"errors, the reverse in {len(reverse)}; the centre differs by {min(means):+.2f} to {max(means):+.2f}, {_mean(means):+.2f} on average"
+        + _missing(results),
         ("counterexamples: " + "; ".join(reverse)) if reverse else "no counterexample, but not clear everywhere",
         results.settings.images.seeds,
     )
@@ -324,7 +348,7 @@ def _by_kind(layers: dict[str, Any], kind: str) -> tuple[float, float]:
 
 def _kinds(results: Results) -> Verdict:
     """W13: what the data determine of convolutions and of linear layers, for both priors."""
-    pairs = [p for p in results.settings.images.sets if p.endswith("/cnn")]
+    pairs = [p for p in complete(results) if p not in results.settings.images.perceptrons]
     conditions, against, texts = [], [], []
     for pair in pairs:
         rows = _values(results, pair)
@@ -346,7 +370,8 @@ def _kinds(results: Results) -> Verdict:
         "the data determine a larger part of the weights of convolutions than of linear layers: "
         + "; ".join(texts)
         + ". "
-        + last,
+        + last
+        + _missing(results),
         "counterexamples: " + "; ".join(against),
         results.settings.images.seeds,
     )
@@ -380,6 +405,8 @@ def tables(results: Results) -> str:
             "|---" * (4 + len(others)) + "|",
         ]
         for method, label in METHODS.items():
+            if any(method not in row for row in rows):
+                continue
             cells = [mean_and_error([r[method][k] for r in rows], 3) for k in ("accuracy", "nll", "ece")]
             for other in others:
                 found = [r[method]["others"][other] for r in rows]

@@ -80,22 +80,28 @@ def _rows(results: Results, pair: str) -> list[dict[str, Any]]:
 
 
 def _pixels(results: Results, verdicts: Mapping[str, Verdict]) -> str:
-    words, wide = [], []
-    for pair in results.settings.images.sets:
-        if pair.endswith("/mlp"):
-            found = [r["layers"]["trained"]["test"] for r in _rows(results, pair)]
-            share = _mean([f["effective"][0] / f["parameters"][0] for f in found])
-            wide.append(_mean([f["posterior_shares"][0] for f in found]))
-            words.append(f"{100 * share:.1f} % on {pair.split('/')[0]}")
-    seen = [
-        _mean([r["layers"]["trained"]["test"]["shares"][0] for r in _rows(results, p)])
-        for p in results.settings.images.sets
-        if p.endswith("/mlp")
-    ]
+    pairs = results.settings.images.perceptrons
+    found = {p: [r["layers"]["trained"]["test"] for r in _rows(results, p)] for p in pairs}
+    known = ", ".join(
+        f"{100 * _mean([f['effective'][0] / f['parameters'][0] for f in rows]):.1f} % on {p.split('/')[0]}"
+        for p, rows in found.items()
+    )
+    wide, first, last = (
+        [_mean([f[key][place] for f in rows]) for rows in found.values()]
+        for key, place in (("posterior_shares", 0), ("shares", 0), ("logit_shares", -1))
+    )
     return f"""The first layer of a perceptron on images has a weight for every pixel and hidden unit, and the data say nothing about most of them: they determine
-{", ".join(words)}. A corner that is black in every training image leaves its weights exactly where the prior put them. So nearly all of the *weights'*
-variance sits in the first layer ({100 * min(wide):.0f} to {100 * max(wide):.0f} %) – and yet only {100 * min(seen):.0f} to {100 * max(seen):.0f} % of the *predictions'* uncertainty comes from it, since weights
-behind dark pixels are multiplied by zero. That is the first lesson: uncertain weights need not make an uncertain answer. The map of the weights and the map of the answers are two maps."""
+{known}. A corner that is black in every training image leaves its weights exactly where the prior put them; no prediction for such images
+notices, since these weights are multiplied by zero.
+
+So there are three maps, and they differ. Of the variance of the *weights*, {_range(wide)} sits in the first layer. Of the variance of the *logits*, {_range(last)}
+comes from the **last** layer: it can move all ten logits together, which the data do not forbid, since the answer does not change. And of the epistemic uncertainty of
+the *answers*, which such a move leaves alone, {_range(first)} comes from the **first** layer. "Where is the uncertainty?" has no answer before one says: the uncertainty of what?
+From here on it is that of the answers."""
+
+
+def _range(shares: list[float]) -> str:
+    return f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
 
 
 def _finding(verdict: Verdict, statement: str) -> str:
@@ -105,7 +111,7 @@ def _finding(verdict: Verdict, statement: str) -> str:
 
 def _moves(results: Results, verdicts: Mapping[str, Verdict]) -> str:
     lines = [
-        "One thing is varied at a time in a perceptron with two hidden layers of 64 units, trained on 2,000 images of three data sets, three networks for each point.",
+        "One thing is varied at a time in a perceptron with two hidden layers, on three data sets, three networks for each point.",
         "",
     ]
     for axis, about in moves.AXES.items():
@@ -135,7 +141,7 @@ def _moves(results: Results, verdicts: Mapping[str, Verdict]) -> str:
 
 def _unusual(results: Results, verdicts: Mapping[str, Verdict]) -> str:
     more = []
-    for pair in results.settings.images.sets:
+    for pair in images.complete(results):
         for row in _rows(results, pair):
             layers = row["layers"]["trained"]
             more += [layers[g]["nats"] / layers["test"]["nats"] for g in layers if g != "test"]
@@ -174,7 +180,7 @@ And which curvature? For ReLU networks the Gauss-Newton matrix is often said to 
 
 def _cheap(results: Results, verdicts: Mapping[str, Verdict]) -> str:
     apart = []
-    for pair in results.settings.images.sets:
+    for pair in images.complete(results):
         for row in _rows(results, pair):
             kron = row["layers"]["trained"]["test"]["shares"]
             apart.append(0.5 * sum(abs(a - b) for a, b in zip(kron, row["diagonal_shares"], strict=True)))
@@ -188,29 +194,30 @@ layers (at most {100 * max(apart):.0f} %)."""
 
 def _sure(results: Results, verdicts: Mapping[str, Verdict]) -> str:
     lower, count = 0, 0
-    for pair in results.settings.images.sets:
+    for pair in images.complete(results):
         rows = [r["methods"] for r in _rows(results, pair)]
         for other in rows[0]["network"]["others"]:
             network, kron = (_mean([r[m]["others"][other]["confidence"] for r in rows]) for m in ("network", "kron"))
             lower, count = lower + (kron < network), count + 1
     best = _best(results)
-    return f"""Confronted with ten classes of things that it does not know, a network should say so. It does not: {verdicts["W3"].verdict.replace("holds", "the claim that networks are overconfident holds")}.
-The Laplace approximation lowers the mean confidence in {lower} of {count} cases, and the figure shows how far: less than one would wish. {best}
+    return f"""Confronted with things of which it knows not a single class, a network should say so. That networks are overconfident then **{verdicts["W3"].verdict}**:
+the figure shows their mean confidence, where one tenth would be honest. The Laplace approximation lowers it in {lower} of {count} cases. {best}
 
-Mediocre networks in a group: {_sentence(verdicts["W6"])}"""
+And mediocre networks in a group? {_sentence(verdicts["W6"])}"""
 
 
 def _best(results: Results) -> str:
     """Which method finds unusual images best, by the entropy, over sets and networks."""
     wins: dict[str, int] = {}
-    for pair in results.settings.images.sets:
+    pairs = results.settings.images.perceptrons
+    for pair in pairs:
         rows = [r["methods"] for r in _rows(results, pair)]
         areas = {m: _mean([r[m]["mean_auroc"] for r in rows]) for m in images.METHODS}
         first = max(areas, key=lambda m: areas[m])
         wins[first] = wins.get(first, 0) + 1
-    total = len(results.settings.images.sets)
+    total = len(pairs)
     words = ", ".join(f"{images.METHODS[m]} in {n}" for m, n in sorted(wins.items(), key=lambda item: -item[1]))
-    return f"Of six methods the one that finds unusual images best, by entropy, over {total} settings: {words}."
+    return f"Of six methods the one that finds unusual images best, by entropy, over {total} data sets: {words}."
 
 
 def _end(results: Results, content: Mapping[str, Any]) -> str:

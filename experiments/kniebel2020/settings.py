@@ -43,7 +43,7 @@ class Iris:
 
 @dataclass(frozen=True)
 class Images:
-    """The networks on images: a multilayer perceptron and a convolutional network on three grey sets, and one on CIFAR-10.
+    """The networks on images: a multilayer perceptron on three grey sets, a convolutional network on two of them and on CIFAR-10.
 
     Attributes:
         sets: Set and network, such as "mnist/mlp".
@@ -65,15 +65,15 @@ class Images:
         push: How far they are moved.
     """
 
-    sets: tuple[str, ...] = (*(f"{s}/{n}" for n in ("mlp", "cnn") for s in GREY), "cifar10/cnn")
+    sets: tuple[str, ...] = (*(f"{s}/mlp" for s in GREY), "mnist/cnn", "fashion-mnist/cnn", "cifar10/cnn")
     seeds: int = 3
     train: int = 2000
-    train_colour: int = 3000
+    train_colour: int = 1500
     test: int = 400
     unusual: int = 200
     widths: tuple[int, ...] = (64, 64)
     channels: tuple[int, ...] = (8, 16)
-    colour_channels: tuple[int, ...] = (16, 32, 32)
+    colour_channels: tuple[int, ...] = (8, 16, 16)
     hidden: int = 32
     epochs: int = 10
     rate: float = 2e-3
@@ -85,6 +85,11 @@ class Images:
     seen: int = 100
     pushed: int = 200
     push: float = 0.05
+
+    @property
+    def perceptrons(self) -> list[str]:
+        """The sets with a multilayer perceptron, where there are the methods that have to be trained as well."""
+        return [pair for pair in self.sets if pair.endswith("/mlp")]
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def verdicts(results: Results) -> list[Verdict]:
     """W4 and W6."""
     settings = results.settings
     needs = {f"weak/{name}/*": settings.weak.seeds for name in settings.weak.sets}
-    needs |= {f"images/{pair}/*": settings.images.seeds for pair in settings.images.sets}
+    needs |= {f"images/{pair}/*": settings.images.seeds for pair in settings.images.perceptrons}
     return [
         *judged(results, {"bytes/all": 1}, ["W4"], lambda r: [_memory(r)]),
         *judged(results, needs, ["W6"], lambda r: [_together(r)]),
@@ -156,7 +156,7 @@ def _together(results: Results) -> Verdict:
             texts.append(f"{name}, {label}: {accuracy[0]} alone, {accuracy[1]} together, AUROC {area}")
         strong = [mean_and_error([r["strong"][k] for r in rows], 3) for k in ("accuracy", "mean_auroc")]
         texts.append(f"{name}, strong: {strong[0]}, AUROC {strong[1]}")
-    better, pairs = [], results.settings.images.sets
+    better, pairs = [], results.settings.images.perceptrons
     for pair in pairs:
         rows = [v["methods"] for _, v in sorted(results.among(f"images/{pair}/*").items())]
         difference = paired([r["ensemble"]["mean_auroc"] for r in rows], [r["network"]["mean_auroc"] for r in rows])

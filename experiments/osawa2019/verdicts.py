@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean, median
 
-from experiments.framework import Paired, Results, Verdict, judged, mean_and_error, paired
+from experiments.framework import NOT_TESTABLE, Paired, Results, Verdict, judged, mean_and_error, paired
 from experiments.osawa2019.settings import TRIALS, VARIANTS
 from experiments.osawa2019.training import NAMES
 
@@ -95,7 +95,7 @@ def _likelihood(results: Results) -> Verdict:
 
 def _overfitting(results: Results) -> Verdict:
     trained = mean(_numbers(results, "wide", "adam", "train_accuracy"))
-    conditions = {"Adam reaches 99 % of the training images": trained >= 0.99}
+    conditions = {}
     for name in ("nll", "ece"):
         adam, vogn = (mean(_numbers(results, "wide", m, name)) for m in ("adam", "vogn"))
         conditions[f"{name.upper()} at most half"] = vogn <= adam / 2
@@ -108,8 +108,11 @@ def _overfitting(results: Results) -> Verdict:
             ("ece", "ECE"),
         )
     ]
+    ours, seeds = "; ".join(parts), results.settings.wide.seeds
+    if trained < 0.99:
+        return Verdict("V3", NOT_TESTABLE, ours, "Adam does not reach 99 % of the training images", seeds)
     reason = f"{_failed(conditions)}. {_trials(results, 'wide', ('adam', 'vogn'))}"
-    return Verdict.of("V3", list(conditions.values()), "; ".join(parts), reason, results.settings.wide.seeds)
+    return Verdict.of("V3", list(conditions.values()), ours, reason, seeds)
 
 
 def _trials(results: Results, network: str, methods: Sequence[str]) -> str:

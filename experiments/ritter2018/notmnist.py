@@ -24,7 +24,7 @@ from aftermap.baselines import Baseline, Deterministic, Particles
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, work_folder
 from experiments.ritter2018.settings import Images
 
-__all__ = ["COLOURS", "METHODS", "NAMES", "Digits", "figures", "jobs", "tables", "verdicts"]
+__all__ = ["COLOURS", "METHODS", "NAMES", "Digits", "chosen", "figures", "jobs", "tables", "verdicts"]
 
 NAMES = {
     "deterministic": "deterministic",
@@ -289,7 +289,7 @@ def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
 def verdicts(results: Results) -> list[Verdict]:
     """R6 to R9."""
     count = results.settings.images.seeds
-    every = {f"notmnist/{method}/*": count for method in NAMES}
+    every = {f"notmnist/{method}/*": count for method in (*NAMES, *(f"tune_{m}" for m in METHODS))}
     tuned = {f"notmnist/tune_{method}/*": count for method in METHODS}
     dropout = {f"notmnist/{method}/*": count for method in ("deterministic", "dropout")}
     return [
@@ -302,6 +302,21 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def _numbers(results: Results, name: str) -> dict[str, list[float]]:
     return {method: results.numbers(f"notmnist/{method}/*", name) for method in NAMES}
+
+
+def chosen(results: Results) -> str:
+    """What the grid chose, and how calibrated the network was before: a reason for little uncertainty."""
+    largest = max(results.settings.images.scales)
+    words = []
+    for method in METHODS:
+        scales = results.numbers(f"notmnist/tune_{method}/*", "scale")
+        size = results.text(f"notmnist/tune_{method}/*", "mean_deviation", 4)
+        at_edge = sum(scale == largest for scale in scales)
+        words.append(
+            f"{NAMES[method]} has a mean standard deviation of {size} per weight and the largest N of the grid in {at_edge} of {len(scales)} seeds"
+        )
+    ece = results.text("notmnist/deterministic/*", "ece")
+    return f"the network is calibrated before (ECE {ece} after {results.settings.images.epochs} epochs), so that held-out images ask for little uncertainty: {'; '.join(words)}"
 
 
 def _order(results: Results) -> Verdict:
@@ -332,6 +347,7 @@ def _order(results: Results) -> Verdict:
             strict=True,
         )
     )
+    reason += f"; {chosen(results)}"
     return Verdict.of("R6", conditions, f"median entropy (share below 0.1): {words}", reason, len(medians["kron"]))
 
 
@@ -349,7 +365,8 @@ def _narrower(results: Results) -> Verdict:
         for m in METHODS
     )
     ours = f"mean standard deviation {mean_and_error(sizes['diagonal'], 4)} against {mean_and_error(sizes['kron'], 4)}; {pairs}"
-    reason = "the diagonal posterior is not narrower after tuning"
+    each = ", ".join(f"{d:.2g} against {k:.2g}" for d, k in zip(sizes["diagonal"], sizes["kron"], strict=True))
+    reason = f"the diagonal posterior is not narrower by two standard errors: {each} in the seeds"
     return Verdict.of("R8", paired(sizes["diagonal"], sizes["kron"]).lower, ours, reason, len(sizes["kron"]))
 
 
@@ -358,8 +375,13 @@ def _accuracy(results: Results) -> Verdict:
     means = {m: sum(v) / len(v) for m, v in found.items()}
     conditions = [abs(means[m] - means["deterministic"]) <= 0.3 and means[m] >= 98.3 for m in NAMES]
     ours = ", ".join(f"{NAMES[m]} {mean_and_error(found[m], 2)} %" for m in NAMES)
-    failed = ", ".join(NAMES[m] for m, held in zip(NAMES, conditions, strict=True) if not held)
-    return Verdict.of("R9", conditions, ours, f"further away or below 98.3 %: {failed}", len(found["kron"]))
+    near = ", ".join(NAMES[m] for m in NAMES if m != "deterministic" and abs(means[m] - means["deterministic"]) <= 0.3)
+    reached = sum(mean >= 98.3 for mean in means.values())
+    reason = (
+        f"within 0.3 points of the deterministic network: {near or 'none'}; {reached} of {len(NAMES)} reach 98.3 %, and the network itself has "
+        f"{means['deterministic']:.2f} % after {results.settings.images.epochs} epochs (the paper: 250)"
+    )
+    return Verdict.of("R9", conditions, ours, reason, len(found["kron"]))
 
 
 # Figures and tables

@@ -73,6 +73,7 @@ def text():
         settings={EVIL: EVIL, "list": [1, 2.5, None], "flag": True},
         title=f"Report {EVIL}",
         figures={f"A band {EVIL}": regression_band([0.0, 1.0], [0.0, 1.0], [0.1, 0.1])},
+        notes=[f"Tuning: nothing to give {EVIL}."],
     )
 
 
@@ -119,6 +120,7 @@ def test_user_given_names_never_become_markup(text):
     assert EVIL not in text
     # Titles, OOD sets, classes, settings, captions and legends show the name as it is.
     assert page.text().count(EVIL) > 8
+    assert f"Tuning: nothing to give {EVIL}." in page.text()
     assert any(tag == "text" and EVIL in data for tag, data in page.texts)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
+import re
 import warnings
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 from aftermap.cli.sources import DataFormat, open_source
 from aftermap.cli.store import load_fitted, save_fitted
 from aftermap.evaluation import Results
+from aftermap.laplace.saving import read_extras
 from tests.cli.common import Files, answer, invoke, words
 from tests.faults.sealing import edit
 
@@ -85,6 +88,14 @@ def test_report_is_one_file(files: Files, posterior: Path, tmp_path: Path) -> No
     assert "Inputs are ordered by the larger of two ranks" in text
     assert "far: these inputs have wider latent variance than the test inputs" in text
     assert "larger than on 9" in text
+    extras = read_extras(posterior)
+    for said in (
+        r"Tuning: validation NLL on \d+ labels: network \S+, temperature \S+, posterior \S+; difference \S+ ± ",
+        "Check on validation data: accuracy",
+    ):
+        assert re.search(said, text)
+    assert html.escape(extras["tuning"]) in text
+    assert html.escape(extras["self_check"]["message"]) in text
     assert "exists; report does not replace it" in words(
         invoke("report", str(posterior), "--test", str(files.test), "-o", str(place), code=2).stderr
     )

@@ -259,6 +259,20 @@ def test_several_heads_are_refused_with_what_to_do() -> None:
         am.Laplace(Returning("heads").eval(), "classification").fit([(x, y)])
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Data without a length."""
+
+    def __iter__(self) -> Any:
+        return iter(zip(rows(12), torch.arange(12) % 3, strict=True))
+
+
+def test_a_loader_without_a_length() -> None:
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=4)
+    found = am.fit(net(), loader, structure="kron", verbose=False)
+    expected = am.Laplace(net(), "classification").fit([(rows(12), torch.arange(12) % 3)])
+    torch.testing.assert_close(found.factors.to_dense(), expected.factors.to_dense(), rtol=1e-5, atol=1e-6)
+
+
 def test_no_data_and_data_that_are_not_finite_are_refused() -> None:
     with pytest.raises(DataError, match="empty"):
         am.Laplace(net(), "classification").fit([])

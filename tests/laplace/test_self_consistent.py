@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -124,7 +125,17 @@ def test_counts_against_the_lognormal_mean() -> None:
     c, converged = self_consistent_scale(given, Poisson())
     assert converged
     assert c > 1.1  # a rate is convex in its logarithm: its mean is above that of the mean
-    assert c == pytest.approx(fixed_point(ratio), rel=0.03)
+    assert c == pytest.approx(fixed_point(ratio), rel=2e-3)
+
+
+def test_counts_with_a_long_tail() -> None:
+    """Of a rate whose logarithm has the variance 2, sixty draws miss a tenth."""
+    given = gaussians(1, sure=0.5, targets=torch.ones(80, 1, dtype=torch.float64))
+    given = replace(given, covariances=(torch.full((80, 1, 1), 6.0, dtype=torch.float64),))
+    c, converged = self_consistent_scale(given, Poisson())
+    assert converged
+    # All data alike: c = exp(v / 2c).
+    assert c == pytest.approx(fixed_point(lambda value: math.exp(3.0 / value)), rel=2e-3)
 
 
 @pytest.mark.parametrize("likelihood", [Categorical(), Bernoulli(), Poisson()])
@@ -213,8 +224,8 @@ def test_cavities_of_outputs_with_a_label_each(likelihood: Likelihood) -> None:
     points = normal_points(32, 2, fixed=True)
     z = given.mean + torch.einsum("nij,sj->sni", torch.linalg.cholesky(V), torch.cat([points, -points]))
     if isinstance(likelihood, Poisson):
-        rate = z.exp()
-        gradient, diagonal = (rate - targets).mean(0), rate.mean(0)
+        rate = (given.mean + V.diagonal(dim1=1, dim2=2) / 2).exp()  # the mean of a log-normal variable
+        gradient, diagonal = rate - targets, rate
     else:
         q = torch.sigmoid(z / 1.5)
         gradient, diagonal = (q - targets).mean(0) / 1.5, (q * (1 - q)).mean(0) / 1.5**2
@@ -247,6 +258,19 @@ def cavities(mean: Tensor, cov: float, targets: Tensor, invalid: int = 0) -> Cav
     count, width = mean.shape
     covariance = cov * torch.eye(width, dtype=torch.float64).expand(count, width, width)
     return Cavities(mean, covariance, torch.arange(count) < invalid, targets, torch.ones(count, dtype=torch.float64))
+
+
+def test_no_more_of_a_datum_is_taken_out_than_the_posterior_holds() -> None:
+    given = gaussians(3, sure=1.0, wide=0.1)
+    whole = Cavities.of(given, Categorical(), 1.0)
+    half = Cavities.of(given, Categorical(), 1.0, 0.5)
+    V = given.covariances[0]
+    removed = torch.linalg.inv(V) - torch.linalg.inv(whole.covariance)
+    assert_close(torch.linalg.inv(V) - torch.linalg.inv(half.covariance), removed / 2, rtol=1e-5, atol=1e-7)
+    # A datum that counts a hundredth in a posterior a hundred times as wide is as harmless as a whole one in the narrow one.
+    wide = replace(given, covariances=(100 * V,))
+    assert Cavities.of(wide, Categorical(), 1.0).invalid.float().mean() > 0.5
+    assert not bool(Cavities.of(wide, Categorical(), 1.0, 0.01).invalid.any())
 
 
 def test_what_the_check_says() -> None:
@@ -287,13 +311,51 @@ def test_the_difference_is_that_of_the_losses() -> None:
 def test_a_network_that_is_less_sure_than_it_should_be_is_sharpened() -> None:
     timid = 0.5 * torch.eye(3, dtype=torch.float64).repeat(30, 1)
     y = torch.arange(3).repeat(30)
-    assert cavities(timid, 0.01, y).sharper_temperature(Categorical()) == 0.5
-    assert cavities(timid, 0.01, y).sharper_temperature(Categorical(temperature=4.0)) == 0.5
-    assert cavities(20 * timid, 0.01, (y + torch.arange(90) % 2) % 3).sharper_temperature(Categorical()) == 1.0
-    # Of three labels two are right: an improvement by chance.
-    assert cavities(timid[:3], 0.01, torch.tensor([0, 1, 1])).sharper_temperature(Categorical()) == 1.0
-    counts = cavities(timid, 0.01, torch.ones(90, 3, dtype=torch.float64))
-    assert counts.sharper_temperature(Poisson()) == 1.0
+    for likelihood in (Categorical(), Categorical(temperature=4.0)):
+        width, sharper = cavities(timid, 1.0, y).corrected(likelihood, 1.0)
+        assert sharper == 0.5
+        assert width > 1
+    # By the word of more than chance, and not of data that are known by heart.
+    slightly = cavities(timid, 0.2, y)
+    assert slightly.check(Categorical()).difference < 0.05
+    assert slightly.corrected(Categorical(), 1.2)[1] == 0.5
+    assert slightly.corrected(Categorical(), 1.3) == (1.0, 1.0)
+    alarming = cavities(8 * timid, 9.0, y)
+    assert alarming.check(Categorical()).difference > 0.05
+    assert alarming.corrected(Categorical(), 1.3)[0] > 1
+    assert alarming.corrected(Categorical(), 2.0) == (1.0, 1.0)
+    assert cavities(20 * timid, 1.0, (y + torch.arange(90) % 2) % 3).corrected(Categorical(), 1.0) == (1.0, 1.0)
+    assert cavities(timid[:3], 0.01, torch.tensor([0, 1, 1])).corrected(Categorical(), 1.0) == (1.0, 1.0)
+
+
+def test_counts_have_a_width_and_no_temperature() -> None:
+    y = torch.ones(90, 3, dtype=torch.float64)
+    counts = cavities(torch.zeros(90, 3, dtype=torch.float64), 4.0, y)
+    assert not counts.check(Poisson()).passed
+    width, sharper = counts.corrected(Poisson(), 1.0)
+    assert (width, sharper) == (32.0, 1.0)
+    assert counts.check(Poisson(), 1.0, width).difference < counts.check(Poisson()).difference / 10
+
+
+def test_the_check_is_that_of_the_corrected_predictive() -> None:
+    timid = 0.5 * torch.eye(3, dtype=torch.float64).repeat(30, 1)
+    found = cavities(timid, 1.0, torch.arange(3).repeat(30))
+    width, sharper = found.corrected(Categorical(), 1.0)
+    check = found.check(Categorical(), 1.0, width, sharper)
+    plain = nn.functional.cross_entropy(timid, torch.arange(3).repeat(30))
+    drawn = normal(40_000, 1, 3, seed=4) * math.sqrt(1 / width)
+    bayes = torch.softmax((timid[:3] + drawn) / sharper, -1).mean(0)[range(3), range(3)].log()
+    assert check.difference == pytest.approx(float(-bayes.mean() - plain), abs=0.01)
+    assert "better than the network" in check.message
+
+
+def test_data_known_by_heart_raise_no_alarm() -> None:
+    right = 4 * torch.eye(3, dtype=torch.float64).repeat(30, 1)
+    found = cavities(right, 9.0, torch.arange(3).repeat(30))
+    assert not found.check(Categorical(), 1.9).passed
+    heart = found.check(Categorical(), 2.1)
+    assert heart.passed
+    assert "cannot judge" in heart.message
 
 
 # Through the facade
@@ -325,15 +387,15 @@ def test_the_posterior_agrees_with_the_curvature_that_it_averages_over(structure
     x = torch.cat([b[0] for b in classes(150)])
     predicted = laplace.predict(x)
     T = laplace.output_temperature
-    f, V = T * predicted.latent_mean, T**2 * predicted.latent_cov
+    f, V = T * predicted.latent_mean, T**2 * predicted.latent_cov * found.correction
     noise = torch.einsum("nij,snj->sni", torch.linalg.cholesky(V + 1e-12 * torch.eye(4)), normal(1500, 150, 4, seed=3))
     curvature = Categorical().hessian(f)
     averaged = sum(Categorical().hessian(f + part) for part in noise) / len(noise)
     assert float((averaged * V).sum() / (curvature * V).sum()) == pytest.approx(found.curvature, rel=0.05)
     # And what is reported is what it has.
     assert (laplace.data_scale, laplace.output_temperature) == (found.data_scale, found.output_temperature)
-    assert laplace.fitted.narrowing == pytest.approx(found.dimension * found.curvature)
-    assert found.data_scale == pytest.approx(found.dimension * found.curvature)
+    assert laplace.fitted.narrowing == pytest.approx(found.dimension * found.curvature * found.correction)
+    assert found.data_scale == pytest.approx(found.dimension * found.curvature * found.correction)
     for layer, value in laplace.prior_precision.items():
         assert float(value) == pytest.approx(found.precision[layer])
     ratios = {k: found.precision[k] / (found.data_scale * found.evidence.precision[k]) for k in found.precision}
@@ -356,6 +418,31 @@ def test_a_full_matrix_of_which_no_direction_is_left_out_is_not_matched_and_a_lo
     assert few.tuning.dimension > 2
     assert tuned < by_evidence - 0.1
     assert fitted("full").tune().tuning.dimension == 1.0
+
+
+@mistrusted
+def test_the_sample_of_a_process_stands_for_all_of_its_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def looked_at(gaussians: OutputGaussians, *others: object) -> tuple[float, bool]:
+        seen.append(gaussians)
+        return 1.0, True
+
+    monkeypatch.setattr("aftermap.laplace.tune._TRAINING_INPUTS", 40)
+    monkeypatch.setattr("aftermap.laplace.tune.self_consistent_scale", looked_at)
+    fitted().tune()
+    assert seen[0].n_examples == 40
+    assert float(seen[0].weight.sum()) == pytest.approx(150)
+
+
+def test_a_warm_posterior_is_not_taken_for_one_that_lacks_its_data() -> None:
+    """Dividing the log-likelihood by 20 is a wish; counting every datum as a twentieth is a mistake that shows."""
+    warm = fitted(temperature=20.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", StatisticalWarning)
+        wished, mistaken = warm.tune().tuning.check, fitted(data_scale=0.05).tune().tuning.check
+    assert wished.invalid == 0
+    assert mistaken.invalid > 0
 
 
 @mistrusted

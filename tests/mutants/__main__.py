@@ -157,6 +157,13 @@ def _seconds_without(package: Path, file: str, known: dict[str, Any], log: Path)
     return float(known[file]["seconds"])
 
 
+def _keep(results: dict[str, Any], options: argparse.Namespace) -> None:
+    """Writes what is known so far."""
+    if not options.only:
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        options.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
 def _say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -217,6 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
             if known and not (options.again and known["result"] == "survived"):
                 continue
             seconds = _seconds_without(package, mutation.file, results["baseline"], log)
+            _keep(results, options)
             verdict, why = _judge(package, mutation, mutation.file, 60 + 4 * seconds, log)
             change = f"line {mutation.line}: {mutation.before} -> {mutation.after}"
             _say(f"{number + 1}/{len(chosen)} {verdict}: {mutation.name}, {change} {why}")
@@ -226,8 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
             results["mutants"][mutation.name] = {
                 "result": verdict, "operator": mutation.operator, "before": mutation.before, "after": mutation.after, "by": why,
             }  # fmt: skip
-            options.results.parent.mkdir(parents=True, exist_ok=True)
-            options.results.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            _keep(results, options)
     if options.only:
         return 0
     counted = summary(results)

@@ -64,6 +64,7 @@ def _show(output: Path, epochs: int, seed: int, reporter: Reporter) -> int:
     )
     reporter.line(str(laplace.tuning))
     extras = describe_fit(model_config, sources["train"], DataFormat(), "classification", seed)
+    extras["tuning"] = str(laplace.tuning)
     predictive = Fitted(laplace, model, extras, {}).predict_options("auto", 200)
     extras["thresholds"], reference = calibrate(laplace, sources["validation"].batches, predictive, 0.05, seed)
     fitted = Fitted(laplace, model, extras, reference)

@@ -404,13 +404,13 @@ def tune(
     confirmed(output, force=run.force, what="tune")
     fitted = saved.load(run.checked_device())
     laplace = fitted.predictor
-    if output is None and fitted.extras.get("thresholds"):
-        state = "holds a prior and thresholds that were chosen on validation data"
-        confirmed(saved.posterior, force=run.force, what="tune", state=state)
     if not isinstance(laplace, Laplace):
         raise InputError(
             f"{saved.posterior} was made by training with {laplace.method}; its prior cannot be tuned afterwards"
         )
+    if output is None and fitted.extras.get("thresholds"):
+        state = "holds a prior and thresholds that were chosen on validation data"
+        confirmed(saved.posterior, force=run.force, what="tune", state=state)
     before = prior_in_words(laplace)
     data_format = fitted.complete(data.format())
     validation = None if sets.val is None else open_source(sets.val, "validation", data_format, what="--val")

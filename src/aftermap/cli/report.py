@@ -119,6 +119,7 @@ def write_for(
         settings |= {
             "structure": predictor.structure,
             "data scale": predictor.data_scale,
+            "temperature": predictor.output_temperature,
             "prior precision": {n: float(v.mean()) for n, v in predictor.prior_precision.items()},
         }
     else:
@@ -135,9 +136,21 @@ def write_for(
         threshold=compared.threshold,
         features=table,
         neighbours=None if train is None or inputs is None else partial(_neighbours, fitted, train, inputs),
+        notes=_notes(fitted),
     )
 
 
 def _neighbours(fitted: Fitted, train: Source, inputs: Tensor, indices: list[int]) -> Neighbours:
     device = next(fitted.model.parameters()).device
     return nearest_examples(fitted.model, train.batches.named("neighbours"), inputs[indices].to(device))
+
+
+def _notes(fitted: Fitted) -> list[str]:
+    """What tuning found, and how the posterior was checked then."""
+    notes = []
+    if fitted.extras.get("tuning"):
+        notes.append(f"Tuning: {fitted.extras['tuning']}.")
+    check = fitted.extras.get("self_check") or {}
+    if check.get("message"):
+        notes.append(f"Check on {check.get('on', 'data')}: {check['message']}.")
+    return notes

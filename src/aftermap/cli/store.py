@@ -75,6 +75,7 @@ _EXTRAS = Record(
         "thresholds": OrNone(MapOf(_THRESHOLD)),
         "predict": OrNone(Record({}, {"kind": Text(), "samples": Whole(1)}, open=True)),
         "self_check": OrNone(MapOf(Anything())),
+        "tuning": OrNone(Text()),
     },
     open=True,
 )
@@ -209,9 +210,12 @@ def finish(
         The exit code, and what every one of these commands tells machines.
     """
     predictor = fitted.predictor
-    # Check and thresholds that an old folder holds belong to another prior.
-    old = {k: v for k, v in fitted.extras.items() if k not in ("self_check", "thresholds")}
+    # Check, thresholds and words that an old folder holds belong to another prior.
+    old = {k: v for k, v in fitted.extras.items() if k not in ("self_check", "thresholds", "tuning")}
     extras: dict[str, Any] = {**old, "predict": dict(options), "processes": world_size()}
+    tuning = getattr(predictor, "tuning", None)
+    if tuning is not None:
+        extras["tuning"] = str(tuning)
     reference: dict[str, Tensor] = {}
     code = GOOD
     check, data = (

@@ -1,5 +1,6 @@
 """Data: readers of the usual formats, data sets by name, toy problems, and parts that never overlap."""
 
+from aftermap.data.augmentation import random_crops
 from aftermap.data.download import fetch, sha256_of
 from aftermap.data.examples import PARTS, TOYS, Examples, part_of, split, toy
 from aftermap.data.named import (
@@ -30,6 +31,7 @@ __all__ = [
     "own_parts",
     "part_of",
     "photograph_patches",
+    "random_crops",
     "read_csv",
     "read_idx",
     "read_image_folder",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from aftermap import metrics as m
 from aftermap.baselines.detectors import Detector
-from aftermap.batches import Unpack, tensors_of, unpack_batch
+from aftermap.batches import Unpack, describe, tensors_of, unpack_batch
 from aftermap.errors import DataError, InputError, ShapeError, UnsupportedError
 from aftermap.evaluation.adversarial import Attack
 from aftermap.evaluation.ood import Detection, DetectorScores, check_detectors, detections, variance_ratio
@@ -227,7 +227,7 @@ def evaluate(
     Args:
         predictor: Any object with ``predict(x) -> Prediction``; for a plain network `baselines.Deterministic(model)`.
         data: The test data, as batches of (x, y).
-        ood: The data sets to find unusual, by name: batches of (x, anything), or of x with targets None, with the same
+        ood: The data sets to find unusual, by name: a tensor of inputs, batches of (x, anything), or of x with targets None, with the same
             input shape.
         attacks: The attacks to run: `FGSM(...)`, `TargetedAttack(...)`, `PGD(...)`.
         detectors: Fitted detectors of unusual inputs (`baselines.KNN(model).fit(train)` and others), whose scores are judged
@@ -273,10 +273,15 @@ def evaluate(
         )
     if scores is not None:
         check_scores(scores, reference=reference is not None)
-    if "test" in (ood or {}):
+    if ood is not None and not isinstance(ood, Mapping):
+        raise InputError(
+            f"ood is {describe(ood)}, but must be a mapping from names to data, such as ood={{'other': loader}} or ood={{'other': x}}"
+        )
+    ood = {n: _as_batches(n, d) for n, d in (ood or {}).items()}
+    if "test" in ood:
         raise InputError('an OOD set cannot be called "test": that is what the rows of the data themselves are called')
     named = check_detectors(detectors)
-    scored = {key: DetectorScores(named) for key in ("test", *(ood or {}))}
+    scored = {key: DetectorScores(named) for key in ("test", *ood)}
     started = time.perf_counter()
     chosen = dict(options or {})
     if accepts(predictor, "generator"):
@@ -284,7 +289,7 @@ def evaluate(
     inside = predict_all(predictor, data, options=chosen, unpack=unpack, on_inputs=scored["test"].add)
     seconds = time.perf_counter() - started - scored["test"].seconds
     _check_task(named, inside.prediction)
-    outside = {n: _outside(predictor, n, d, inside, chosen, unpack, scored[n]) for n, d in (ood or {}).items()}
+    outside = {n: _outside(predictor, n, d, inside, chosen, unpack, scored[n]) for n, d in ood.items()}
     boot = Bootstrap(n_resamples, level, seed)
     numbers, curves = _measure(inside, boot)
     others = {key: detected.scores() for key, detected in scored.items()}
@@ -335,6 +340,18 @@ def evaluate(
             options=options,
         ),
     )
+
+
+def _as_batches(name: str, data: Any) -> Iterable[Any]:
+    """Batches of unusual inputs, from a tensor or as they are."""
+    if isinstance(data, Tensor):
+        return [(x, None) for x in data.split(1024)]
+    one_batch = isinstance(data, tuple) and all(isinstance(t, Tensor) for t in data)
+    if one_batch or isinstance(data, str | bytes | Mapping):
+        raise DataError(
+            f"the OOD set {name!r} is {describe(data)}; pass a tensor of inputs, a DataLoader or a list of batches (x, None)"
+        )
+    return data
 
 
 def _outside(

@@ -174,12 +174,14 @@ def predictions_after_fit(val_loader: Iterable[Any] | None, n_data: int) -> int:
     size = getattr(getattr(val_loader, "dataset", None), "__len__", None)
     if size is not None:
         return 2 * min(1000, int(size()))
-    if not isinstance(val_loader, Sized):
+    try:
+        batches = len(val_loader) if isinstance(val_loader, Sized) else None
+    except TypeError:  # a loader over a stream
+        batches = None
+    if batches is None:
         return 2000
     first = next(iter(val_loader), None)
-    held_out = len(val_loader) * (
-        unpack_batch(first).size if isinstance(first, tuple | list) and len(first) in (2, 3) else 1
-    )
+    held_out = batches * (unpack_batch(first).size if isinstance(first, tuple | list) and len(first) in (2, 3) else 1)
     return 2 * min(1000, held_out)
 
 

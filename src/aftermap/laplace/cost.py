@@ -16,6 +16,7 @@ layer's Jacobian with its covariance: with r_P = Σ T D O/F' for weights that ar
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterable, Sequence, Sized
@@ -38,7 +39,8 @@ from aftermap.params import Selection, named_parameters, select
 
 __all__ = ["Cost", "describe_costs", "estimate_costs", "in_seconds"]
 
-_EIGH_FLOPS = 5e9  # float64 operations per second in an eigendecomposition: the order of magnitude of one core
+_EIGH_FLOPS = 5e9  # float64 operations per second in a small eigendecomposition: the order of magnitude of one core
+_EIGH_SIZE = 512  # of the matrix by which those of large ones are measured
 _CANDIDATES = (
     ("kron", "all"),
     ("ekfac", "all"),
@@ -145,7 +147,7 @@ def estimate_costs(
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     batch = first_batch(model, data, unpack, together=True)
     with explain_model_errors(model, lambda: batch.inputs):
-        batches = len(data) if isinstance(data, Sized) else 1
+        batches = _count(data)
         shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), batches)
     chosen = {"all": select(model, find_last_block(model, batch) if params == "last_block" else params)}
     if params == "all":
@@ -163,7 +165,15 @@ def _size_of(data: Iterable[Any], batch: Batch) -> int:
     size = getattr(getattr(data, "dataset", None), "__len__", None)
     if size is not None:
         return int(size())
-    return batch.size * (len(data) if isinstance(data, Sized) else 1)
+    return batch.size * _count(data)
+
+
+def _count(data: Iterable[Any]) -> int:
+    """The number of batches; 1 where it is unknown, as for a loader over a stream, which has ``__len__`` and raises there."""
+    try:
+        return len(data) if isinstance(data, Sized) else 1
+    except TypeError:
+        return 1
 
 
 def _block_of_blocks(model: nn.Module, batch: Batch) -> list[str] | None:
@@ -253,7 +263,7 @@ class _Shapes:
             "subset": 12.0 * rows * size,
         }
         decompositions = extra.get(structure, eigh if structure in ("kron", "ekfac") else 0.0)
-        seconds = self.batches * self.unit * passes / 3 + decompositions / _EIGH_FLOPS
+        seconds = self.batches * self.unit * passes / 3 + decompositions / _eigh_flops(decompositions)
         contracted = {
             "kron": 2 * inner + 2 * self.outputs * outer,
             "ekfac": 2 * inner + 2 * self.outputs * outer,
@@ -271,6 +281,23 @@ class _Shapes:
             self.n_data * self.outputs,
             self.unit / 3 / self.batch.size * of_prediction,
         )
+
+
+def _eigh_flops(operations: float) -> float:
+    """Operations per second in eigendecompositions: measured once, where so many are needed that the measurement is little beside them."""
+    return _EIGH_FLOPS if operations < 4 * 10.0 * _EIGH_SIZE**3 else _measured_eigh_flops()
+
+
+@functools.cache
+def _measured_eigh_flops() -> float:
+    matrix = torch.linspace(0, 1, _EIGH_SIZE**2, dtype=torch.float64).reshape(_EIGH_SIZE, _EIGH_SIZE).sin()
+    matrix = matrix + matrix.mT
+    best = math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        torch.linalg.eigh(matrix)
+        best = min(best, time.perf_counter() - start)
+    return 10.0 * _EIGH_SIZE**3 / max(best, 1e-9)
 
 
 def _unit(model: nn.Module, batch: Batch, names: Sequence[str]) -> float:

@@ -39,8 +39,8 @@ class SelfCheck:
 
     Attributes:
         n_data: How many examples were used.
-        map_nll: The network's mean negative log predictive probability.
-        bayes_nll: The Bayesian predictive's mean negative log predictive probability.
+        map_nll: The network's mean negative log predictive probability of a label; an example may have several.
+        bayes_nll: The Bayesian predictive's mean negative log predictive probability of a label.
         map_accuracy: The network's accuracy; None where there are no classes.
         bayes_accuracy: The Bayesian predictive's accuracy; None where there are no classes.
         map_confidence: The network's mean probability of the predicted class; None where there are no classes.
@@ -116,11 +116,12 @@ def check_predictive(
 
 
 def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck:
-    losses = [-p.log_prob(targets).to(torch.float64).reshape(-1) for p in (plain, bayes)]
+    labels = _labels_of_an_example(plain, targets)
+    losses = [-p.log_prob(targets).to(torch.float64).reshape(-1) / labels for p in (plain, bayes)]
     map_nll, bayes_nll = (float(loss.mean()) for loss in losses)
     change = losses[1] - losses[0]
     error = float(change.std() / len(change) ** 0.5) if len(change) > 1 else math.inf
-    rise = _NLL_RISE.get(plain.kind, _OTHER_NLL_RISE) * _labels_of_an_example(plain, targets)
+    rise = _NLL_RISE.get(plain.kind, _OTHER_NLL_RISE)
     # Not "greater": a likelihood that is not a number is a collapse, too.
     collapsed = not (bayes_nll - map_nll <= max(rise, 2 * error) and math.isfinite(bayes_nll))
     message = f"negative log-likelihood {map_nll:.3f} -> {bayes_nll:.3f}"

@@ -41,8 +41,10 @@ _ITERATIONS = 200
 _CLIPPED = 0.99  # the largest share of its own posterior precision that a datum may have
 _ALARM = 0.05  # nats by which the predictive may be worse than the network at the cavities
 _INVALID = 0.05  # share of cavities that may be clipped
-_CORRECTED = 1.25  # above this c the posterior was corrected for data learned by heart, and cavities say little
+_CORRECTED = 1.25  # above this c a difference near zero at the cavities says little: the posterior was corrected for data learned by heart
+_JUDGES = 2.0  # above this c it says nothing at all
 _SHARPER = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)  # temperatures for networks that are less sure than they should be
+_NARROWER = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # what covariances are divided by where the posterior is too wide
 _NUMBERS = 1 << 24
 
 
@@ -92,6 +94,7 @@ class SelfConsistentResult:
         check: The comparison with the network at the cavities.
         converged: Whether c is a fixed point.
         n_data: The number of training data that were used for c.
+        correction: What the covariance was divided by further, since the predictive was worse than the network at the cavities.
     """
 
     precision: Mapping[str, float]
@@ -104,11 +107,15 @@ class SelfConsistentResult:
     check: CavityCheck
     converged: bool
     n_data: int
+    correction: float = 1.0
 
     def __str__(self) -> str:
+        reasons = f"{self.dimension:.3g} for the effective dimension, {self.curvature:.3g} for data that the network is sure of"
+        if self.correction != 1.0:
+            reasons += f", {self.correction:g} because training data that were taken out asked for it"
         return (
-            f"without held-out labels: the posterior is {self.dimension * self.curvature:.3g} times narrower than the evidence makes it "
-            f"({self.dimension:.3g} for the effective dimension, {self.curvature:.3g} for data that the network is sure of); {self.check.message}"
+            f"without held-out labels: the posterior is {self.dimension * self.curvature * self.correction:.3g} times narrower than the "
+            f"evidence makes it ({reasons}); {self.check.message}"
         )
 
 
@@ -130,8 +137,8 @@ def self_consistent_scale(
     at_mean = (gaussians.weight * _curvature_trace(likelihood, cov, mean[None], gaussians.targets)[0]).sum()
     log_c = 0.0
     for _ in range(_ITERATIONS):
-        z = mean + deviations / math.sqrt(dimension * math.exp(log_c))
-        averaged = (gaussians.weight * _curvature_trace(likelihood, cov, z, gaussians.targets).mean(0)).sum()
+        narrowing = dimension * math.exp(log_c)
+        averaged = (gaussians.weight * _mean_trace(likelihood, gaussians, deviations, narrowing)).sum()
         sums = torch.stack([averaged, at_mean])
         all_reduce_([sums])
         if not float(sums.min()) > 0 or not math.isfinite(float(sums[0])):
@@ -141,6 +148,16 @@ def self_consistent_scale(
         if abs(change) < _SETTLED:
             return math.exp(log_c), True
     return math.exp(log_c), False
+
+
+def _mean_trace(likelihood: Likelihood, gaussians: OutputGaussians, deviations: Tensor, narrowing: float) -> Tensor:
+    """E tr(VΛ(z)) under z ~ N(f, V/narrowing) [M]: from draws around zero of N(0, V), or in closed form."""
+    mean, cov = gaussians.mean, gaussians.covariances[0]
+    if isinstance(likelihood, Poisson):
+        # Few draws miss the tail that the mean of an exponential is made of.
+        variance = cov.diagonal(dim1=-2, dim2=-1)
+        return (variance * (mean + variance / (2 * narrowing)).exp()).sum(-1)
+    return _curvature_trace(likelihood, cov, mean + deviations / math.sqrt(narrowing), gaussians.targets).mean(0)
 
 
 def _deviations(mean: Tensor, cov: Tensor) -> Tensor:
@@ -187,11 +204,17 @@ class Cavities:
     weight: Tensor
 
     @staticmethod
-    def of(gaussians: OutputGaussians, likelihood: Likelihood, narrowing: float) -> Cavities:
-        """The cavities under the covariances divided by ``narrowing``."""
+    def of(gaussians: OutputGaussians, likelihood: Likelihood, narrowing: float, held: float = 1.0) -> Cavities:
+        """The cavities under the covariances divided by ``narrowing``.
+
+        Args:
+            gaussians: N(f, V) at some training data.
+            likelihood: The likelihood.
+            narrowing: What the covariances are divided by.
+            held: How much of a datum is taken out: less than 1 where the log-likelihood was divided by a temperature.
+        """
         mean, cov = gaussians.mean, gaussians.covariances[0] / narrowing
-        z = mean + _deviations(mean, cov)
-        gradient, curvature = _averages(likelihood, z, gaussians.targets)
+        gradient, curvature = (held * part for part in _averages(likelihood, mean, cov, gaussians.targets))
         values, vectors = psd_eigh(curvature, what="the averaged curvature", precision=torch.float32)
         root = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)  # Λ̄^½
         shares, directions = torch.linalg.eigh(root.mT @ cov @ root)
@@ -213,18 +236,22 @@ class Cavities:
         )
         return -prediction.log_prob(self.targets).double().reshape(len(self.mean), -1).sum(-1)
 
-    def check(self, likelihood: Likelihood, curvature: float = 1.0) -> CavityCheck:
+    def check(
+        self, likelihood: Likelihood, curvature: float = 1.0, narrower: float = 1.0, sharper: float = 1.0
+    ) -> CavityCheck:
         """Compares the predictive with the network.
 
         Args:
             likelihood: The likelihood of both.
-            curvature: The factor c. Where it is far above 1 the posterior was narrowed for data that the network knows by heart, and a difference
-                near zero says nothing.
+            curvature: The factor c. Where it is far above 1 the posterior was narrowed for data that the network knows by heart, and the
+                difference says nothing.
+            narrower: What the covariances are divided by further; the means stay.
+            sharper: The factor of the predictive's temperature; the network keeps its own.
         """
-        losses = self.losses(likelihood, self.covariance) - self.losses(likelihood, None)
+        losses = self._at(likelihood, narrower, sharper) - self.losses(likelihood, None)
         difference, error, count = _paired(losses, self.weight)
         invalid = _paired(self.invalid.double(), self.weight)[0]
-        worse = difference > _ALARM and difference > 2 * error
+        worse = difference > _ALARM and difference > 2 * error and curvature < _JUDGES
         numbers = (
             f"{difference:+.3f} ± {error:.3f} nats against the network at {count:,} training data that were taken out"
         )
@@ -241,21 +268,54 @@ class Cavities:
         passed = not worse and invalid <= _INVALID
         return CavityCheck(difference, error, invalid, count, passed, f"{numbers}: {reading}")
 
-    def sharper_temperature(self, likelihood: Likelihood) -> float:
-        """The factor of at most 1 for the temperature that the cavities ask for, by more than one standard error; else 1."""
+    def _at(self, likelihood: Likelihood, narrower: float, sharper: float) -> Tensor:
         now = temperature_of(likelihood)
-        if now is None:
-            return 1.0
-        losses = [self.losses(at_temperature(likelihood, now * t), self.covariance) for t in _SHARPER]
-        means = [_paired(loss, self.weight)[0] for loss in losses]
-        best = min(range(len(_SHARPER)), key=means.__getitem__)
-        gain, error, _ = _paired(losses[0] - losses[best], self.weight)
-        return _SHARPER[best] if gain > error else 1.0
+        warm = likelihood if now is None else at_temperature(likelihood, now * sharper)
+        return self.losses(warm, self.covariance / narrower)
+
+    def corrected(self, likelihood: Likelihood, curvature: float) -> tuple[float, float]:
+        """By what to divide covariance and temperature where the predictive is worse than the network, by more than chance.
+
+        A network that was trained for few steps, or under weight decay, is less sure than it should be, and a posterior over it makes that
+        worse. Of some narrower posteriors and lower temperatures, at the same cavities, those whose likelihood is within one standard error of the best
+        qualify, and the widest of them is taken.
+
+        Args:
+            likelihood: The likelihood.
+            curvature: The factor c. The more of the data are known by heart, the less they can say that the posterior is too wide: from
+                1.25 on only an alarm is believed, from 2 on nothing.
+
+        Returns:
+            The divisor of the covariance, and the factor of the temperature; both are 1 where nothing is to be corrected.
+        """
+        check = self.check(likelihood)
+        believed = curvature < _CORRECTED or (check.difference > _ALARM and curvature < _JUDGES)
+        if not (believed and check.difference > 2 * check.standard_error):
+            return 1.0, 1.0
+        sharper = (1.0,) if temperature_of(likelihood) is None else _SHARPER
+        points: dict[
+            float, tuple[float, float, Tensor]
+        ] = {}  # for each width the least mean, its temperature and its losses
+        for width in _NARROWER:
+            tried = [(t, self._at(likelihood, width, t)) for t in sharper]
+            means = [_paired(losses, self.weight)[0] for _, losses in tried]
+            best = min(range(len(tried)), key=means.__getitem__)
+            points[width] = (means[best], *tried[best])
+        least = min(points.values(), key=lambda point: point[0])
+        for width, (_, t, losses) in points.items():
+            excess, error, _ = _paired(losses - least[2], self.weight)
+            if excess <= error:
+                return width, t
+        raise AssertionError("the best point is within one standard error of itself")
 
 
-def _averages(likelihood: Likelihood, z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient [M, C] and the curvature [M, C, C] of the loss, averaged over outputs z [S, M, C]."""
-    size, width = z.shape[1:]
+def _averages(likelihood: Likelihood, mean: Tensor, cov: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient [M, C] and the curvature [M, C, C] of the loss, averaged over N(f, V): by draws, or in closed form."""
+    if isinstance(likelihood, Poisson):
+        rate = (mean + cov.diagonal(dim1=-2, dim2=-1) / 2).exp()
+        return rate - targets.reshape(rate.shape), torch.diag_embed(rate)
+    z = mean + _deviations(mean, cov)
+    size, width = mean.shape
     gradient, curvature = torch.zeros(size, width, dtype=z.dtype), torch.zeros(size, width, width, dtype=z.dtype)
     step = max(1, _NUMBERS // (size * width**2))
     for part in z.split(step):

@@ -6,7 +6,7 @@ Nothing here changes state: every function takes a `Fitted` and returns a `Tuned
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -444,22 +444,27 @@ def tune_self_consistently(
     dimension = 1.0 if matched is None else max(1.0, matched.factor)
     own = torch.Generator().manual_seed(rank()) if generator is None else generator
     with fail_together("looking at training data"):
+        counted = _Counted(iterate(data, device=device, dtype=dtype, unpack=fitted.unpack))
         gaussians = output_gaussians(
             predictor,
-            iterate(data, device=device, dtype=dtype, unpack=fitted.unpack),
+            counted,
             likelihood,
             [posterior],
             limit=math.ceil(_TRAINING_INPUTS / world_size()),
             generator=own,
             what="training",
         )
+    # The sample of a process stands for all of its data, which may be more than another one's.
+    gaussians = replace(gaussians, weight=gaussians.weight * (counted.seen / gaussians.n_examples))
     curvature, converged = self_consistent_scale(gaussians, likelihood, dimension)
-    cavities = Cavities.of(gaussians, likelihood, dimension * curvature)
-    check = cavities.check(likelihood, curvature)
-    temperature = hyperparameters.output_temperature
-    if check.difference > 2 * check.standard_error and curvature < 1.25:
-        temperature *= cavities.sharper_temperature(likelihood)
-    hyperparameters = replace(hyperparameters.narrowed(dimension * curvature), output_temperature=temperature)
+    # A posterior that was meant to be warm holds less of each datum; a data scale below 1 is a mistake that shows in the check.
+    held = min(1.0, 1 / hyperparameters.temperature)
+    cavities = Cavities.of(gaussians, likelihood, dimension * curvature, held)
+    narrower, sharper = cavities.corrected(likelihood, curvature)
+    check = cavities.check(likelihood, curvature, narrower, sharper)
+    temperature = hyperparameters.output_temperature * sharper
+    narrowing = dimension * curvature * narrower
+    hyperparameters = replace(hyperparameters.narrowed(narrowing), output_temperature=temperature)
     if not check.passed:
         _warn_of_cavities(check.message)
     precision = {k: float(hyperparameters.prior.precision[names[0]].mean()) for k, names in posterior.layers.items()}
@@ -474,9 +479,22 @@ def tune_self_consistently(
         check,
         converged,
         gaussians.n_examples,
+        narrower,
     )
     applied = hyperparameters.applied_to(posterior, fitted.factors.curvature)
-    return Tuned(applied, hyperparameters, result, narrowing=dimension * curvature)
+    return Tuned(applied, hyperparameters, result, narrowing=narrowing)
+
+
+class _Counted:
+    """Batches whose examples are counted as they pass."""
+
+    def __init__(self, batches: Iterable[Batch]):
+        self.batches, self.seen = batches, 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            self.seen += batch.size
+            yield batch
 
 
 def _warn_of_cavities(message: str) -> None:

@@ -49,6 +49,7 @@ def write_report(
     most_uncertain: int = 12,
     features: Features | None = None,
     neighbours: Callable[[list[int]], Neighbours] | None = None,
+    notes: Sequence[str] = (),
 ) -> Path:
     """Writes a report: one HTML file that needs nothing else, on screen (light or dark), on paper, at any width.
 
@@ -67,6 +68,7 @@ def write_report(
         features: The test inputs of a table with the names of their columns, so that uncertain rows can be read.
         neighbours: A function from the numbers of test inputs to their nearest training examples
             (`aftermap.analysis.nearest_examples`), which stand beside the uncertain inputs.
+        notes: Sentences that follow the verdict, such as what tuning found.
 
     Returns:
         The path of the file.
@@ -94,6 +96,7 @@ def write_report(
         most_uncertain=most_uncertain,
         features=features,
         neighbours=neighbours,
+        notes=notes,
     )
     part = target.with_name(target.name + ".part")
     try:
@@ -118,6 +121,7 @@ def render_report(
     most_uncertain: int = 12,
     features: Features | None = None,
     neighbours: Callable[[list[int]], Neighbours] | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
     """Returns the text of the report; the arguments are those of `write_report`."""
     for name, results in (("bayesian", bayesian), ("map", map)):
@@ -147,6 +151,7 @@ def render_report(
         names=_names(bayesian, map),
         verdict=verdict(bayesian, map, threshold=threshold),
         most_nats=_most_nats(bayesian, classes),
+        notes=notes,
         key_numbers=_key_numbers(bayesian, rows),
         rows=rows,
         other_rows=comparison(bayesian, map, names=others) if others else [],
