@@ -140,7 +140,8 @@ def _shares(results: Results, pairs: list[str]) -> Any:
         ax.set_xticks(range(len(groups)), [g.removesuffix("-mnist") for g in groups], rotation=35, ha="right")
         ax.set_ylim(0, 1)
         finish(ax, title=pair.split("/")[0], y="share" if ax is grid[0] else "")
-        ax.legend(fontsize=6, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.32), ncols=1)
+    # The networks have the same layers: one legend, beside the last of them.
+    grid[-1].legend(fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
     return figure
 
 

@@ -249,7 +249,7 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
         ax.set_yscale("log")
         ax.set_xticks(settings.ranks, [str(w) for w in settings.ranks])
         ax.yaxis.set_major_formatter("{x:g}")
-        ax.yaxis.set_minor_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("")
         finish(
             ax, title=title, x="processes", y="ms of each process, per step" if place == 0 else "", legend=place == 0
         )
