@@ -161,6 +161,8 @@ def test_bad_grids_and_data() -> None:
         laplace.tune(held_out(), scales=[])
     with pytest.raises(InputError, match="kind='mc' is not known; allowed are 'linearised', 'sampling'"):
         laplace.tune(held_out(), kind="mc")
+    with pytest.raises(InputError, match="kind='margin' is not known; allowed are 'linearised', 'sampling'"):
+        laplace.tune(held_out(), kind="margin")
     with pytest.raises(InputError, match="needs validation data"):
         laplace.tune(method="validation")
     with pytest.raises(DataError, match="data are empty"):

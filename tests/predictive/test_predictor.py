@@ -67,7 +67,7 @@ def test_outputs_of_a_classifier(laplace: Laplace) -> None:
 
 @pytest.mark.parametrize("link", ["softmax", "bridge"])
 def test_bad_options(laplace: Laplace, regressor: Laplace, link: str) -> None:
-    with pytest.raises(InputError, match="kind='mc' is not known; allowed are 'linearised', 'sampling'"):
+    with pytest.raises(InputError, match="kind='mc' is not known; allowed are 'linearised', 'margin', 'sampling'"):
         laplace.predict(classes()[0][0], kind="mc")
     with pytest.raises(InputError, match=f"link.*'{link}'"):
         regressor.predict(normal(5, 3), link=link)
