@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.quality.methods import METHODS
-from benchmarks.quality.plan import plan_in_words, plan_of
+from benchmarks.quality.plan import plan_of
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.targets import targets_table
 from benchmarks.quality.tasks import TASKS
@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 HEAD = """# Does the default call help?
 
-This page is written by `make bench-quality` from `benchmarks/results/quality.json`; wins and losses stand side by side. Commit {commit}, seeds {seeds}, {classifications}
-classifications and {regressions} regressions.
+This page is written by `make bench-quality` from `benchmarks/results/quality.json`; wins and losses stand side by side. Rows are of commit {commit} unless the last section
+names another one for them; seeds {seeds}, {classifications} classifications and {regressions} regressions.
 
 Every task is a data set with a network that was trained on it in the usual way; some networks are calibrated already, others know their training data by heart. Which
 tasks are for development and which are held out was fixed before anything was measured: settings of the library are chosen on development
@@ -65,12 +65,11 @@ def page_of(results: Mapping[str, Any]) -> str:
 def _left_out(results: Mapping[str, Any]) -> list[str]:
     """What was not measured, and why: tasks and methods without a result, few validation sets, methods that do not apply, failures."""
     measured = {(row["task"], row["method"]) for row in results["rows"]}
-    lines = plan_in_words()
+    lines = []
     counts = [len(facts["training_seconds"]) for facts in results["tasks"].values()]
-    lines.append(
-        "- Measured so far: "
-        + ", ".join(f"{counts.count(k)} tasks with seeds {', '.join(map(str, range(k)))}" for k in sorted(set(counts)))
-    )
+    if counts:
+        seeds = [f"{counts.count(k)} tasks have {k}" for k in sorted(set(counts))]
+        lines.append(f"- seeds of the network: {', '.join(seeds)}; other rows may have fewer")
     missing = [name for name in TASKS if name not in results["tasks"]]
     if missing:
         lines.append(f"- {len(missing)} of {len(TASKS)} tasks: {', '.join(missing)}")
@@ -93,10 +92,10 @@ def _left_out(results: Mapping[str, Any]) -> list[str]:
             lines.append(f"- {facts.label}: not run on {which}")
     older: dict[tuple[str, str], set[str]] = {}
     for row in results["rows"]:
-        if "commit" in row:
+        if row.get("commit", results["commit"]) != results["commit"]:
             older.setdefault((row["method"], row["commit"]), set()).add(row["task"])
     lines += [
-        f"- {METHODS[method].label}: measured at the earlier commit {commit}, not again since, on {', '.join(sorted(names))}"
+        f"- {METHODS[method].label}: measured at another commit ({commit}) on {', '.join(sorted(names))}"
         for (method, commit), names in older.items()
     ]
     few = sorted({row["sets"] for row in results["rows"] if row["n"]})

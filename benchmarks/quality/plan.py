@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks.quality.tasks import Task
 
-__all__ = ["Plan", "plan_in_words", "plan_of"]
+__all__ = ["Plan", "plan_of"]
 
 _DETECTORS = ("energy", "gen", "knn", "mahalanobis", "relativemahalanobis", "vim")
 _CHEAP = ("network", "temperature", "validation_noise", *_DETECTORS)
@@ -43,13 +43,3 @@ def plan_of(task: Task, method: str) -> Plan:
         return Plan((0, 1, 2) if every else (0,), min(task.resplits, 2 if every else 1))
     every = method in (*_CHEAP, "fit", "fit_unlabelled", "identity")
     return Plan((0, 1, 2) if every else (0,), min(task.resplits, 2 if method == "grid" else 5))
-
-
-def plan_in_words() -> list[str]:
-    """What the plan leaves out, one sentence each."""
-    return [
-        "- Image tasks have seed 0 only: a second seed would train and measure eleven networks again. Tables and regressions have seeds 0, 1 and 2 for the network, temperature scaling "
-        "or validation noise, `am.fit` with and without labels and detectors (tables for identity curvature, too), and seed 0 for the other rows.",
-        "- Validation sets of each size and seed: five for classifications (two or three where the task's data or costs allow no more), two for regressions; for the grid two on tables and one elsewhere.",
-        "- The grid is left out on image tasks with convolutions or attention, ensembles on these and on networks that are trained for long; laplace-torch is given a minute for each task.",
-    ]

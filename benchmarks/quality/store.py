@@ -108,8 +108,9 @@ def _joined(rows: list[Numbers]) -> Numbers:
 def collect(cache: Path, tasks: Mapping[str, Task], seeds: Iterable[int], methods: Iterable[str]) -> dict[str, Any]:
     """All that the cache holds for the present code, as a table: a row for each task, method and size of validation sets.
 
-    Numbers are means over validation sets, then over seeds; "d" is also given for each seed.
+    Numbers are means over validation sets, then over seeds; "d" is also given for each seed. Every row names the commit that it is of.
     """
+    commit = library_commit()
     rows: list[dict[str, Any]] = []
     skipped: dict[str, dict[str, set[str]]] = {}
     described: dict[str, dict[int, dict[str, Any]]] = {}
@@ -129,9 +130,9 @@ def collect(cache: Path, tasks: Mapping[str, Task], seeds: Iterable[int], method
                     found.setdefault(method, {})[seed] = result["rows"]
                     described.setdefault(name, {}).setdefault(seed, result["task"])
         for method, by_seed in found.items():
-            rows += _rows_of(name, method, by_seed)
+            rows += [{**row, "commit": commit} for row in _rows_of(name, method, by_seed)]
     return {
-        "commit": library_commit(),
+        "commit": commit,
         "source": library_source(),
         "machine": machine(),
         "seeds": sorted({seed for by_seed in described.values() for seed in by_seed}),
