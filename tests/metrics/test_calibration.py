@@ -143,6 +143,9 @@ def test_ties_stay_together_and_order_does_not_matter() -> None:
     # A group goes where its middle falls: ranks 2 to 5 of 8 to the lower half.
     halves = metrics.reliability_bins(binary([0.6] + [0.7] * 4 + [0.8] * 3), [0] * 8, n_bins=2, strategy="mass")
     assert halves.count.tolist() == [5.0, 3.0]
+    # And ranks 4 to 7 to the upper one, although their first is in the lower.
+    halves = metrics.reliability_bins(binary([0.6] * 3 + [0.7] * 4 + [0.8]), [0] * 8, n_bins=2, strategy="mass")
+    assert halves.count.tolist() == [3.0, 5.0]
     # All tied: one bin, and the error is |accuracy - confidence|.
     assert_close(metrics.adaptive_ece(probs[:9], labels[:9]), abs(7 / 9 - 0.7))
 

@@ -9,7 +9,10 @@ Results are written after every mutant, so that the program goes on where it was
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import importlib
+import importlib.util
 import json
 import os
 import random
@@ -18,22 +21,30 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+import traceback
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from tests.mutants.mutations import Mutation, mutate, mutations_of
+from tests.mutants.mutations import BY_HAND, Mutation, mutate, mutations_of
 
-__all__ = ["EQUIVALENT", "RESULTS", "TESTS", "all_mutations", "main", "summary"]
+__all__ = ["EQUIVALENT", "RESULTS", "TESTS", "all_mutations", "by_hand", "main", "summary"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "aftermap"
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
+NAMED = Path(__file__).with_name("by_hand.json")
 EQUIVALENT = Path(__file__).with_name("equivalent.json")
 
-_STRUCTURES = ("tests/curvature/structures", "tests/curvature/test_kinds.py")
-_POSTERIORS = ("tests/posteriors/test_contract.py", "tests/posteriors/test_sampling.py")
+PRELOADED = (
+    "numpy", "pytest", "hypothesis", "scipy.stats", "scipy.optimize", "sklearn.metrics", "torch", "torch.func", "torch.distributed.tensor",
+    "torch.nn.parallel", "torch.utils.checkpoint", "torch._dynamo",
+)  # fmt: skip
+_POSTERIORS = (
+    "tests/curvature/test_kinds.py",
+    "tests/posteriors/test_contract.py",
+    "tests/posteriors/test_sampling.py",
+)
 # The tests that belong to a file, the quickest first; its own doctests run before all.
 TESTS: dict[str, tuple[str, ...]] = {
     "linalg.py": ("tests/test_linalg.py", "tests/test_gram_sum.py"),
@@ -48,13 +59,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     "curvature/rules/linear.py": ("tests/curvature/rules/test_layer_rules.py", "tests/curvature/test_kinds.py"),
     "curvature/rules/scale.py": ("tests/curvature/rules/test_layer_rules.py", "tests/curvature/test_kinds.py"),
     "curvature/rules/convolution.py": ("tests/curvature/rules/test_convolution.py", "tests/curvature/rules/test_layer_rules.py"),
-    "curvature/structures/eigenbasis.py": ("tests/curvature/structures/test_eigenbasis.py", *_STRUCTURES, *_POSTERIORS),
-    "curvature/structures/kron.py": (*_STRUCTURES, *_POSTERIORS, "tests/laplace/test_exact.py"),
-    "curvature/structures/ekfac.py": (*_STRUCTURES, *_POSTERIORS, "tests/curvature/test_engine_models.py"),
-    "curvature/structures/diagonal.py": (*_STRUCTURES, *_POSTERIORS),
-    "curvature/structures/full.py": (*_STRUCTURES, *_POSTERIORS),
-    "curvature/structures/low_rank.py": (*_STRUCTURES, *_POSTERIORS),
-    "curvature/structures/layer_covariance.py": ("tests/posteriors/test_functional.py", *_STRUCTURES),
+    "curvature/structures/eigenbasis.py": ("tests/curvature/structures/test_eigenbasis.py", "tests/curvature/structures/test_damping.py", "tests/curvature/structures/test_ekfac_exact.py", *_POSTERIORS),
+    "curvature/structures/kron.py": ("tests/curvature/structures/test_kron_exact.py", "tests/curvature/structures/test_damping.py", *_POSTERIORS, "tests/laplace/test_exact.py"),
+    "curvature/structures/ekfac.py": ("tests/curvature/structures/test_ekfac.py", "tests/curvature/structures/test_ekfac_exact.py", *_POSTERIORS),
+    "curvature/structures/diagonal.py": ("tests/curvature/structures/test_informed.py", *_POSTERIORS),
+    "curvature/structures/full.py": ("tests/curvature/structures/test_full.py", "tests/curvature/structures/test_hessian.py", *_POSTERIORS),
+    "curvature/structures/low_rank.py": ("tests/curvature/structures/test_low_rank.py", *_POSTERIORS),
+    "curvature/structures/layer_covariance.py": ("tests/posteriors/test_functional.py", "tests/posteriors/test_contract.py"),
     "curvature/structures/kfra.py": ("tests/curvature/structures/test_kfra.py",),
     "curvature/structures/subset.py": ("tests/curvature/test_subset.py",),
     "laplace/evidence.py": ("tests/laplace/test_evidence.py", "tests/laplace/test_exact.py", "tests/laplace/test_tune.py"),
@@ -64,9 +75,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "predictive/links.py": ("tests/predictive/test_links.py", "tests/predictive/test_links_other.py", "tests/laplace/test_output_temperature.py"),
     "predictive/linearised.py": ("tests/predictive/test_linearised.py", "tests/predictive/test_predictor.py"),
     "predictive/quadrature.py": ("tests/predictive/test_quadrature.py", "tests/predictive/test_links.py"),
-    "optim/vogn.py": ("tests/optim/test_fixed_points.py", "tests/optim/test_first_steps.py", "tests/optim/test_contract.py", "tests/optim/test_posterior.py"),
-    "optim/ivon.py": ("tests/optim/test_ivon.py", "tests/optim/test_first_steps.py", "tests/optim/test_contract.py"),
-    "optim/kfac.py": ("tests/optim/test_kfac.py", "tests/optim/test_first_steps.py", "tests/optim/test_contract.py"),
+    "optim/vogn.py": ("tests/optim/test_first_steps.py", "tests/optim/test_fixed_points.py", "tests/optim/test_options.py", "tests/optim/test_posterior.py"),
+    "optim/ivon.py": ("tests/optim/test_ivon.py", "tests/optim/test_fixed_points.py", "tests/optim/test_contract.py"),
+    "optim/kfac.py": ("tests/optim/test_first_steps.py", "tests/optim/test_kfac.py", "tests/optim/test_contract.py"),
     "metrics/calibration.py": ("tests/metrics/test_calibration.py",),
     "metrics/scoring.py": ("tests/metrics/test_scoring.py",),
     "metrics/detection.py": ("tests/metrics/test_detection.py",),
@@ -79,6 +90,16 @@ TESTS: dict[str, tuple[str, ...]] = {
 def all_mutations() -> list[Mutation]:
     """Every mutation of the numerical core, in the order of `TESTS`."""
     return [m for file in TESTS for m in mutations_of((SOURCE / file).read_text(), file)]
+
+
+def by_hand() -> list[Mutation]:
+    """The mutations of `by_hand.json`, which are always tried: errors that the operators do not make."""
+    found = []
+    for name, entry in json.loads(NAMED.read_text()).items():
+        lines = (SOURCE / entry["file"]).read_text().splitlines()
+        line = next((n for n, text in enumerate(lines, 1) if entry["before"].splitlines()[0] in text), 0)
+        found.append(Mutation(entry["file"], name, BY_HAND, 0, line, entry["before"], entry["after"]))
+    return found
 
 
 def _sampled(mutations: list[Mutation], count: int, seed: int) -> list[Mutation]:
@@ -96,8 +117,22 @@ def _sampled(mutations: list[Mutation], count: int, seed: int) -> list[Mutation]
     return [m for turn in zip_longest(*rounds) for m in turn if m is not None][:count]
 
 
-def _run_tests(package: Path, file: str, log: Path) -> None:
-    """In a child process: the tests of a file against a copy of the library; ends the process with pytest's exit code."""
+def _forget_compiled(source: Path) -> None:
+    """Deletes the compiled form of a file, which Python would take for that of another mutant of the same size and second."""
+    Path(importlib.util.cache_from_source(str(source))).unlink(missing_ok=True)
+
+
+def _test_files(file: str) -> list[str]:
+    """The test files that belong to a file of the library, with folders opened."""
+    found = (p for t in TESTS[file] for p in (sorted((ROOT / t).rglob("test_*.py")) or [ROOT / t]))
+    return list(dict.fromkeys(p.relative_to(ROOT).as_posix() for p in found))
+
+
+def _run_tests(package: Path, file: str, tests: list[str], log: Path, times: Path) -> NoReturn:
+    """In a child process: the doctests of a file of a copy of the library, then test files one after the other, up to the first that fails.
+
+    Ends the process with pytest's exit code, and writes how long each took.
+    """
     os.chdir(ROOT)
     with log.open("w") as stream:
         os.dup2(stream.fileno(), 1)
@@ -106,55 +141,98 @@ def _run_tests(package: Path, file: str, log: Path) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([str(package), str(ROOT)])
     import pytest
 
-    tests = [str(package / "aftermap" / file), *(t for t in TESTS[file] if (ROOT / t).exists())]
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", f"--rootdir={ROOT}", *tests])
-    os._exit(int(code))
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--no-header",
+        "-c",
+        str(ROOT / "pyproject.toml"),
+        f"--rootdir={ROOT}",
+    ]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # What is imported once is not rewritten.
+    seconds: dict[str, float] = {}
+    code = 1
+    try:
+        for test in ["", *tests]:
+            started = time.monotonic()
+            code = int(pytest.main([*options, str(ROOT / test if test else package / "aftermap" / file)]))
+            code = (
+                0 if code == pytest.ExitCode.NO_TESTS_COLLECTED and not test else code
+            )  # A file may have no doctests.
+            seconds[test] = round(time.monotonic() - started, 2)
+            times.write_text(json.dumps(seconds))
+            if code:
+                break
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
-def _judge(package: Path, mutation: Mutation | None, file: str, seconds: float, log: Path) -> tuple[str, str]:
-    """What the tests say of a mutant (None: of the original): "found", "found by time", "survived" or "broken"; and by which test."""
+def _judge(package: Path, mutation: Mutation | None, file: str, tests: list[str], limit: float) -> tuple[str, str]:
+    """What the tests say of a mutant (None: of the original): "found", "found by time" or "survived"; and by which test."""
     target, original = package / "aftermap" / file, (SOURCE / file).read_text()
+    log, times = package / "log.txt", package / "times.json"
     child: int | None = None
     try:
         if mutation is not None:
             target.write_text(mutate(original, mutation))
+        _forget_compiled(target)
+        times.unlink(missing_ok=True)
         started = time.monotonic()
         child = os.fork()
         if child == 0:
             os.setsid()  # Processes that a test starts end with it.
-            _run_tests(package, file, log)
+            _run_tests(package, file, tests, log, times)
         ended, status = 0, 0
-        while not ended and time.monotonic() - started < seconds:
+        while not ended and time.monotonic() - started < limit:
+            time.sleep(0.02)
             ended, status = os.waitpid(child, os.WNOHANG)
-            time.sleep(0.05)
         if not ended:
-            return "found by time", f"no answer after {seconds:.0f} s"
+            return "found by time", f"no answer after {limit:.0f} s"
         child = None
     finally:
         if child:
             os.killpg(child, signal.SIGKILL)
             os.waitpid(child, 0)
         target.write_text(original)
+        _forget_compiled(target)
     code = os.waitstatus_to_exitcode(status)
     if code == 0:
         return "survived", ""
     lines = [
         line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR", "E  "))
     ]
-    return "found", (lines[-1] if lines else f"exit code {code}")[:160]
+    return "found", (lines[-1] if lines else f"exit code {code}").replace(str(package), "")[:160]
 
 
-def _seconds_without(package: Path, file: str, known: dict[str, Any], log: Path) -> float:
-    """The seconds that the tests of a file take without any mutation; they must pass. What is known of the same tests is taken."""
-    paths = [SOURCE / file, *(p for t in TESTS[file] for p in sorted((ROOT / t).rglob("*.py")) or [ROOT / t])]
-    digest = hashlib.sha256(b"".join(p.read_bytes() for p in paths if p.exists())).hexdigest()
-    if known.get(file, {}).get("digest") != digest:
-        started = time.monotonic()
-        verdict, why = _judge(package, None, file, 900, log)
-        if verdict != "survived":
-            raise SystemExit(f"{log.read_text()[-3000:]}\nthe tests of {file} fail without any mutation: {why}")
-        known[file] = {"digest": digest, "seconds": round(time.monotonic() - started, 1)}
-    return float(known[file]["seconds"])
+def _times(package: Path) -> dict[str, float]:
+    """The seconds of each test file that the last child ran, in its order; the last one failed if the child failed."""
+    file = package / "times.json"
+    times: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+    return times
+
+
+def _ordered(file: str, seconds: dict[str, float]) -> tuple[list[str], float]:
+    """The test files of a file, the quickest first, and the time limit for a mutant: several times what they took before."""
+    expected = {test: seconds.get(test, 10.0) for test in _test_files(file)}
+    return sorted(expected, key=expected.__getitem__), 30 + 3 * sum(expected.values())
+
+
+def _must_pass(package: Path, file: str, test: str, passed: dict[str, str]) -> None:
+    """A test that found a mutant must pass without it. It is run once for every version of the test file and the file."""
+    content = (SOURCE / file).read_bytes() + ((ROOT / test).read_bytes() if test else b"")
+    name, digest = test or f"doctests of {file}", hashlib.sha256(content).hexdigest()
+    if passed.get(f"{name}, {file}") == digest:
+        return
+    verdict, why = _judge(package, None, file, [test] if test else [], 600)
+    if verdict != "survived":
+        raise SystemExit(f"{(package / 'log.txt').read_text()[-3000:]}\n{name} fails without any mutation: {why}")
+    passed[f"{name}, {file}"] = digest
 
 
 def _keep(results: dict[str, Any], options: argparse.Namespace) -> None:
@@ -169,26 +247,50 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
+def _preload() -> None:
+    """Imports once, for all children, what the tests import besides the library."""
+    for name in PRELOADED:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    import torch
+
+    torch.set_num_threads(1)  # Threads do not survive a fork.
+
+
 def summary(results: dict[str, Any]) -> dict[str, Any]:
-    """The counts of a run, and the survivors that nobody has explained."""
-    explained = json.loads(EQUIVALENT.read_text())
+    """The counts of a run, and the survivors that nobody has explained.
+
+    Returns:
+        "tried", "found", "found_at_first" (before tests were written for survivors), "equivalent" and "share" (of those that can be found), all of the
+        mutants that were drawn; "share_at_first"; "by_operator", with those by hand: [found, tried, equivalent]; "explained": name -> why; "survivors"; and
+        "seconds", the mean time that a mutant took.
+    """
+    why = json.loads(EQUIVALENT.read_text())
     told = results["mutants"]
-    counts = Counter(entry["result"] for entry in told.values())
     survivors = sorted(name for name, entry in told.items() if entry["result"] == "survived")
-    equivalent = [name for name in survivors if name in explained]
-    judged = len(told) - len(equivalent)
-    found = counts["found"] + counts["found by time"]
+    drawn = {name: entry for name, entry in told.items() if entry["operator"] != BY_HAND}
+    found = [entry for entry in drawn.values() if entry["result"] != "survived"]
+    at_first = sum("survived_at_first" not in entry for entry in found)
+    equivalent = sum(name in why and entry["result"] == "survived" for name, entry in drawn.items())
+    judged = len(drawn) - equivalent
+    by_operator: dict[str, list[int]] = {}
+    for name, entry in sorted(told.items(), key=lambda item: (item[1]["operator"] == BY_HAND, item[1]["operator"])):
+        row = by_operator.setdefault(entry["operator"], [0, 0, 0])
+        row[0] += entry["result"] != "survived"
+        row[1] += 1
+        row[2] += name in why and entry["result"] == "survived"
     return {
-        "tried": len(told),
-        "found": found,
-        "equivalent": len(equivalent),
-        "survivors": [name for name in survivors if name not in explained],
-        "share": found / judged if judged else None,
-        "by_operator": {
-            op: [sum(e["operator"] == op and e["result"] != "survived" for e in told.values()), sum(e["operator"] == op for e in told.values())]
-            for op in sorted({e["operator"] for e in told.values()})
-        },
-    }  # fmt: skip
+        "tried": len(drawn),
+        "found": len(found),
+        "found_at_first": at_first,
+        "equivalent": equivalent,
+        "share": len(found) / judged if judged else None,
+        "share_at_first": at_first / judged if judged else None,
+        "by_operator": by_operator,
+        "explained": {name: why[name] for name in survivors if name in why},
+        "survivors": [name for name in survivors if name not in why],
+        "seconds": sum(entry["seconds"] for entry in told.values()) / len(told) if told else None,
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -199,41 +301,52 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--files", nargs="*", help="only these files, such as linalg.py")
     parser.add_argument("--only", help="one mutant by its name, with the output of its tests")
     parser.add_argument("--again", action="store_true", help="try survivors again, after a test was written")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long; the same call goes on")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
-    import numpy  # noqa: F401 (imported once, for all children)
-    import pytest  # noqa: F401
-    import torch
-
-    torch.set_num_threads(1)
+    _preload()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the tests of a mutant do not outlive the program.
-    mutations = [m for m in all_mutations() if not options.files or m.file in options.files]
-    chosen = (
-        [m for m in mutations if m.name == options.only]
-        if options.only
-        else _sampled(mutations, options.sample, options.seed)
-    )
-    results: dict[str, Any] = {"seed": options.seed, "of": len(all_mutations()), "mutants": {}, "baseline": {}}
+    every = all_mutations()
+    results: dict[str, Any] = {"seed": options.seed, "of": len(every), "mutants": {}, "passed": {}, "seconds": {}}
     if options.results.exists() and not options.only:
         results = json.loads(options.results.read_text())
+    mutations = [m for m in every if not options.files or m.file in options.files]
+    if options.only:
+        chosen = [m for m in (*by_hand(), *mutations) if m.name == options.only]
+    else:
+        named = [m for m in by_hand() if not options.files or m.file in options.files]
+        chosen = [*named, *_sampled(mutations, options.sample, options.seed)]
+    end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
-        package, log = Path(folder), Path(folder) / "log.txt"
+        package = Path(folder)
         shutil.copytree(SOURCE, package / "aftermap", ignore=shutil.ignore_patterns("__pycache__"))
         for number, mutation in enumerate(chosen):
             known = results["mutants"].get(mutation.name)
-            if known and not (options.again and known["result"] == "survived"):
+            if known and known["before"] == mutation.before and not (options.again and known["result"] == "survived"):
                 continue
-            seconds = _seconds_without(package, mutation.file, results["baseline"], log)
-            _keep(results, options)
-            verdict, why = _judge(package, mutation, mutation.file, 60 + 4 * seconds, log)
+            if time.monotonic() > end:
+                _say(f"stopped after {options.minutes:g} minutes, before {mutation.name}")
+                break
+            tests, limit = _ordered(mutation.file, results["seconds"])
+            started = time.monotonic()
+            verdict, why = _judge(package, mutation, mutation.file, tests, limit)
+            seconds, taken = round(time.monotonic() - started, 1), _times(package)
+            if verdict == "found":
+                _must_pass(package, mutation.file, list(taken)[-1] if taken else "", results["passed"])
+            elif verdict == "survived":
+                results["seconds"].update({test: took for test, took in taken.items() if test})
             change = f"line {mutation.line}: {mutation.before} -> {mutation.after}"
-            _say(f"{number + 1}/{len(chosen)} {verdict}: {mutation.name}, {change} {why}")
+            _say(f"{number + 1}/{len(chosen)} {verdict} ({seconds} s): {mutation.name}, {change} {why}")
             if options.only:
-                _say(log.read_text()[-2000:])
+                _say((package / "log.txt").read_text()[-2000:])
                 continue
-            results["mutants"][mutation.name] = {
-                "result": verdict, "operator": mutation.operator, "before": mutation.before, "after": mutation.after, "by": why,
+            entry = {
+                "result": verdict, "operator": mutation.operator, "before": mutation.before, "after": mutation.after,
+                "by": why, "seconds": seconds,
             }  # fmt: skip
+            if known and (known["result"] == "survived" or "survived_at_first" in known):
+                entry["survived_at_first"] = True
+            results["mutants"][mutation.name] = entry
             _keep(results, options)
     if options.only:
         return 0

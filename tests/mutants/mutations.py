@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["OPERATORS", "Mutation", "mutate", "mutations_of"]
+__all__ = ["BY_HAND", "OPERATORS", "Mutation", "mutate", "mutations_of"]
 
 _SWAPPED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub,
@@ -27,6 +27,9 @@ _DROPPED_CALLS = ("sqrt", "square", "square_", "rsqrt", "exp", "log", "transpose
 _SKIPPED = (ast.Raise, ast.JoinedStr, ast.Assert, ast.AnnAssign, ast.Import, ast.ImportFrom)
 
 
+BY_HAND = "by hand"  # The operator of a mutation whose text before and after somebody wrote.
+
+
 @dataclass(frozen=True)
 class Mutation:
     """One error.
@@ -34,7 +37,7 @@ class Mutation:
     Attributes:
         file: The path of the file below src/aftermap.
         function: The function that it is in, with its class.
-        operator: One of `OPERATORS`.
+        operator: One of `OPERATORS`, or `BY_HAND`; then the function is a name for it.
         number: Its number among those of this operator in the function.
         line: The line in the file as it is now, for people.
         before: The expression.
@@ -174,6 +177,12 @@ def mutate(source: str, mutation: Mutation) -> str:
     def f(a, b):
         return 0.5 * a + b
     """
+    if mutation.operator == BY_HAND:
+        if source.count(mutation.before) != 1:
+            raise LookupError(
+                f"{mutation.name}: {mutation.before!r} is {source.count(mutation.before)} times in the source, not once"
+            )
+        return source.replace(mutation.before, mutation.after)
     tree = ast.parse(source)
     number = 0
     for function, node, parent, field, place in _places(tree):

@@ -56,6 +56,29 @@ def test_binary_agrees_with_two_classes() -> None:
     assert_close(classes.epistemic, binary.epistemic[:, 0], rtol=0, atol=1e-3)
 
 
+def test_a_temperature_divides_the_logits_and_so_their_variance_by_its_square() -> None:
+    """σ(f/T) with f ~ N(m, v), by a sum over a fine grid; the same for two independent logits of a softmax."""
+    t, mean, var = 2.5, torch.tensor([[0.8, -1.7]], dtype=F64), torch.tensor([[3.0, 0.6]], dtype=F64)
+    steps = torch.linspace(-9, 9, 2001, dtype=F64)[:, None, None]
+    weights = (-0.5 * steps.square()).exp() / (-0.5 * steps.square()).exp().sum()
+    binary = gaussian_prediction(Bernoulli(temperature=t), mean, latent_var=var)
+    assert_close(binary.mean, (weights * ((mean + var.sqrt() * steps) / t).sigmoid()).sum(0), rtol=0, atol=1e-10)
+    assert binary.latent_mean is not None
+    assert binary.latent_var is not None
+    assert_close(binary.latent_mean, mean / t)
+    assert_close(binary.latent_var, var / t**2)
+
+    difference, spread = mean[:, :1] - mean[:, 1:], var.sum(-1, keepdim=True)
+    expected = (weights * ((difference + spread.sqrt() * steps) / t).sigmoid()).sum(0)
+    for given in ({"latent_var": var}, {"latent_cov": torch.diag_embed(var)}):
+        classes = gaussian_prediction(
+            Categorical(temperature=t), mean, link="mc", samples=8192, generator=seeded(), **given
+        )
+        assert_close(classes.mean[:, :1], expected, rtol=0, atol=1e-3)
+        assert classes.latent_var is not None
+        assert_close(classes.latent_var, var / t**2)
+
+
 # Numbers.
 
 

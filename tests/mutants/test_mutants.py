@@ -1,0 +1,52 @@
+"""The program that makes errors makes the errors that it says: each is one change, and those that are written out still fit the source."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+
+from tests.mutants.__main__ import EQUIVALENT, ROOT, SOURCE, TESTS, _sampled, all_mutations, by_hand, summary
+from tests.mutants.mutations import BY_HAND, mutate
+
+
+def test_every_error_by_hand_fits_the_source_once() -> None:
+    for mutation in by_hand():
+        source = (SOURCE / mutation.file).read_text()
+        ast.parse(mutate(source, mutation))
+        assert mutation.file in TESTS
+        assert mutation.line > 0
+
+
+def test_mutants_are_valid_differ_and_are_found_again_by_name() -> None:
+    every = {m.name: m for m in all_mutations()}
+    assert len(every) == len(all_mutations())
+    for mutation in random.Random(0).sample(sorted(every.values(), key=lambda m: m.name), 60):
+        source = (SOURCE / mutation.file).read_text()
+        changed = mutate(source, mutation)
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), mutation.name
+    known = {*every, *(m.name for m in by_hand())}
+    assert set(json.loads(EQUIVALENT.read_text())) <= known, "an explanation is of a mutant that is there no more"
+
+
+def test_a_larger_sample_contains_the_smaller_one_and_all_files_have_tests() -> None:
+    every = all_mutations()
+    small, large = _sampled(every, 40, 3), _sampled(every, 80, 3)
+    assert large[:40] == small
+    assert {m.file for m in _sampled(every, len(TESTS), 3)} == {m.file for m in every}
+    assert [t for tests in TESTS.values() for t in tests if not (ROOT / t).exists()] == []
+
+
+def test_the_summary_counts_what_was_drawn_and_does_not_hide_what_survived_at_first() -> None:
+    def entry(result: str, operator: str = "limit", **more: bool) -> dict[str, object]:
+        return {"result": result, "operator": operator, "seconds": 2.0, **more}
+
+    told = {
+        "a": entry("found"), "b": entry("found by time"), "c": entry("found", survived_at_first=True), "d": entry("survived"),
+        "e": entry("found", BY_HAND),
+    }  # fmt: skip
+    counted = summary({"mutants": told})
+    assert (counted["tried"], counted["found"], counted["found_at_first"]) == (4, 3, 2)
+    assert (counted["share"], counted["share_at_first"]) == (0.75, 0.5)
+    assert counted["survivors"] == ["d"]
+    assert counted["by_operator"] == {"limit": [3, 4, 0], BY_HAND: [1, 1, 0]}
