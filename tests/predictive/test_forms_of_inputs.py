@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from aftermap.baselines import MCDropout
 from aftermap.batches import input_batches, is_batches
-from aftermap.errors import AftermapError, DataError
+from aftermap.errors import AftermapError, DataError, UnsupportedError
 from aftermap.laplace import Laplace
 from aftermap.predictive import predictor as module
 from tests.laplace.problems import classes, mlp, normal, regression
@@ -164,3 +164,35 @@ def test_baselines_take_arrays() -> None:
     dropped = MCDropout(net)
     seeds = [torch.Generator().manual_seed(1) for _ in range(2)]
     assert_close(dropped.predict(X.numpy(), generator=seeds[0]).mean, dropped.predict(X, generator=seeds[1]).mean)
+
+
+@pytest.mark.parametrize("most", [0, 3000, 10**9])
+def test_many_inputs_keep_samples_and_covariances_only_up_to_a_size(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, net = torch.randn(40, 2), nn.Linear(2, 5).eval()
+    la = Laplace(net, "classification").fit([(x, torch.arange(40) % 5)])
+    options: dict[str, Any] = {"samples": 20, "generator": torch.Generator().manual_seed(1)}
+    whole = la.predict(x, **options)
+    monkeypatch.setattr(module, "_PIECE", 4)  # 20 samples of 4 inputs take 1,600 bytes, their covariances 400
+    monkeypatch.setattr(module, "_MOST_KEPT", most)
+    options["generator"].manual_seed(1)
+    found = la.predict(x, **options)
+    for name in ("mean", "epistemic", "aleatoric", "total", "latent_mean", "latent_var"):
+        assert_close(getattr(found, name), getattr(whole, name))
+    assert (found.samples is None) == (found.latent_cov is None) == (most < 10**9)
+    assert_close(found.score("variance"), whole.score("variance"))
+    if found.samples is None:
+        with pytest.raises(UnsupportedError, match="fewer inputs at a time"):
+            found.interval()
+    else:
+        assert_close(found.interval()[0], whole.interval()[0])
+
+
+def test_the_samples_of_a_regression_are_kept_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x, net = torch.randn(40, 2), nn.Linear(2, 1).eval()
+    la = Laplace(net, "regression").fit([(x, x[:, :1])])
+    monkeypatch.setattr(module, "_PIECE", 4)
+    monkeypatch.setattr(module, "_MOST_KEPT", 0)
+    assert la.predict(x, kind="sampling", samples=20).samples is not None
+    assert la.predict(x).latent_cov is not None

@@ -342,9 +342,10 @@ def fit(
         if model.weights is None:
             reporter.note(f"no --weights: the weights are those that {model.model} leaves; they should be trained ones")
         task = resolve_task(model.task, network, training)
-        note = training.note_of_outputs(try_model(network, training)[1].shape[-1]) if task == "classification" else None
-        if note is not None:
-            reporter.note(note)
+        if task == "classification":
+            spare = training.note_of_outputs(try_model(network, training)[1].shape[-1])
+            if spare is not None:
+                reporter.note(spare)
         laplace = fit_posterior(network, training, validation, task, posterior, reporter, run.seed)
         reporter.line(
             f"fitted: {laplace.structure}, {laplace.posterior.n_params:,} parameters, {laplace.n_data:,g} data; "

@@ -337,7 +337,8 @@ class Prediction:
             return weighted_quantile(self.samples, self.weights, end)
         if self.kind == "classification":
             raise UnsupportedError(
-                f'interval: link "{self.link}" keeps no samples of the probabilities; predict with link="mc".'
+                f'interval: link "{self.link}" keeps no samples of the probabilities; predict with link="mc", and fewer inputs at '
+                "a time where their samples would take more than 256 MB."
             )
         mean, variance = self._latent()
         latent = mean + z * variance.sqrt()

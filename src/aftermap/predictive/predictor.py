@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ __all__ = ["KINDS", "PosteriorPredictor"]
 
 KINDS = ("linearised", "margin", "sampling")
 _PIECE = 1024  # inputs that are predicted at a time
+_MOST_KEPT = 2**28  # bytes of samples and covariances that the prediction of many inputs keeps
 
 
 class PosteriorPredictor:
@@ -120,7 +122,8 @@ class PosteriorPredictor:
         Args:
             x: The inputs as the model takes them: a tensor, an array, a table of pandas or polars, a tuple of positional or a mapping
                 of keyword arguments. Or batches of them: a DataLoader, or a list of (x, y), whose targets are not looked at.
-                Many inputs are predicted in pieces, with the same draws for all.
+                Many inputs are predicted in pieces, with the same draws for all. For classes a linearised result then keeps the samples of
+                the probabilities and the covariances of the outputs up to 256 MB together, and beyond that neither of them.
             kind: The predictive: "linearised" (default: the Gaussian of the linearised network), "margin" (the cheap one for
                 classes: one backward pass finds the variance of the difference between the two largest outputs, which
                 stands for all differences), or "sampling" (the network under weight samples).
@@ -192,11 +195,17 @@ class PosteriorPredictor:
         """Predicts piece by piece. The same draws answer for all inputs, however they are cut; only local noise is each input's own."""
         if generator is None:
             generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        state, found = generator.get_state(), []
+        state, kept = generator.get_state(), 0
+        found: list[Prediction] = []
         for piece in pieces:
             if not options["local"]:
                 generator.set_state(state)
             found.append(self.predict(piece, generator=generator, progress=False, **options))
+            if kept <= _MOST_KEPT:
+                kept += _large_size(found[-1])
+                found = [_reduced(part) for part in found] if kept > _MOST_KEPT else found
+            else:
+                found[-1] = _reduced(found[-1])
         if not found:
             raise DataError("the inputs hold no example; there is nothing to predict")
         return Prediction.concatenate(found)
@@ -268,6 +277,22 @@ class PosteriorPredictor:
     def where(self: Any, loader: Any, **options: Any) -> Any:
         """Finds where the uncertainty sits: by weight, filter, layer, class, input and pixel; see `aftermap.analysis.where`."""
         return lazy_attribute("aftermap.analysis.where", "where")(self, loader, **options)
+
+
+def _large_size(prediction: Prediction) -> int:
+    """The bytes of what grows with samples × classes and with classes²; 0 where nothing of it can be spared."""
+    if prediction.kind != "classification" or prediction.latent_var is None:
+        return 0
+    large = (prediction.samples, prediction.latent_cov)
+    return sum(value.numel() * value.element_size() for value in large if value is not None)
+
+
+def _reduced(prediction: Prediction) -> Prediction:
+    """The prediction of classes without samples and covariances, which its probabilities, uncertainties and scores do not need.
+
+    Other predictions keep theirs: the density of a regression is made of them.
+    """
+    return replace(prediction, samples=None, latent_cov=None) if _large_size(prediction) else prediction
 
 
 def _is_divisible(batch: Batch) -> bool:
