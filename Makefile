@@ -12,6 +12,9 @@ QUALITY_ARGS ?=
 
 # The tensors in the tests are small: one thread is faster than several, and more repeatable.
 TEST_ENV := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
+# Test files are shared out over this many processes; all tests of a file run in one process, which keeps its fixtures.
+TEST_PROCESSES ?= auto
+IN_PARALLEL := --numprocesses $(TEST_PROCESSES) --dist loadfile
 
 # What must not depend on the processor, and how one processor behaves like another: the vector instructions of PyTorch,
 # the order of summation in MKL, the number of threads. `make test-portable` takes each combination once.
@@ -55,7 +58,7 @@ demo: $(DEV_STAMP) ## train a small network on digits, make it Bayesian, write d
 	$(BIN)/python -m aftermap demo
 
 test: $(DEV_STAMP) ## run the tests and doctests (PYTEST_ARGS="-k kron" narrows them)
-	$(TEST_ENV) $(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -q $(IN_PARALLEL) $(PYTEST_ARGS)
 
 test-portable: $(DEV_STAMP) ## run the numerical tests as other processors would (takes six times as long as once)
 	@failed=; for arithmetic in $(ARITHMETICS); do for threads in $(THREADS); do \

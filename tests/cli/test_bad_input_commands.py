@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from aftermap.cli import fit as fit_module
-from tests.cli.common import Files, invoke, words
+from tests.cli.common import Files, answer, invoke, words
 
 
 @pytest.fixture
@@ -151,3 +152,83 @@ def test_pixels_that_are_rescaled_are_told_of(tmp_path: Path) -> None:
     command = ["train", "--model", "builtin:mlp", "--train", str(tmp_path / "images.npz"), "--epochs", "1"]
     said = words(invoke(*command, "--optimizer", "adam", "-o", str(tmp_path / "run")).stderr)
     assert "images.npz holds bytes, which are taken as pixels and divided by 255" in said
+
+
+def test_negative_labels_are_refused_before_a_training(tmp_path: Path) -> None:
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=np.arange(40) % 3 - 1)
+    command = ["train", "--model", "builtin:mlp", "--train", str(tmp_path / "data.npz"), "-o", str(tmp_path / "run")]
+    assert "holds the label -1; classes count from 0" in words(invoke(*command, code=2).stderr)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (
+            np.arange(40) % 3 + 1,
+            "holds no example of class 0: are these labels that count from 1? Classes count from 0",
+        ),
+        (np.where(np.arange(40) % 3 == 2, 5, 0), "holds no example of the classes 1, 2, 3, 4, although there are"),
+        ((np.arange(40) % 3).astype(np.float32), "are whole numbers in floating point and are taken as numbers"),
+    ],
+)
+def test_labels_of_another_form_are_told_of_by_a_builtin_network(
+    tmp_path: Path, targets: np.ndarray, message: str
+) -> None:
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=targets)
+    command = ["train", "--model", "builtin:mlp", "--train", str(tmp_path / "data.npz"), "--epochs", "1"]
+    assert message in words(invoke(*command, "--optimizer", "adam", "-o", str(tmp_path / "run")).stderr)
+
+
+def test_a_class_without_an_example_is_told_of(files: Files, tmp_path: Path) -> None:
+    with np.load(files.train) as data:
+        x, y = data["x"], data["y"]
+    np.savez(tmp_path / "two.npz", x=x[y < 2], y=y[y < 2])
+    command = ["fit", "--model", files.model, "--weights", str(files.weights), "--train", str(tmp_path / "two.npz")]
+    found = invoke(*command, "--no-tune", "-o", str(tmp_path / "p"))
+    assert "two.npz holds no example of class 2, of which the network has an output" in words(found.stderr)
+
+
+def test_a_network_of_double_precision(files: Files, tmp_path: Path) -> None:
+    (tmp_path / "double.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(2, 3).double()\n")
+    command = ["fit", "--model", f"{tmp_path / 'double.py'}:build", "--train", str(files.train)]
+    said = words(invoke(*command, "-o", str(tmp_path / "p"), code=2).stderr)
+    assert "the network's weights are torch.float64, but data are read as torch.float32" in said
+    assert "mat1" not in said
+
+
+def test_an_unknown_device_is_answered_in_one_sentence(files: Files, tmp_path: Path) -> None:
+    said = words(invoke(*files.fit(tmp_path / "p", "--device", "gpu"), code=2).stderr)
+    assert said == "error: --device gpu is not known; use cpu, cuda, cuda:1, mps or auto"
+
+
+def test_candidates_are_arguments_or_options(files: Files, tmp_path: Path) -> None:
+    options = ["--train", str(files.train), "--epochs", "2"]
+    nets = files.model.rpartition(":")[0]
+    specs = [f"small={nets}:ready", f"large={nets}:build"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ways = (specs, ["--model", specs[0], "--model", specs[1]], [specs[0], "--model", specs[1]])
+        found = [answer("select", *way, *options)["probabilities"] for way in ways]
+    assert found[0] == found[1] == found[2]
+    assert set(found[0]) == {"small", "large"}
+    said = words(invoke("select", "--train", str(files.train), code=2).stderr)
+    assert "which networks are to be compared?" in said
+
+
+def test_an_identifier_in_new_data_where_the_training_data_had_no_columns(
+    files: Files, fitted: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "new.csv").write_text("customer,a,b\nc0,0.5,1.0\nc1,2.0,-1.0\n")
+    command = ["predict", str(fitted), str(tmp_path / "new.csv"), "-o", str(tmp_path / "scored.csv")]
+    assert "leave the column out with --drop" in words(invoke(*command, code=2).stderr)
+    invoke(*command, "--drop", "customer")
+    lines = (tmp_path / "scored.csv").read_text().splitlines()
+    assert lines[0].startswith("customer,prediction")
+    assert [line.partition(",")[0] for line in lines[1:]] == ["c0", "c1"]
+
+
+def test_random_inputs_of_a_shape_that_was_said(files: Files) -> None:
+    said = words(invoke("doctor", "--model", files.model, "--input-shape", "2").stderr)
+    assert "no data: random inputs of shape 2" in said
+    assert "--input-shape" not in said

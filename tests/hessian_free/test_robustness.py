@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from aftermap.errors import DataError, InputError, NotFittedError, NumericalError, NumericalWarning, StatisticalWarning
 from aftermap.hessian_free import HessianFree, PushReport
+from aftermap.hessian_free.hessian_free import _positive
 from aftermap.likelihoods import Gaussian
 from aftermap.testing import ModelSnapshot, check_predictor, check_unchanged
 from tests.hessian_free.problems import PRIOR, classification, curve, fresh
@@ -343,3 +344,35 @@ def test_data_that_can_be_read_once_are_refused_where_they_are_needed_twice(sett
     once = HessianFree(problem.model, problem.likelihood, prior_precision=PRIOR).fit(batch for batch in problem.data)
     assert once.map_report is not None
     assert once.map_report.n_data == 40
+
+
+@pytest.mark.filterwarnings("ignore:.*runs away")
+def test_a_prediction_without_strictness_is_nan_only_where_a_functional_ran_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = nn.Linear(2, 3).double(), normal(12, 2, seed=3)
+    hf = HessianFree(model, "classification", strict=False).fit([(x, x.sum(1).gt(0).long())], polish=True)
+    whole = hf.predict(x[:4], generator=torch.Generator().manual_seed(0))
+    measured = HessianFree._covariances
+
+    def lost(self: HessianFree, sets: Any, *, allow_zero: bool) -> list[torch.Tensor]:
+        covariances = measured(self, sets, allow_zero=allow_zero)
+        covariances[0][3:6], covariances[0][:, 3:6] = float("nan"), float("nan")  # the second input
+        return covariances
+
+    monkeypatch.setattr(HessianFree, "_covariances", lost)
+    found = hf.predict(x[:4], generator=torch.Generator().manual_seed(0))
+    for name in ("mean", "epistemic", "aleatoric", "total"):
+        assert bool(getattr(found, name)[1].isnan().all())
+        assert torch.equal(getattr(found, name)[[0, 2, 3]], getattr(whole, name)[[0, 2, 3]])
+    assert found.samples is None or bool(found.samples[:, 1].isnan().all())
+    assert torch.equal(found.latent_mean, whole.latent_mean)
+
+
+def test_the_covariance_of_what_did_not_run_away_is_made_positive() -> None:
+    matrix = torch.tensor([[1.0, float("nan"), 2.0], [float("nan")] * 3, [2.0, float("nan"), 1.0]], dtype=torch.float64)
+    found, cut = _positive(matrix)
+    assert float(torch.linalg.eigvalsh(found[[0, 2]][:, [0, 2]]).min()) >= -1e-12
+    assert cut == pytest.approx(0.25)
+    assert bool(found[1].isnan().all())
+    assert bool(found[:, 1].isnan().all())

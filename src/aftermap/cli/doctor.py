@@ -87,9 +87,8 @@ def doctor(examined: ExaminedModel, sets: o.TrainData, data: o.DataOptions, run:
             model, options=_options(model, shape), weights=examined.weights, device=device, seed=run.seed
         )
         source, task = _random(network, shape, examined.task, examined.n_data, data.batch_size, run.seed)
-        reporter.note(
-            f"no data: random inputs of shape {_shape(source)}; say --train DATA or --input-shape for the real ones"
-        )
+        advice = "" if examined.input_shape else "; say --train DATA or --input-shape for the real ones"
+        reporter.note(f"no data: random inputs of shape {_shape(source)}{advice}")
     reporter.result({**facts, "model": model, "task": task, **_examine(network, source, task, reporter)})
     return GOOD
 

@@ -163,6 +163,7 @@ def build_for(
         targets = source.examples.targets
         classes = source.examples.is_classes and data_format.task in ("auto", "classification")
         if classes:
+            source.check_labels()
             known = source.examples.classes
             outputs = max(int(targets.max()) + 1, len(known) if known else 0)
         else:
@@ -179,8 +180,13 @@ def try_model(model: nn.Module, source: Source) -> tuple[Any, torch.Tensor]:
     Raises:
         InputError: The network does not take it.
     """
-    device, _ = device_of_model(model)
+    device, dtype = device_of_model(model)
     batch = unpack_batch(first_batch(source)).to(device)
+    if isinstance(batch.inputs, torch.Tensor) and batch.inputs.is_floating_point() and batch.inputs.dtype != dtype:
+        raise InputError(
+            f"the network's weights are {dtype}, but data are read as {batch.inputs.dtype}: build it with "
+            f"model.to({batch.inputs.dtype}), or fit it in Python, with data of its own precision"
+        )
     try:
         with torch.no_grad():
             return batch.targets, call_model(model, batch.inputs)
@@ -336,6 +342,9 @@ def fit(
         if model.weights is None:
             reporter.note(f"no --weights: the weights are those that {model.model} leaves; they should be trained ones")
         task = resolve_task(model.task, network, training)
+        note = training.note_of_outputs(try_model(network, training)[1].shape[-1]) if task == "classification" else None
+        if note is not None:
+            reporter.note(note)
         laplace = fit_posterior(network, training, validation, task, posterior, reporter, run.seed)
         reporter.line(
             f"fitted: {laplace.structure}, {laplace.posterior.n_params:,} parameters, {laplace.n_data:,g} data; "

@@ -97,6 +97,9 @@ def check_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"--device {name} is not known; use cpu, cuda, cuda:1, mps or auto") from None
+    try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(

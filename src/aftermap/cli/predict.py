@@ -50,6 +50,12 @@ def predict(
             "Further columns of a csv to copy in front; those that are no inputs are copied anyway.", metavar="A,B"
         ),
     ] = None,
+    drop: Annotated[
+        str | None,
+        o.option(
+            "The columns of a csv that are no inputs, where the training data had no names of columns.", metavar="A,B"
+        ),
+    ] = None,
     *,
     data: o.DataOptions,
     predictive: o.PredictiveOptions,
@@ -69,7 +75,7 @@ def predict(
     confirmed(output, force=run.force, what="predict")
     fitted = saved.load(run.checked_device())
     score = fitted.score_name(predictive.score)
-    source = open_source(inputs, "test", fitted.complete(data.format()), need_targets=False, what="DATA")
+    source = open_source(inputs, "test", fitted.complete(data.format(drop=drop)), need_targets=False, what="DATA")
     try_model(fitted.model, source)
     copied = {**_identifiers(source), **_copied_columns(inputs, keep, data.limit)}
     options = {**fitted.predict_options(predictive.kind, predictive.samples), "generator": run.generator()}

@@ -39,11 +39,15 @@ class SelectOptions:
 @o.command(without=("val", "ood"))
 def select(
     models: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             metavar="MODEL...", help="The candidates: builtin:mlp, pkg.module:factory, or name=pkg.module:factory."
         ),
-    ],
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        o.option("A further candidate, in the same form. The option may be given several times.", metavar="MODEL"),
+    ] = None,
     output: Annotated[
         Path | None, o.option("The safetensors file for the weights of the best candidate.", "--output", "-o")
     ] = None,
@@ -61,15 +65,20 @@ def select(
     where given, have no part in the ranking.
     """
     reporter, device = run.reporter, run.checked_device()
+    check_structure_name(training.structure)
+    chosen_models = [*(models or []), *(model or [])]
+    if not chosen_models:
+        raise InputError(
+            "which networks are to be compared? Name them: aftermap select small=pkg.nets:small big=pkg.nets:big"
+        )
     confirmed(output, force=run.force, what="select")
     if (sets.train is None) == (sets.data is None):
         raise InputError("say which data: --train, or --data for a set that is cut into parts")
     data_format = data.format(task=task, drop=sets.drop)
     source = open_source(sets.train or str(sets.data), "train", data_format)
     test = tests.test or sets.data
-    candidates = _candidates(models, source, data_format, device)
+    candidates = _candidates(chosen_models, source, data_format, device)
     chosen_task = resolve_task(task, next(iter(candidates.values()))(), source)
-    check_structure_name(training.structure)
     options: dict[str, Any] = {} if training.lr is None else {"lr": training.lr}
     ranking = rank_by_evidence(
         candidates,

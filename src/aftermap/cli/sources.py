@@ -47,6 +47,7 @@ __all__ = [
 
 _TABLES = (".csv", ".tsv", ".txt")
 _WHOLE = ("classification",)
+_IGNORED = -100  # the label of examples that PyTorch's losses leave out
 _PARTS = ("train", "validation", "test", "all")
 
 
@@ -151,12 +152,64 @@ class Source:
                 f"{self.spec} holds bytes, which are taken as pixels and divided by 255; save floating-point numbers for another scale"
             )
         if examples.is_classes and examples.targets is not None and examples.targets.dim() == 1:
-            seen = set(examples.targets.unique().tolist())
-            missing = sorted(set(range(max(seen) + 1)) - seen) if min(seen) >= 0 else []
+            missing = self.missing_classes(int(examples.targets.max()) + 1)
+            if missing == [0]:
+                why = ": are these labels that count from 1? Classes count from 0"
+            else:
+                why = ", although there are higher ones"
             if missing:
-                listed = ", ".join(map(str, missing[:5])) + (" …" if len(missing) > 5 else "")
-                found.append(f"{self.spec} holds no example of the classes {listed}, although there are higher ones")
+                found.append(f"{self.spec} holds no example of {_named_classes(missing)}{why}")
+        elif _are_whole(examples.targets):
+            found.append(
+                f"the targets of {self.spec} are whole numbers in floating point and are taken as numbers (a regression) unless "
+                "--task says otherwise; save classes as integers"
+            )
         return found
+
+    def check_labels(self) -> None:
+        """Refuses negative class labels, which no network has an output for.
+
+        Raises:
+            DataError: There is one, other than the -100 that PyTorch ignores.
+        """
+        examples = self.examples
+        if examples is None or examples.targets is None or not examples.is_classes:
+            return
+        negative = examples.targets[(examples.targets < 0) & (examples.targets != _IGNORED)]
+        if negative.numel():
+            raise DataError(
+                f"{self.spec} holds the label {int(negative.min())}; classes count from 0. Leave examples without a label out"
+            )
+
+    def missing_classes(self, outputs: int) -> list[int]:
+        """The classes below ``outputs`` of which there is no example; none where the data are a stream or no classes."""
+        examples = self.examples
+        if examples is None or examples.targets is None or not examples.is_classes:
+            return []
+        return sorted(set(range(outputs)) - set(examples.targets.unique().tolist()))
+
+    def note_of_outputs(self, outputs: int) -> str | None:
+        """What a user should know where a network has outputs for classes above all that are in the data."""
+        examples = self.examples
+        if examples is None or examples.targets is None or examples.targets.dim() != 1:
+            return None
+        above = [c for c in self.missing_classes(outputs) if c > int(examples.targets.max())]
+        if not above:
+            return None
+        return f"{self.spec} holds no example of {_named_classes(above)}, of which the network has an output"
+
+
+def _named_classes(classes: list[int]) -> str:
+    listed = ", ".join(map(str, classes[:5])) + (" …" if len(classes) > 5 else "")
+    return f"class {listed}" if len(classes) == 1 else f"the classes {listed}"
+
+
+def _are_whole(targets: Any) -> bool:
+    """Whether targets look like classes that were saved in floating point: few different whole numbers from 0."""
+    if not isinstance(targets, torch.Tensor) or targets.dim() != 1 or not targets.is_floating_point():
+        return False
+    values = targets.unique()
+    return 2 < len(values) <= 20 and bool((values == values.round()).all()) and float(values[0]) in (0.0, 1.0)
 
 
 def open_source(

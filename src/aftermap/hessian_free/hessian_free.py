@@ -397,7 +397,8 @@ class HessianFree:
             generator: The source of the random samples.
 
         Returns:
-            The prediction, with the full covariance over the outputs of each input at each position.
+            The prediction, with the full covariance over the outputs of each input at each position. With ``strict=False``,
+            what rests on a variance that ran away is NaN.
         """
         batch = self._inputs(x)
         outputs = self._outputs(batch)
@@ -410,9 +411,12 @@ class HessianFree:
             blocks.append(torch.diagonal(split, dim1=0, dim2=2).movedim(-1, 0))  # [positions, C, C]
         cov = torch.cat(blocks).reshape(*outputs.shape, classes).to(outputs.device)
         dtype = next(iter(named_parameters(self.model).values())).dtype
-        return gaussian_prediction(
+        lost = ~cov.isfinite().all(-1).all(-1)
+        cov = torch.where(lost[..., None, None], 0.0, cov)
+        prediction = gaussian_prediction(
             self.likelihood, outputs.to(dtype), cov.to(dtype), link=link, samples=samples, generator=generator
         )
+        return prediction.without_variance(lost) if bool(lost.any()) else prediction
 
     @torch.inference_mode(False)
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
@@ -475,8 +479,12 @@ class HessianFree:
 
 def _positive(matrix: Tensor) -> tuple[Tensor, float]:
     """Returns the nearest positive semi-definite matrix, and what was cut off relative to the trace."""
-    if not bool(matrix.isfinite().all()):
-        return matrix, 0.0
+    known = matrix.diagonal().isfinite()
+    if not bool(known.all()):  # What ran away is unknown; the rest is a covariance of its own.
+        whole = matrix.clone()
+        part, cut = _positive(matrix[known][:, known]) if bool(known.any()) else (matrix[:0, :0], 0.0)
+        whole[known.unsqueeze(1) & known] = part.flatten()
+        return whole, cut
     values, vectors = torch.linalg.eigh(matrix)
     cut = float(-values.clamp_max(0.0).sum() / values.abs().sum().clamp_min(1e-300))
     if float(values[0]) >= 0:

@@ -178,6 +178,25 @@ class Prediction:
         }
         return replace(parts[0], **{**joined, "weights": parts[0].weights})  # type: ignore[arg-type]
 
+    def without_variance(self, lost: Tensor) -> Prediction:
+        """Returns the same prediction with NaN for all that rests on a variance which is not known there.
+
+        The latent means need no variance, and stay; so do the means of regressions that are not averages of samples.
+
+        Args:
+            lost: Whether the variance is unknown, at each position [N, ...].
+        """
+        closed = self.kind == "regression" and self.samples is None
+        known = ("latent_mean", "mean") if closed else ("latent_mean",)
+
+        def blank(name: str, value: Tensor) -> Tensor:
+            if name in known or name == "weights":
+                return value
+            mask = lost.unsqueeze(0) if name in _BY_SAMPLE else lost
+            return value.masked_fill(mask.reshape(*mask.shape, *[1] * (value.dim() - mask.dim())), float("nan"))
+
+        return self._map(blank)
+
     def cpu(self) -> Prediction:
         """Returns the same prediction with every tensor on the CPU."""
         return self._map(lambda _, value: value.cpu())
