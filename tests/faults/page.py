@@ -13,7 +13,8 @@ from typing import Any
 from aftermap.posteriors.files import MAX_DEPTH, MAX_JSON_BYTES
 from aftermap.posteriors.io import SCHEMA
 from tests.faults.harness import MEMORY, RESULTS
-from tests.mutants.__main__ import summary
+from tests.faults.kills import JOBS
+from tests.mutants.__main__ import TESTS, summary
 
 __all__ = ["PAGE", "page_of", "results"]
 
@@ -109,7 +110,7 @@ byte by byte. What can go on (`fit --checkpoint`, `train`) is started again and 
 
 {kill_table}
 
-"Litter" counts temporary folders and files that a kill left beside the artefact.
+{kill_missing}"Litter" counts temporary folders and files that a kill left beside the artefact.
 
 A [fit that is killed](how_to/distributed.md#a-fit-that-is-killed-goes-on) goes on with the same bits if the data come in the same order, and with the same sums if they
 come in another one or are shared out among another number of processes (`tests/curvature/passes/test_checkpoint.py`).
@@ -119,8 +120,8 @@ MUTANTS_TEXT = """
 ## Errors that the tests must find
 
 `make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
-tests that belong to the file, until one fails ({seconds:.0f} seconds for a mutant on average). Of {all:,} such mutants, {tried} were drawn with seed {seed}; files and kinds of errors are
-drawn from equally often. {equivalent} of them cannot be told from the original. The tests found {found_at_first} at first, {share_at_first:.1%} of those that can be found, and {found}
+tests that belong to the file, until one fails ({seconds:.0f} seconds for a mutant on average). Of {all:,} such mutants in {core} files,
+{tried} in {tried_files} files, drawn with seed {seed}, have been tried so far; what the tests find in other files is not known. {equivalent} of them cannot be told from the original. The tests found {found_at_first} at first, {share_at_first:.1%} of those that can be found, and {found}
 ({share:.1%}) after tests had been written for what they had missed. Errors that the program does not make itself are written out in `tests/mutants/by_hand.json`.
 
 {table}
@@ -156,7 +157,14 @@ def _mutants(results: dict[str, Any]) -> str:
         text += "\nWhy some cannot be told from the original (`tests/mutants/equivalent.json`):\n\n"
         text += "".join(f"- `{n}`: {_change(results, n)}. {why}\n" for n, why in counted["explained"].items())
     table = "\n".join(["| kind of error | tried | found | equivalent |", "|---|---|---|---|", *rows])
-    shown = {"table": table, "survivors": text.rstrip(), "all": results["of"], "seed": results["seed"]}
+    shown = {
+        "table": table,
+        "survivors": text.rstrip(),
+        "all": results["of"],
+        "seed": results["seed"],
+        "core": len(TESTS),
+    }
+    shown["tried_files"] = len(counted["files"])
     return MUTANTS_TEXT.format(**{**counted, **shown})
 
 
@@ -178,7 +186,15 @@ def page_of(
     """The page as Markdown."""
     parts = [_files_text(folders, data)]
     if kills is not None:
-        parts.append(KILLS_TEXT.format(kill_count=kills["kills"], kill_seed=kills["seed"], kill_table=_kills(kills)))
+        missing = ", ".join(f"`{job.name}`" for job in JOBS if job.name not in kills["by_job"])
+        parts.append(
+            KILLS_TEXT.format(
+                kill_count=kills["kills"],
+                kill_seed=kills["seed"],
+                kill_table=_kills(kills),
+                kill_missing=f"Not counted yet: {missing}.\n\n" if missing else "",
+            )
+        )
     if mutants is not None:
         parts.append(_mutants(mutants))
     return "".join(parts)

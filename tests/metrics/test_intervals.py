@@ -28,6 +28,7 @@ def test_coverage_and_width_against_counting() -> None:
     lower, upper, targets = [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 2.0, 4.0], [0.0, 1.0, 2.5, -1.0]
     assert metrics.coverage(lower, upper, targets) == 0.5
     assert metrics.mean_width(lower, upper) == 2.0
+    assert metrics.mean_width([-1.0, 2.0], [2.0, 3.5]) == 2.25
 
 
 def test_gaussian_intervals_cover_what_they_promise() -> None:

@@ -261,7 +261,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
     """The counts of a run, and the survivors that nobody has explained.
 
     Returns:
-        "tried", "found", "found_at_first" (before tests were written for survivors), "equivalent" and "share" (of those that can be found), all of the
+        "tried", "files" (that they are in), "found", "found_at_first" (before tests were written for survivors), "equivalent" and "share" (of those that can be found), all of the
         mutants that were drawn; "share_at_first"; "by_operator", with those by hand: [found, tried, equivalent]; "explained": name -> why; "survivors"; and
         "seconds", the mean time that a mutant took.
     """
@@ -281,6 +281,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
         row[2] += name in why and entry["result"] == "survived"
     return {
         "tried": len(drawn),
+        "files": sorted({name.split(":")[0] for name in drawn}),
         "found": len(found),
         "found_at_first": at_first,
         "equivalent": equivalent,
@@ -298,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sample", type=int, default=300, help="how many mutants")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--files", nargs="*", help="only these files, such as linalg.py")
+    parser.add_argument("--files", nargs="*", help="of the sample, only what is in these files, such as linalg.py")
     parser.add_argument("--only", help="one mutant by its name, with the output of its tests")
     parser.add_argument("--again", action="store_true", help="try survivors again, after a test was written")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so long; the same call goes on")
@@ -310,12 +311,11 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, Any] = {"seed": options.seed, "of": len(every), "mutants": {}, "passed": {}, "seconds": {}}
     if options.results.exists() and not options.only:
         results = json.loads(options.results.read_text())
-    mutations = [m for m in every if not options.files or m.file in options.files]
     if options.only:
-        chosen = [m for m in (*by_hand(), *mutations) if m.name == options.only]
+        chosen = [m for m in (*by_hand(), *every) if m.name == options.only]
     else:
-        named = [m for m in by_hand() if not options.files or m.file in options.files]
-        chosen = [*named, *_sampled(mutations, options.sample, options.seed)]
+        drawn = [*by_hand(), *_sampled(every, options.sample, options.seed)]
+        chosen = [m for m in drawn if not options.files or m.file in options.files]
     end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder)

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from aftermap.curvature import fit_curvature
 from aftermap.curvature.structures.ekfac import EkfacBlock
+from aftermap.curvature.structures.kron import KronBlock, decompose_bases
 
 
 class Twice(nn.Module):
@@ -66,3 +67,17 @@ def test_eigenvalues_are_squares_of_rotated_gradients(case: str) -> None:
                 expected[g] += rotated.square()
         found = next(t for t in block.tensors().values() if t.shape == expected.shape)
         assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_new_bases_lie_in_memory_as_those_of_a_checkpoint_do() -> None:
+    """A fit that goes on reads its bases from a file, row by row; products with columns that lie together round differently."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 3))
+    data = [(torch.randn(40, 20), torch.arange(40) % 3)]
+    factors = fit_curvature(net, data, "classification", structure="kron")
+    blocks = [b for b in factors.blocks if isinstance(b, KronBlock)]
+    assert len(blocks) == 2
+    for basis in decompose_bases(blocks, torch.float32, lambda make: make()):
+        assert basis.outputs.is_contiguous()
+        assert basis.inputs is not None
+        assert basis.inputs.is_contiguous()

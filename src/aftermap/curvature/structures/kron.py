@@ -202,7 +202,8 @@ def decompose_bases(
     def decompose() -> list[Tensor]:
         return [eigenvectors for _, eigenvectors in eigendecompose(matrices, dtype, release=True)]
 
-    vectors = iter([eigenvectors.to(device) for eigenvectors in kept(decompose)])
+    # LAPACK returns columns that lie together, and a file rows: products with the one round differently than with the other.
+    vectors = iter([eigenvectors.to(device).contiguous() for eigenvectors in kept(decompose)])
     bases = []
     for diagonal in diagonal_inputs:
         outputs = next(vectors)
