@@ -15,7 +15,8 @@ The result of every job is a file of its own in a work folder, so that a run whi
 are not repeated when a setting or the code changes, so delete their files where it matters (a run says which settings changed). A run of the
 stated budget writes results.json, the figures and the table of claims in README.md; ``python -m experiments.page`` then brings the page
 on reproduction up to date. With --partial it writes what there is, and claims whose jobs are not done get the verdict "not run yet"
-(`judged` sees to it). results.json has the numbers of every job, with its commit: --resume goes on from there on another machine. Long
+(`judged` sees to it). results.json has the numbers of every job, with its commit: --resume goes on from there on another machine, and
+--partial without it refuses to write over jobs that are only there. Long
 lists belong under the key "curves", which is written with four digits. Seconds are those of the processor, which other work on the
 machine does not change.
 """
@@ -330,6 +331,13 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         print(f"{missing} jobs are left; run the same command again to go on", flush=True)
     if (missing or options.only) and not options.partial:
         return 0
+    lost = sorted(set(_written_values(folder / "results.json")) - set(values)) if options.partial else []
+    if lost:
+        print(
+            f"error: {folder / 'results.json'} has {len(lost)} jobs that this run has not ({lost[0]} is one), and writing would lose them: pass --resume to keep them",
+            file=sys.stderr,
+        )
+        return 2
     folder.mkdir(parents=True, exist_ok=True)
     results = Results(values, settings)
     verdicts = experiment.verdicts(results)

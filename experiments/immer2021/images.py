@@ -147,6 +147,10 @@ class Part:
 
     def _networks(self, seed: int) -> Iterator[tuple[float, nn.Module]]:
         for precision in self.settings.precisions:
+            if not self._weights(
+                seed, precision
+            ).is_file():  # The numbers of training are kept elsewhere, the weights are not.
+                self.train(seed, precision)
             model = self.network()
             model.load_state_dict(torch.load(self._weights(seed, precision), weights_only=True))
             yield precision, model.eval()

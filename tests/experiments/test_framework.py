@@ -86,6 +86,20 @@ def test_results_that_were_written_can_be_gone_on_with_elsewhere(tmp_path: Path)
     assert {k: v for k, v in written(tmp_path)["values"].items() if k in before} == before
 
 
+def test_a_part_does_not_replace_jobs_that_are_only_in_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(experiment([], seeds=3), NAME, arguments(tmp_path))
+    before = (tmp_path / "output" / "results.json").read_text(encoding="utf-8")
+    elsewhere = ["--budget", "small", "--work", str(tmp_path / "other"), "--output", str(tmp_path / "output")]
+    part = [*elsewhere, "--only", "part/seed1", "--partial"]
+    assert run(experiment([], seeds=3), NAME, part) == 2
+    assert "2 jobs that this run has not (part/seed0" in capsys.readouterr().err
+    assert (tmp_path / "output" / "results.json").read_text(encoding="utf-8") == before
+    assert run(experiment([], seeds=3), NAME, [*part, "--resume"]) == 0
+    assert set(written(tmp_path)["values"]) == {"part/seed0", "part/seed1", "part/seed2"}
+
+
 def test_hours_end_a_run_between_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done: list[str] = []
     assert run(experiment(done), NAME, arguments(tmp_path, "--hours", "-1")) == 0
