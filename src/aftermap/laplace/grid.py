@@ -182,7 +182,6 @@ def _linearised(
                 latent_var=latent.var / c if latent.cov is None else None,
                 link=link,
                 samples=samples,
-                generator=torch.Generator().manual_seed(0),
             )
             values[i, j] = -prediction.log_prob(batch.targets).sum().to(torch.float64)
     return values

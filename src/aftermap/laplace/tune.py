@@ -38,6 +38,7 @@ from aftermap.models import check_device
 from aftermap.posteriors import GaussianPosterior, Posterior
 from aftermap.posteriors.base import has_noise, with_noise
 from aftermap.predictive import PosteriorPredictor
+from aftermap.predictive.links import check_link
 from aftermap.prior import Prior
 
 __all__ = [
@@ -156,7 +157,7 @@ def tune_by(
         )
     if has_noise(likelihood):
         return tune_regression(fitted, likelihood, predictor, val_data=data)
-    return tune_by_validation(fitted, likelihood, predictor, data, link=link, generator=generator)
+    return tune_by_validation(fitted, likelihood, predictor, data, link=link, samples=samples, generator=generator)
 
 
 def tune_by_evidence(
@@ -301,6 +302,7 @@ def tune_by_validation(
     val_loader: Iterable[Any],
     *,
     link: str,
+    samples: int,
     generator: torch.Generator | None,
 ) -> Tuned:
     """The temperature of the outputs that validation labels ask for, with width and shape of the posterior by rule (`search_family`).
@@ -311,12 +313,15 @@ def tune_by_validation(
         predictor: A predictor of the same network.
         val_loader: The validation data; at most 1,000 of them are used.
         link: The link that predictions will use.
+        samples: The number of draws that the predictions will average over.
         generator: The source of the choice of these; None takes the same every time.
 
     Warns:
         StatisticalWarning: The labels are few or all the same, or the validation data are training data.
     """
     posterior = _in_blocks(fitted.posterior)
+    check_link(likelihood, link)
+    samples = checks.count("samples", samples)
     device, dtype = check_device(predictor.model)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     chosen = random_examples(
@@ -327,7 +332,7 @@ def tune_by_validation(
     scale = replace(hyperparameters, data_scale=1.0).curvature_scale(fitted.factors.curvature)
     variants = [posterior.with_prior(r, scale=scale) for r in RATIOS]
     gaussians = output_gaussians(predictor, chosen, likelihood, variants, limit=_VALIDATION_INPUTS, generator=generator)
-    result = search_family(gaussians, likelihood, link=link)
+    result = search_family(gaussians, likelihood, link=link, samples=samples)
     _warn_of_labels(result)
     prior = Prior.make(result.precision, dict(posterior.prior.mean), posterior.layers, posterior.shapes)
     tuned = replace(
