@@ -294,6 +294,71 @@ def test_validation_data_that_were_trained_on_are_told() -> None:
     laplace.tune([(new, labels)])
 
 
+def regression() -> tuple[Laplace, list[tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]:
+    """A fit of a small regression, its data, and others."""
+    x = normal(140, 3, seed=1)
+    y = x @ normal(3, 1, seed=2) + 0.3 * normal(140, 1, seed=3)
+    data = [(x[:80], y[:80])]
+    model = trained(mlp(3, 4, 1), data, nn.MSELoss(reduction="sum"), decay=0.01, steps=30)
+    return Laplace(model, "regression", structure="full").fit(data, progress=False), data, (x[80:], y[80:])
+
+
+def test_the_same_is_told_of_regressions_and_of_the_grid() -> None:
+    laplace, train, (x, y) = regression()
+    trained_on = "80 of 80 validation inputs are among the first 80 training inputs"
+    with pytest.warns(StatisticalWarning, match=trained_on):
+        laplace.tune(train)
+    for grid in (laplace, fitted()):
+        data = train if grid is laplace else classes(120)
+        with pytest.warns(StatisticalWarning, match="validation data are training data"):
+            grid.tune(data, precisions=[1.0], scales=[1.0, 10.0])
+    with pytest.warns(
+        StatisticalWarning, match="only 5 validation examples, so that the noise .* is mostly what training"
+    ):
+        laplace.tune([(x[:5], y[:5])])
+    with pytest.warns(StatisticalWarning, match="there is only 1 validation example, so that"):
+        laplace.tune([(x[:1], y[:1])])
+    with pytest.warns(StatisticalWarning, match="all validation targets are the same"):
+        laplace.tune([(x, y[:1].expand_as(y))])
+    laplace.tune([(x, y)])
+
+
+def test_a_regression_leaves_out_an_input_whose_output_is_not_finite() -> None:
+    laplace, train, (x, y) = regression()
+    far = x.clone()
+    far[0, 0] = -50.0
+    broken = Laplace(Broken(laplace.model, -40.0).eval(), "regression", structure="full").fit(train, progress=False)
+    with pytest.warns(StatisticalWarning, match="not finite for 1 of 60 validation examples, which are left out"):
+        broken.tune([(far, y)])
+    expected = laplace.tune([(x[1:], y[1:])]).tuning
+    assert broken.tuning.noise == pytest.approx(expected.noise, rel=1e-9)
+    assert broken.tuning.n_labels == expected.n_labels == 59
+    with pytest.raises(DataError, match="not finite for 60 of 60 validation examples. Look at these inputs"):
+        broken.tune([(far[:1].expand(60, 3), y)])
+
+
+def test_every_grid_point_equally_good_is_told_once() -> None:
+    model = Constant(torch.tensor([2.0, 0.0, -1.0, 0.5], dtype=torch.float64), 0.0).eval()
+    laplace = Laplace(model, "classification").fit(classes(120), progress=False)
+    with pytest.warns(
+        StatisticalWarning, match="all 156 grid points are equally good on 150 validation examples"
+    ) as told:
+        laplace.tune(new_classes(150), method="grid")
+    assert len(told) == 1
+    assert (laplace.data_scale, laplace.tuning.precision) == (1.0, 1.0)
+
+
+def test_no_variance_is_told_without_labels() -> None:
+    model = Constant(torch.tensor([2.0, 0.0, -1.0, 0.5], dtype=torch.float64), 0.0).eval()
+    laplace = Laplace(model, "classification").fit(classes(120), progress=False)
+    with pytest.warns(
+        StatisticalWarning, match="no variance on the training inputs: the network's outputs do not depend"
+    ):
+        laplace.tune()
+    x = new_classes(9)[0][0]
+    assert_close(laplace.predict(x).mean, laplace.predictor.map_prediction(x).mean)
+
+
 def test_a_warning_points_to_the_call() -> None:
     ((x, y),) = new_classes(5)
     for data in ([(x, y)], classes(120)):
