@@ -33,7 +33,7 @@ class Pictures:
         samples: The number of draws of the weights, or of masks, that a prediction averages.
         timed_draws: K of the published cost.
         timed_batch: The size of a batch whose cost is measured.
-        rounds: How often the cost of a few steps is measured.
+        rounds: How often the cost of a few steps is measured for each seed.
     """
 
     network: str
@@ -54,7 +54,7 @@ class Pictures:
     samples: int = 10
     timed_draws: int = 6
     timed_batch: int = 128
-    rounds: int = 8
+    rounds: int = 4
 
     @property
     def prior_precision(self) -> float:
