@@ -264,7 +264,7 @@ def _cost(results: Results) -> Verdict:
     others = [f"{names[k]} {mean_and_error(lenet[k], 2)} ({theirs})" for k, theirs in PUBLISHED_OTHERS.items()]
     reason = (
         f"{_failed(conditions)}. A draw is a pass, and K passes cost K times {min(passes):.2f} to {max(passes):.2f} steps of Adam on a "
-        "processor that is always full. A published ratio below K means that graphics cards were not full, or that draws were shared out"
+        "processor that is always full. A published ratio below K suggests that graphics cards were not full, or that draws were shared out"
     )
     ours_text = "; ".join([*parts, f"LeNet-5 (published for ResNet-18 on ImageNet): {', '.join(others)}"])
     return Verdict.of("V10", list(conditions.values()), ours_text, reason, results.settings.lenet.seeds)
