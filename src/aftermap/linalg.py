@@ -37,6 +37,8 @@ __all__ = [
 # running total through the product and add row after row, which loses about √terms · eps/2 of the largest entry: parts of 4,096
 # terms lost up to 2e-6 on such a processor, parts of 1,024 lose 4e-7 and cost a fit of LeNet 6 % of its time.
 TERMS_PER_PART = 1024
+# The rows of a sum in float64 that rounding is allowed for: 2e-12 of the trace at most, far below what a matrix that is wrong would show.
+_LONGEST_SUM = 2**20
 # Eigenvalues this many times further below zero than rounding alone would put them mean that a matrix is not p.s.d.
 _ROUNDING_MARGIN = 16.0
 # Rows of a strip: narrower ones save more of the lower triangle, but make thinner products. Strips start, and their rows lie, at
@@ -165,9 +167,7 @@ def symmetrise(matrix: Tensor) -> Tensor:
     return (matrix + matrix.transpose(-1, -2)) / 2
 
 
-def psd_eigh(
-    matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None, rows: float = TERMS_PER_PART
-) -> tuple[Tensor, Tensor]:
+def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
 
     A sum of outer products over many rows is p.s.d. up to rounding: random errors of √rows · eps/2 in each entry, relative to
@@ -176,8 +176,8 @@ def psd_eigh(
     Args:
         matrix: [..., D, D], symmetric and p.s.d. up to rounding.
         what: A name for messages.
-        precision: The dtype in which the matrix was summed; None means its own.
-        rows: How many rows were summed. Beyond `TERMS_PER_PART` the error does not grow; see `RunningSum`.
+        precision: The dtype in which the matrix was summed; None means its own. Sums in float64 are their own totals, so that their
+            error grows with the number of rows, of which a million are allowed for; others are sums of parts (`RunningSum`).
 
     Returns:
         Eigenvalues [..., D] in ascending order, none negative, and eigenvectors [..., D, D] in columns.
@@ -210,8 +210,9 @@ def psd_eigh(
         work.diagonal(dim1=-2, dim2=-1).add_(jitter)
         torch.linalg.eigh(work, out=(values, work))
     if values.numel():
-        unit = torch.finfo(matrix.dtype if precision is None else precision).eps / 2
-        rounding = unit * math.sqrt(max(1.0, min(rows, TERMS_PER_PART)) / matrix.shape[-1])
+        summed = matrix.dtype if precision is None else precision
+        rows = _LONGEST_SUM if summed == torch.float64 else TERMS_PER_PART
+        rounding = torch.finfo(summed).eps / 2 * math.sqrt(rows / matrix.shape[-1])
         allowed = _ROUNDING_MARGIN * rounding * values.clamp_min(0.0).sum(-1) + floor
         if bool((values.amin(-1) < -allowed).any()):
             raise NumericalError(
