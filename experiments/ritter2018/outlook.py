@@ -80,7 +80,7 @@ def _timed(predict: Callable[[], Tensor]) -> tuple[Tensor, float]:
 def _cheap(digits: Digits) -> dict[str, Any]:
     """Fresh samples for every batch, a fixed ensemble, a smaller one, and a student."""
     settings = digits.settings
-    la = digits.laplace(f"kron{digits.seed}")
+    la = digits.laplace("kron")
     x, y = digits.data("test", min(2000, settings.test))
     count, few = settings.samples, max(2, settings.samples // 5)
     fixed = la.ensemble(count, digits.generator(80))
