@@ -210,7 +210,6 @@ def verdicts(results: Results) -> list[Verdict]:
     every = {f"residual/{m}/*": count for m in COMPARED}
     tuned = {
         **{f"residual/tune_{m}/*": count for m in STRUCTURES},
-        "residual/diagonal/*": count,
         "notmnist/tune_kron/*": results.settings.images.seeds,
     }
     return [
