@@ -3,6 +3,8 @@
 The posterior of a small ReLU network has many modes, between which a chain of its own hardly ever moves. A replica at the inverse temperature β has
 the density exp(−β nll(θ) − τ‖θ‖²/2): at small β it is nearly the prior and moves freely, and exchanges between neighbours carry what it
 finds to β = 1 (Swendsen and Wang 1986). The draws are those at β = 1; each chain has a ladder of its own, so that R-hat compares independent chains.
+
+NumPy, since a call of PyTorch takes longer than the arithmetic of so small a network.
 """
 
 from __future__ import annotations
@@ -10,60 +12,65 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 __all__ = ["Chains", "Perceptron", "sample"]
 
 _TARGET = 0.8  # the acceptance rate that step sizes are adapted to
-Potential = Callable[[Tensor], tuple[Tensor, Tensor]]
+Array = npt.NDArray[Any]
+Potential = Callable[[Array], tuple[Array, Array]]
 
 
-@dataclass(frozen=True)
 class Perceptron:
     """The negative log-likelihood of a perceptron 1-H-H-1 with ReLU units and known noise, with its gradient, for many weights at once.
 
-    Weights [R, P] are in the order of a Sequential's parameters: weight and bias of each layer. The gradient is written out:
-    automatic differentiation of so small a network takes many times as long.
+    Weights [R, P] have the rows of each layer one after the other, each row with its bias at the end; `layers` takes them apart. Arrays
+    are in single precision.
 
-    Attributes:
+    Args:
         x: The inputs [N, 1].
         y: The targets [N, 1].
         noise: The standard deviation of the noise.
         width: The number H of units of both hidden layers.
     """
 
-    x: Tensor
-    y: Tensor
-    noise: float
-    width: int
+    def __init__(self, x: Tensor, y: Tensor, noise: float, width: int):
+        self._x = np.stack([x[:, 0].numpy(), np.ones(len(x))]).astype(np.float32)  # [2, N]
+        self._y, self._noise = y[:, 0].numpy().astype(np.float32), np.float32(noise)
+        self._sizes = ((width, 2), (width, width + 1), (1, width + 1))
 
-    def __call__(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+    def layers(self, theta: Array) -> list[Array]:
+        """The weights of each layer with their biases in the last column [R, out, in + 1], as views."""
+        ends = np.cumsum([a * b for a, b in self._sizes])[:-1]
+        parts = np.split(theta, ends, axis=1)
+        return [part.reshape(len(theta), *size) for part, size in zip(parts, self._sizes, strict=True)]
+
+    def flat(self, parameters: list[Tensor]) -> Array:
+        """Weights and biases of a network of this shape [P]."""
+        pairs = zip(parameters[::2], parameters[1::2], strict=True)
+        rows = [torch.cat([weight.detach(), bias.detach()[:, None]], 1).flatten() for weight, bias in pairs]
+        return torch.cat(rows).numpy().astype(np.float32)
+
+    def __call__(self, theta: Array) -> tuple[Array, Array]:
         """The negative log-likelihood without its constant [R], and its gradient [R, P]."""
-        h, x = self.width, self.x[:, 0]
-        first, first_bias, second, second_bias, last, last_bias = theta.split([h, h, h * h, h, h, 1], 1)
-        second = second.unflatten(1, (h, h))
-        one = torch.addcmul(first_bias[:, :, None], first[:, :, None], x).relu_()  # [R, H, N]
-        two = torch.baddbmm(second_bias[:, :, None], second, one).relu_()
-        residual = (torch.bmm(last[:, None], two)[:, 0] + last_bias - self.y[:, 0]) / self.noise  # [R, N]
-        slope = residual / self.noise
-        back_two = _through_relu(last[:, :, None] * slope[:, None], two)
-        back_one = _through_relu(torch.bmm(second.mT, back_two), one)
-        gradient = [
-            back_one @ x,
-            back_one.sum(2),
-            torch.bmm(back_two, one.mT).flatten(1),
-            back_two.sum(2),
-            torch.bmm(two, slope[:, :, None])[:, :, 0],
-            slope.sum(1, keepdim=True),
-        ]
-        return 0.5 * residual.square().sum(1), torch.cat(gradient, 1)
-
-
-def _through_relu(gradient: Tensor, outputs: Tensor) -> Tensor:
-    """The gradient where the outputs of the units are positive, and zero elsewhere."""
-    return torch.ops.aten.threshold_backward(gradient, outputs, 0.0)  # type: ignore[no-any-return]
+        first, second, last = self.layers(theta)
+        width, count = first.shape[1], self._x.shape[1]
+        one = np.ones((len(theta), width + 1, count), np.float32)
+        two = np.ones_like(one)
+        np.maximum(first @ self._x, 0, out=one[:, :-1])
+        np.maximum(second @ one, 0, out=two[:, :-1])
+        residual = ((last @ two)[:, 0] - self._y) / self._noise
+        slope = (residual / self._noise)[:, None]
+        back_two = (last[:, 0, :-1, None] * slope) * (two[:, :-1] > 0)
+        back_one = (second[:, :, :-1].transpose(0, 2, 1) @ back_two) * (one[:, :-1] > 0)
+        parts = (back_one @ self._x.T, back_two @ one.transpose(0, 2, 1), slope @ two.transpose(0, 2, 1))
+        gradient = np.concatenate([part.reshape(len(theta), -1) for part in parts], 1)
+        return 0.5 * (residual * residual).sum(1), gradient
 
 
 @dataclass(frozen=True)
@@ -78,16 +85,16 @@ class Chains:
         step_sizes: The step size of each temperature.
     """
 
-    draws: Tensor
-    acceptance: Tensor
-    exchanges: Tensor
-    temperatures: Tensor
-    step_sizes: Tensor
+    draws: Array
+    acceptance: Array
+    exchanges: Array
+    temperatures: Array
+    step_sizes: Array
 
 
 def sample(
     potential: Potential,
-    starts: Tensor,
+    starts: Array,
     *,
     precision: float,
     hottest: float,
@@ -95,7 +102,7 @@ def sample(
     draws: int,
     thin: int,
     leapfrogs: int,
-    generator: torch.Generator,
+    seed: int,
 ) -> Chains:
     """Runs the chains.
 
@@ -108,98 +115,94 @@ def sample(
         draws: The number of kept draws of each chain.
         thin: The number of transitions for each of them.
         leapfrogs: The number of leapfrog steps of a transition.
-        generator: The source of all random numbers.
+        seed: The seed of all random numbers.
     """
+    random, dtype = np.random.default_rng(seed), starts.dtype
     chains, levels, size = starts.shape
-    ladder = torch.logspace(0, math.log10(hottest), levels, dtype=starts.dtype)
-    theta = starts.flatten(0, 1).clone()
+    prior = dtype.type(precision)
+    ladder = np.logspace(0, math.log10(hottest), levels)
+    theta = starts.reshape(-1, size).copy()
     nll, slope = potential(theta)
-    steps = _DualAveraging(torch.full((levels,), 1e-3, dtype=starts.dtype))
-    accepted, exchanged = torch.zeros(levels), torch.zeros(levels - 1)
-    recent, tried = torch.zeros(levels - 1), 0
-    kept = torch.empty(chains, draws, size, dtype=starts.dtype)
+    steps = _DualAveraging(np.full(levels, 1e-3))
+    accepted, exchanged = np.zeros(levels), np.zeros(levels - 1)
+    recent, tried = np.zeros(levels - 1), 0
+    kept = np.empty((chains, draws, size), dtype)
     rounds = {warmup * k // 6 for k in range(1, 6)}  # when the ladder is adapted; the last sixth is for the step sizes
     for turn in range(warmup + draws * thin):
-        beta = ladder.repeat(chains)
-        jitter = 0.8 + 0.4 * torch.rand(len(theta), 1, dtype=starts.dtype, generator=generator)
-        epsilon = steps.current(turn < warmup).repeat(chains)[:, None] * jitter
-        momentum = torch.randn(theta.shape, dtype=starts.dtype, generator=generator)
-        before = _energy(theta, nll, beta, precision) + 0.5 * momentum.square().sum(1)
+        beta = np.tile(ladder, chains)[:, None].astype(dtype)
+        jitter = random.uniform(0.8, 1.2, (len(theta), 1))
+        epsilon = (np.tile(steps.current(turn < warmup), chains)[:, None] * jitter).astype(dtype)
+        momentum = random.standard_normal(theta.shape).astype(dtype)
+        before = _energy(theta, nll, momentum, beta, prior)
         place, new_nll, new_slope = theta, nll, slope
-        heat = beta[:, None]
-        momentum = momentum.addcmul(epsilon, torch.addcmul(precision * theta, heat, slope), value=-0.5)
-        for k in range(leapfrogs):
-            place = torch.addcmul(place, epsilon, momentum)
-            new_nll, new_slope = potential(place)
-            share = -0.5 if k == leapfrogs - 1 else -1.0
-            momentum = momentum.addcmul(epsilon, torch.addcmul(precision * place, heat, new_slope), value=share)
-        after = _energy(place, new_nll, beta, precision) + 0.5 * momentum.square().sum(1)
-        chance = torch.nan_to_num((before - after).clamp_max(0).exp(), nan=0.0)
-        taken = torch.rand(len(theta), dtype=starts.dtype, generator=generator) < chance
-        theta = torch.where(taken[:, None], place, theta)
-        nll, slope = torch.where(taken, new_nll, nll), torch.where(taken[:, None], new_slope, slope)
-        rate = chance.unflatten(0, (chains, levels)).mean(0)
+        momentum = momentum - 0.5 * epsilon * (beta * slope + prior * theta)
+        with np.errstate(over="ignore", invalid="ignore"):  # A trajectory that diverges is rejected.
+            for k in range(leapfrogs):
+                place = place + epsilon * momentum
+                new_nll, new_slope = potential(place)
+                share = epsilon if k < leapfrogs - 1 else 0.5 * epsilon
+                momentum = momentum - share * (beta * new_slope + prior * place)
+            gain = before - _energy(place, new_nll, momentum, beta, prior)
+            chance = np.nan_to_num(np.exp(np.minimum(gain, 0)), nan=0.0)
+        taken = random.random(len(theta)) < chance
+        theta = np.where(taken[:, None], place, theta)
+        nll, slope = np.where(taken, new_nll, nll), np.where(taken[:, None], new_slope, slope)
+        rate = chance.reshape(chains, levels).mean(0)
         if turn < warmup:
             steps.update(rate)
-        swapped, rates = _exchange(nll.unflatten(0, (chains, levels)), ladder, turn % 2, generator)
-        theta, nll, slope = theta[swapped], nll[swapped], slope[swapped]
-        recent += rates
-        tried += 1
+        order, rates = _exchange(nll.reshape(chains, levels), ladder, turn % 2, random)
+        theta, nll, slope = theta[order], nll[order], slope[order]
+        recent, tried = recent + rates, tried + 1
         if turn in rounds:
             # An exchange is tried at every other turn.
-            ladder = _even(ladder, 1 - (2 * recent / tried).clamp(0.01, 0.99).to(ladder.dtype))
-            recent, tried = torch.zeros(levels - 1), 0
+            ladder = _even(ladder, 1 - np.clip(2 * recent / tried, 0.01, 0.99))
+            recent, tried = np.zeros(levels - 1), 0
             steps.restart()
         if turn >= warmup:
-            accepted += rate
-            exchanged += 2 * rates
+            accepted, exchanged = accepted + rate, exchanged + 2 * rates
             if (turn - warmup) % thin == thin - 1:
-                kept[:, (turn - warmup) // thin] = theta.unflatten(0, (chains, levels))[:, 0]
+                kept[:, (turn - warmup) // thin] = theta.reshape(chains, levels, size)[:, 0]
     count = draws * thin
     return Chains(kept, accepted / count, exchanged / count, ladder, steps.current(False))
 
 
-def _energy(theta: Tensor, nll: Tensor, beta: Tensor, precision: float) -> Tensor:
-    return beta * nll + 0.5 * precision * theta.square().sum(1)
+def _energy(theta: Array, nll: Array, momentum: Array, beta: Array, precision: Any) -> Array:
+    """The energy with that of the momentum [R], in double precision."""
+    squares = [np.square(part, dtype=np.float64).sum(1) for part in (theta, momentum)]
+    return np.asarray(beta[:, 0] * nll.astype(np.float64) + 0.5 * (precision * squares[0] + squares[1]))
 
 
-def _exchange(nll: Tensor, ladder: Tensor, parity: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _exchange(nll: Array, ladder: Array, parity: int, random: np.random.Generator) -> tuple[Array, Array]:
     """Which replica every place gets [chains · levels], and the mean chance of every exchange that was tried [levels − 1]."""
     chains, levels = nll.shape
-    chance = ((ladder[:-1] - ladder[1:]) * (nll[:, :-1] - nll[:, 1:])).clamp_max(0).exp()
+    chance = np.exp(np.minimum((ladder[:-1] - ladder[1:]) * (nll[:, :-1] - nll[:, 1:]), 0))
     chance[:, 1 - parity :: 2] = 0  # Neighbouring pairs do not overlap.
-    taken = torch.rand(chance.shape, dtype=chance.dtype, generator=generator) < chance
-    order = torch.arange(chains * levels).unflatten(0, (chains, levels)).clone()
-    left, right = order[:, :-1].clone(), order[:, 1:].clone()
-    order[:, :-1] = torch.where(taken, right, order[:, :-1])
-    order[:, 1:] = torch.where(taken, left, order[:, 1:])
-    return order.flatten(), chance.mean(0).float()
+    taken = random.random(chance.shape) < chance
+    order = np.arange(chains * levels).reshape(chains, levels)
+    left, right = order[:, :-1].copy(), order[:, 1:].copy()
+    order[:, :-1] = np.where(taken, right, order[:, :-1])
+    order[:, 1:] = np.where(taken, left, order[:, 1:])
+    return order.reshape(-1), chance.mean(0)
 
 
-def _even(ladder: Tensor, rejected: Tensor) -> Tensor:
+def _even(ladder: Array, rejected: Array) -> Array:
     """The ladder on which every exchange would be rejected equally often (Syed et al. 2022): the sums of rejections, evenly divided."""
-    sums = torch.cat([torch.zeros(1, dtype=ladder.dtype), rejected.cumsum(0)])
-    wanted = torch.linspace(0, float(sums[-1]), len(ladder), dtype=ladder.dtype)
-    place = torch.searchsorted(sums, wanted).clamp(1, len(ladder) - 1)
-    share = (wanted - sums[place - 1]) / (sums[place] - sums[place - 1])
-    logs = ladder.log()
-    found = (logs[place - 1] + share * (logs[place] - logs[place - 1])).exp()
-    found[0], found[-1] = ladder[0], ladder[-1]
-    return found
+    sums = np.concatenate([[0.0], np.cumsum(rejected)])
+    return np.exp(np.interp(np.linspace(0, sums[-1], len(ladder)), sums, np.log(ladder)))
 
 
 class _DualAveraging:
     """Step sizes that reach an acceptance rate, one for each temperature (Hoffman and Gelman 2014, section 3.2)."""
 
-    def __init__(self, first: Tensor):
-        self._log, self._mean = first.log(), first.log()
+    def __init__(self, first: Array):
+        self._log, self._mean = np.log(first), np.log(first)
         self.restart()
 
     def restart(self) -> None:
         """Begins anew around the present step sizes."""
-        self._centre, self._error, self._count = self._log + math.log(2.0), torch.zeros_like(self._log), 0
+        self._centre, self._error, self._count = self._log + math.log(2.0), np.zeros_like(self._log), 0
 
-    def update(self, rate: Tensor) -> None:
+    def update(self, rate: Array) -> None:
         """Learns from one transition."""
         self._count += 1
         t, weight = self._count, 1 / (self._count + 10)
@@ -208,6 +211,6 @@ class _DualAveraging:
         share = t**-0.75
         self._mean = share * self._log + (1 - share) * self._mean
 
-    def current(self, adapting: bool) -> Tensor:
+    def current(self, adapting: bool) -> Array:
         """The step sizes: those that are tried while adapting, their averages afterwards."""
-        return (self._log if adapting else self._mean).exp()
+        return np.exp(self._log if adapting else self._mean)

@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 
 import aftermap as am
 from aftermap.analysis.figures import CATEGORIES, finish, save_svg
@@ -203,27 +203,29 @@ def _split_r_hat(draws: Tensor) -> float:
 def _hmc(settings: Toy, prior: float, seed: int) -> dict[str, Any]:
     """Four chains with replica exchange, which start at networks before any training."""
     (x, y), held_out = _data(seed)
+    network, potential = _network(), Perceptron(x, y, NOISE, 7)
     with torch.random.fork_rng():
         torch.manual_seed(2000 + seed)
-        starts = [parameters_to_vector(_network().parameters()).detach() for _ in range(4 * settings.temperatures)]
+        starts = [potential.flat(list(_network().parameters())) for _ in range(4 * settings.temperatures)]
     found = sample(
-        Perceptron(x.float(), y.float(), NOISE, 7),
-        torch.stack(starts).unflatten(0, (4, settings.temperatures)).float(),
+        potential,
+        np.stack(starts).reshape(4, settings.temperatures, -1),
         precision=prior,
         hottest=settings.hottest,
         warmup=settings.warmup,
         draws=settings.draws,
         thin=settings.thin,
         leapfrogs=settings.leapfrogs,
-        generator=_generator(seed),
+        seed=seed,
     )
-    network = _network()
-    own = dict(network.named_parameters())
-    ends = torch.tensor([p.numel() for p in own.values()]).cumsum(0).tolist()
-    weights = [
-        {n: part.reshape(own[n].shape) for n, part in zip(own, row.tensor_split(ends[:-1]), strict=True)}
-        for row in found.draws.flatten(0, 1).double()
-    ]
+    layers = [torch.from_numpy(part).double() for part in potential.layers(np.concatenate(found.draws))]
+    names = [name.removesuffix(".weight") for name, _ in network.named_parameters() if name.endswith(".weight")]
+    weights = []
+    for row in zip(*layers, strict=True):
+        pairs = zip(names, row, strict=True)
+        weights.append(
+            {k: v for n, part in pairs for k, v in ((f"{n}.weight", part[:, :-1]), (f"{n}.bias", part[:, -1]))}
+        )
     points = torch.cat([GRID, x, held_out[0]])
     p = Particles(network, weights, Gaussian(NOISE)).predict(points)
     assert p.samples is not None
@@ -235,7 +237,7 @@ def _hmc(settings: Toy, prior: float, seed: int) -> dict[str, Any]:
         "r_hat_far": _split_r_hat(outputs[..., ~near]),
         "acceptance": float(found.acceptance.min()),
         "exchanges": float(found.exchanges.min()),
-        "temperatures": found.temperatures,
+        "temperatures": found.temperatures.tolist(),
         "step_size": float(found.step_sizes[0]),
     }
 
