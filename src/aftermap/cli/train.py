@@ -74,7 +74,7 @@ def train(
     _check_folder(output, run.force)
     check_before_data(model)
     # The batches of training are cut from data in memory; these are for looking at the data.
-    data_format = replace(data.format(task=model.task, drop=sets.drop), batch_size=512)
+    data_format = replace(data.format(task=model.task), batch_size=512)
     with process_group(device):
         source, validation = open_parts(sets.train, sets.val, sets.data, data_format)
         for note in source.notes():
