@@ -288,7 +288,8 @@ class GramSum:
     Args:
         groups: The number g of groups.
         width: The width D of the rows.
-        dtype, device: The dtype and the device of the sums; see `RunningSum` for how they keep their digits.
+        dtype: The dtype of the sums; see `RunningSum` for how they keep their digits.
+        device: The device of the sums.
         diagonal: Whether only the diagonal [g, D] is wanted (one-hot rows).
 
     >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])

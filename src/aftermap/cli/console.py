@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -155,7 +156,10 @@ _FLAGS = {
     "memory_limit": "--memory",
     "time_limit": "--seconds",
     "likelihood": "--task",
-    **{name: f"--{name.replace('_', '-')}" for name in ("structure", "params", "prior_precision", "kind", "samples")},
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("structure", "params", "prior_precision", "kind", "samples", "drop", "damping", "every", "noise")
+    },
 }
 
 
@@ -238,10 +242,13 @@ def check_writable(place: Path) -> None:
             above = above.parent
         else:
             raise InputError(f"{place} cannot be written: {above} is a file, not a folder")
-    if not os.access(above, os.W_OK | os.X_OK):
+    try:
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
         raise InputError(
-            f"{place} cannot be written: the folder {above} does not allow it. Choose another place with -o"
-        )
+            f"{place} cannot be written: the folder {above} does not allow it ({error.strerror}). Choose another place with -o"
+        ) from None
 
 
 @contextmanager
