@@ -19,7 +19,7 @@ from torch import Tensor
 from aftermap.baselines import Deterministic
 from aftermap.batches import iterate
 from aftermap.cli import options as o
-from aftermap.cli.console import GOOD, confirmed, replaced_file
+from aftermap.cli.console import GOOD, confirmed
 from aftermap.cli.fit import try_model
 from aftermap.cli.sources import Batches, Source, open_source
 from aftermap.cli.store import Fitted
@@ -29,6 +29,7 @@ from aftermap.evaluation.predictor import predict_all
 from aftermap.laplace.cost import in_seconds
 from aftermap.models import check_device as device_of_model
 from aftermap.predictive import Prediction
+from aftermap.writing import replaced_file
 
 __all__ = ["predict", "seconds_per_input"]
 
