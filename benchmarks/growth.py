@@ -20,8 +20,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable
@@ -42,6 +40,7 @@ PAGE = ROOT / "docs" / "scaling.md"
 START, END = "<!-- growth: written by python -m benchmarks.growth -->", "<!-- end of growth -->"
 SURPRISE = 0.3  # A fitted exponent so much above the one in theory is no noise of the measurement.
 REPEATS = 3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt in glibc
 LEAST_SECONDS = 0.05  # A job is repeated until it has taken so long.
 
 
@@ -83,19 +82,19 @@ class Problem:
 
 # The sizes of each axis. They are geometric, and the first ones show where constant costs end.
 AXES: dict[str, tuple[int, ...]] = {
-    "n": (512, 1024, 2048, 4096),
+    "n": (1024, 2048, 4096, 8192),
     "width": (64, 128, 256, 512),
     "depth": (2, 4, 8, 16),
     "outputs": (4, 8, 16, 32),
-    "batch": (64, 128, 256, 512),
+    "batch": (128, 256, 512, 1024),
 }
 
 
-def _laplace(structure: str, curvature: str = "exact") -> Callable[[Problem], Callable[[], Any]]:
+def _fit(structure: str) -> Callable[[Problem], Callable[[], Any]]:
     def make(problem: Problem) -> Callable[[], Any]:
         model, data = problem.network(), problem.data()
-        options: dict[str, Any] = {"subset_size": 64} if structure == "subset" else {"curvature": curvature}
-        return lambda: am.Laplace(model, "classification", structure=structure, **options).fit(data)
+        options: dict[str, Any] = {"subset_size": 64} if structure == "subset" else {}
+        return lambda: am.Laplace(model, "classification", structure=structure, curvature="exact", **options).fit(data)
 
     return make
 
@@ -162,18 +161,16 @@ class Job:
 # width³. The data pass in batches, so memory does not grow with n; factors and eigenvectors hold width² numbers for each layer.
 JOBS: dict[str, Job] = {
     "fit, kron": Job(
-        _laplace("kron"),
+        _fit("kron"),
         {"n": 1, "width": 3, "depth": 1, "outputs": 1},
         {"n": 0, "width": 2, "depth": 1, "outputs": 1},
     ),
     "fit, diagonal": Job(
-        _laplace("diagonal"),
+        _fit("diagonal"),
         {"n": 1, "width": 2, "depth": 1, "outputs": 1},
         {"n": 0, "width": 2, "depth": 1, "outputs": 1},
     ),
-    "fit, subset of 64": Job(
-        _laplace("subset"), {"n": 1, "depth": 1, "outputs": 3}, {"n": 0, "depth": 1, "outputs": 2}
-    ),
+    "fit, subset of 64": Job(_fit("subset"), {"n": 1, "depth": 1, "outputs": 3}, {"n": 0, "depth": 1, "outputs": 2}),
     "tune by evidence": Job(_tune, {"n": 0, "width": 2, "depth": 1, "outputs": 1}, {"n": 0, "width": 2, "depth": 1}),
     "predict, kron": Job(
         _predict("kron"),
@@ -231,27 +228,35 @@ def _status(field: str) -> float:
 
 
 def _megabytes(job: Job, problem: Problem) -> float:
-    """What a call needs on top of what is held before, at its peak; in a process of its own."""
-    job.make(Problem(n=4, width=8, depth=1, outputs=3, batch=2))()  # libraries and kernels are loaded
-    function = job.make(problem)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-    before = _status("VmRSS")
-    kept = function()
-    extra = max(0.0, _status("VmHWM") - before)
-    del kept
-    return extra
-
-
-def _measure_memory(name: str, problem: Problem) -> float:
-    settings = json.dumps([name, vars(problem)])
-    # Freed memory goes back to the system at once, so that the resident set is what is in use.
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, "-m", "benchmarks.growth", "--memory", settings]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=300)
-    return float(done.stdout.strip().splitlines()[-1])
+    """What a call needs on top of what is held before, at its peak; in a forked process, whose memory is its own."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            # Freed memory goes back to the system at once, so that the resident set is what is in use.
+            libc = ctypes.CDLL(None)
+            for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+                libc.mallopt(setting, 65536)
+            job.make(Problem(n=4, width=8, depth=1, outputs=3, batch=2))()  # pages that any call touches are touched now
+            function = job.make(problem)
+            gc.collect()
+            libc.malloc_trim(0)
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+            before = _status("VmRSS")
+            kept = function()
+            extra = max(0.0, _status("VmHWM") - before)
+            del kept
+            os.write(send, str(extra).encode())
+        finally:
+            os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    if not answer:
+        raise RuntimeError(f"the process that measured the memory of {problem} failed")
+    return float(answer)
 
 
 def _rows(jobs: dict[str, Job], memory: bool, report: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -264,9 +269,9 @@ def _rows(jobs: dict[str, Job], memory: bool, report: Callable[[str], None]) -> 
             row: dict[str, Any] = {"job": name, "axis": axis, "sizes": list(sizes), "seconds": seconds}
             row |= {"exponent": round(exponent(sizes, seconds), 2), "theory": theory}
             if memory and axis in job.memory:
-                peaks = [_measure_memory(name, problem) for problem in (problems[0], *problems[2:])]
-                row |= {"megabytes": peaks, "memory_sizes": [sizes[0], *sizes[2:]], "memory_theory": job.memory[axis]}
-                row["memory_exponent"] = round(exponent(sizes[2:], peaks[1:]), 2)
+                peaks = [_megabytes(job, problem) for problem in problems]
+                row |= {"megabytes": peaks, "memory_theory": job.memory[axis]}
+                row["memory_exponent"] = round(exponent(sizes, peaks), 2)
             row["surprise"] = _surprises(row)
             rows.append(row)
             report(f"{name}, {axis}: {row['exponent']} ({theory}) {row.get('memory_exponent', '')} {row['surprise']}")
@@ -313,15 +318,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--peers", action="store_true", help="measure laplace-torch only, and add it to the stored results"
     )
-    parser.add_argument("--memory", help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    if chosen.memory:
-        name, sizes = json.loads(chosen.memory)
-        print(_megabytes(JOBS[name], Problem(**sizes)))
-        return
-    report = lambda line: print(line, flush=True)  # noqa: E731
+
+    def report(line: str) -> None:
+        print(line, flush=True)
+
     if chosen.peers:
         results = json.loads(OUTPUT.read_text(encoding="utf-8"))
         kept = [row for row in results["rows"] if row["job"] not in PEERS]
