@@ -237,7 +237,9 @@ def _megabytes(job: Job, problem: Problem) -> float:
             libc = ctypes.CDLL(None)
             for setting in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
                 libc.mallopt(setting, 65536)
-            job.make(Problem(n=4, width=8, depth=1, outputs=3, batch=2))()  # pages that any call touches are touched now
+            job.make(
+                Problem(n=4, width=8, depth=1, outputs=3, batch=2)
+            )()  # pages that any call touches are touched now
             function = job.make(problem)
             gc.collect()
             libc.malloc_trim(0)

@@ -28,7 +28,7 @@ from torch import Tensor
 from aftermap.errors import NumericalWarning, warn_caller
 from aftermap.linalg import TERMS_PER_PART
 
-__all__ = ["CurvatureSize", "VarianceErrors", "digits_tolerance"]
+__all__ = ["CurvatureSize", "VarianceErrors", "digits_tolerance", "unit_roundoff"]
 
 
 def digits_tolerance(dtype: torch.dtype) -> float:
