@@ -280,6 +280,13 @@ class BlockPosterior(ABC):
         stride = examples_per_chunk(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
         return covariances_by_example(gradients, self.names, stride, self.gradient_rows, variants, diagonal)
 
+    def rounding_over_prior(self) -> float:
+        """Returns what rounding makes of eigenvalues of the curvature that are zero, relative to the prior's precision.
+
+        Above 1 the variance in directions without data is that of rounding. Zero where it is known for each output.
+        """
+        return 0.0
+
     def output_noise(self, layout: Layout) -> OutputNoise | None:
         """Returns how to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
 
