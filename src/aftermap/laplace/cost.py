@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aftermap.batches import Batch, Unpack
+from aftermap.batches import Batch, Unpack, unpack_batch
 from aftermap.curvature.passes.last_block import find_last_block, find_last_layer, last_block
 from aftermap.curvature.passes.plan import find_layers
 from aftermap.curvature.passes.record import record_calls
@@ -54,7 +54,8 @@ __all__ = [
     "shape_costs",
 ]
 
-_REHEARSED_BYTES = 2**29  # structures that are larger are not rehearsed to be compared with others
+_SHORT = 0.5  # seconds by the shapes, below which nobody waits for the fit, and a rehearsal would be most of it
+_REHEARSED_BYTES = 2**27  # structures that are larger are not rehearsed to be compared with others
 _CANDIDATES = (
     ("kron", "all"),
     ("ekfac", "all"),
@@ -148,7 +149,7 @@ class FirstLook:
         """Looks at the first batch of the data, and how long the second takes to come."""
         check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
         batch = first_batch(model, data, unpack, together=True)
-        return FirstLook(batch, _size_of(data, batch), _count(data), _fetch_seconds(data))
+        return FirstLook(batch, _size_of(data, batch, unpack), _count(data), _fetch_seconds(data))
 
 
 def _fetch_seconds(data: Iterable[Any]) -> float:
@@ -207,7 +208,7 @@ def _by_rehearsal(
 def rehearsed_cost(
     laplace: Laplace, look: FirstLook, shapes: Cost | None, *, validation: int | None = None, tuned: bool = True
 ) -> Cost | None:
-    """The cost by a rehearsal; that by the shapes where there can be none, in a process group or where few data are not enough.
+    """The cost by a rehearsal; that by the shapes where the fit is short, in a process group, or where few data are not enough.
 
     Args:
         laplace: The approximation as it will be fitted.
@@ -217,6 +218,9 @@ def rehearsed_cost(
         tuned: Whether it will be tuned.
     """
     if is_distributed():  # Each process has its own clock, and would stop after another number of rehearsals.
+        return shapes
+    predictions = 0 if not tuned else 500 if validation is None else 2 * min(1000, validation)
+    if shapes is not None and shapes.total(predictions) < _SHORT:
         return shapes
     try:
         return _by_rehearsal(laplace, look, validation, tuned, shapes)
@@ -278,11 +282,13 @@ def shape_costs(
     ]
 
 
-def _size_of(data: Iterable[Any], batch: Batch) -> int:
+def _size_of(data: Iterable[Any], batch: Batch, unpack: Unpack | None) -> int:
     """The number of data, as far as a loader tells."""
     size = getattr(getattr(data, "dataset", None), "__len__", None)
     if size is not None:
         return int(size())
+    if isinstance(data, list | tuple):
+        return sum(unpack_batch(each, unpack).size for each in data)
     return batch.size * _count(data)
 
 

@@ -62,24 +62,31 @@ class Rehearsal:
 
 
 class _ClockedData:
-    """One batch as a data set, which notes how long each pass over it took.
+    """Some examples of a batch as a data set, which notes how long they took in each pass over it.
+
+    Two single ones go before them: what is done seldom, such as a check of the layers on the first two batches, is done with those.
 
     Attributes:
         passes: The seconds of every pass that was gone through to its end.
     """
 
-    def __init__(self, batch: Batch):
-        self.batch = batch
+    def __init__(self, batch: Batch, size: int):
+        self.parts = [batch.take(torch.arange(n)) for n in (1, 1, size)]
         self.passes: list[float] = []
 
     def __len__(self) -> int:
-        return 1
+        return len(self.parts)
 
     def __iter__(self) -> Iterator[Any]:
-        batch = self.batch
+        for single in self.parts[:-1]:
+            yield _as_tuple(single)
         start = time.perf_counter()
-        yield (batch.inputs, batch.targets) if batch.weight is None else (batch.inputs, batch.targets, batch.weight)
+        yield _as_tuple(self.parts[-1])
         self.passes.append(time.perf_counter() - start)
+
+
+def _as_tuple(batch: Batch) -> tuple[Any, ...]:
+    return (batch.inputs, batch.targets) if batch.weight is None else (batch.inputs, batch.targets, batch.weight)
 
 
 @dataclass(frozen=True)
@@ -133,16 +140,16 @@ def rehearse(
     """
     own = copy(laplace)
     with _unnoticed():
-        _fit(own, _ClockedData(batch.take(torch.arange(1))))  # what is done once in a process is not measured
+        _fit(own, _ClockedData(batch, 1))  # what is done once in a process is not measured
         points, spent = [], 0.0
         for size in _sizes(batch.size):
-            data = _ClockedData(batch.take(torch.arange(size)))
+            data = _ClockedData(batch, size)
             points.append((size, _spent(functools.partial(_fit, own, data), data)))
             spent += points[-1][1].total
             seconds = _fit_seconds(own, points, batch.size, n_data)
             seconds += len(points[-1][1].passes) * fetch * n_data / batch.size
             most = max(_LEAST, min(_MOST, _SHARE * seconds))
-            if spent + _next_total(points) > most:
+            if (len(points) > 1 or spent > _MOST) and spent + _next_total(points) > most:
                 break
         each = _seconds_per_prediction(own, batch, data, n_data / size, min(0.5 * most, 1.0))
         each += _missing_directions(own, size, n_data)
@@ -251,7 +258,7 @@ def _grown(predict: Callable[[Any, int], Any], batch: Batch, most: float) -> flo
         predict(inputs, size)
         points.append((size, time.perf_counter() - start))
         following = _for_batch(points[-2:], _GROWTH * size) if len(points) > 1 else 2 * points[-1][1]
-        if sum(t for _, t in points) + following > most:
+        if (len(points) > 1 or points[0][1] > most) and sum(t for _, t in points) + following > most:
             break
     return _for_batch(points, batch.size) / batch.size
 
@@ -275,12 +282,12 @@ def _tuning_seconds(laplace: Laplace, batch: Batch, n_data: int, validation: int
         size = min(size, batch.size)
         if points and (size == points[0][0] or points[0][1].total > most):
             break
-        data = _ClockedData(batch.take(torch.arange(size)))
+        data = _ClockedData(batch, size)
         own_fit = replace(fitted, data=data)
 
         def tune(own_fit: Any = own_fit, data: _ClockedData = data) -> None:
             laplace._fitted = own_fit
-            laplace.tune(None if validation is None else [next(iter(data))])
+            laplace.tune(None if validation is None else [_as_tuple(data.parts[-1])])
 
         points.append((size, _spent(tune, data)))
     size, last = points[-1]
