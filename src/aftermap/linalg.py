@@ -71,7 +71,7 @@ _counted: ContextVar[list[int] | None] = ContextVar("counted", default=None)
 def counted_decompositions() -> Iterator[list[int]]:
     """Inside, `psd_eigh` counts wide matrices instead of decomposing them, for a rehearsal of work whose time is to be estimated.
 
-    What it returns for them has the right shape, and no other meaning. The yielded list holds the width of each.
+    What it returns for them is the decomposition of their diagonal. The yielded list holds the width of each.
 
     >>> with counted_decompositions() as widths:
     ...     values, vectors = psd_eigh(torch.eye(300))
@@ -239,8 +239,9 @@ def psd_eigh(
     counted = _counted.get()
     if counted is not None and work.shape[-1] > _QUICK:
         counted += [work.shape[-1]] * math.prod(work.shape[:-2])
-        values = work.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sort(-1).values
-        return values, torch.eye(work.shape[-1], dtype=work.dtype, device=work.device).expand(work.shape).clone()
+        # Those of the diagonal, which belong together: what is iterated with them ends.
+        values, order = work.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sort(-1)
+        return values, torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)[order].mT.contiguous()
     values = work.new_empty(matrix.shape[:-1])
     # Eigenvectors take the place of the matrix: the decomposition itself needs room for two more.
     try:
