@@ -47,6 +47,12 @@ class GridResult:
     table: list[tuple[float, float, float]]
     n_data: int
 
+    def __str__(self) -> str:
+        return (
+            f"validation NLL on {self.n_data:,} examples: {self.nll:.4f} at data scale {self.data_scale:.3g} and prior precision "
+            f"{self.precision:.3g}, the best of {len(self.table)} points of a grid"
+        )
+
 
 def search_grid(
     predictor: PosteriorPredictor,

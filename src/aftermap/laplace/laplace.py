@@ -31,7 +31,7 @@ from aftermap.laplace.subnetwork import (
 )
 from aftermap.laplace.tune import choose_method, tune_by, tune_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
-from aftermap.models import check_not_causal, check_not_sharded, explain_model_errors
+from aftermap.models import check_is_network, check_not_causal, check_not_sharded, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import CurvaturePosterior, GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise
@@ -104,6 +104,7 @@ class Laplace(NotebookView):
             structure = subnetwork_structure(structure, damping)
         entry = find_structure(structure)
         entry.check_options(curvature, damping)
+        check_is_network(model, "Laplace(model, likelihood)")
         check_not_causal(model)
         check_not_sharded(model.parameters())
         self.model = model

@@ -28,6 +28,7 @@ from aftermap.laplace.regression_rule import LinearModel, RegressionResult, appl
 from aftermap.laplace.subnetwork import is_subnetwork
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.likelihoods.base import aligned
+from aftermap.linalg import DenseWork
 from aftermap.models import call_model, check_device
 from aftermap.params import named_parameters, select
 from aftermap.posteriors.base import Hyperparameters
@@ -35,7 +36,7 @@ from aftermap.predictive import PosteriorPredictor, latent_gaussians
 from aftermap.predictive.linearised import output_gradients
 from aftermap.prior import Prior
 
-__all__ = ["ExampleSample", "draw_examples", "linear_model", "tune_regression"]
+__all__ = ["ExampleSample", "draw_examples", "linear_model", "regression_work", "tune_regression"]
 
 _ALL_ROWS = 3000  # up to this many rows all data are used
 _EXAMPLES = 1000  # else so many examples
@@ -45,6 +46,7 @@ _NUMBERS = 2.5e8  # of the rows, all together
 _PASS_NUMBERS = 2.5e7  # of the rows of one pass through the network
 _FEW_LABELS = 10  # as many as what is known without labels counts for
 _LEAST = 30  # examples below which the rows of all parameters are too dear, or the result is uncertain
+_RATIO_WORK = 1000  # multiplications for each entry of the matrix of rows that the search for the best ratio is worth
 _SAME = 0.02  # by how much leverages of the same covariance may differ
 
 
@@ -197,20 +199,33 @@ def _smallest(kept: Sequence[tuple[Tensor, Batch]], size: int) -> list[tuple[Ten
 def _sample(
     batches: Iterable[Batch], fitted: Fitted, names: Sequence[str], model: nn.Module, seed: int
 ) -> ExampleSample:
-    outputs = min(_OUTPUTS, max(1, fitted.factors.n_outputs))
     sizes = {n: p.numel() for n, p in named_parameters(model).items()}
-    rows = int(_NUMBERS // sum(sizes[n] for n in names))
-    sample = draw_examples(
-        batches,
-        max(2, min(_EXAMPLES, _ALL_ROWS // outputs, rows // outputs)),
-        seed,
-        max(2, min(_ALL_ROWS // outputs, rows // outputs)),
-    )
+    most = _most_examples(fitted.factors.n_outputs, sum(sizes[n] for n in names))
+    sample = draw_examples(batches, min(_EXAMPLES, most), seed, most)
     if sample.size < 2:
         raise DataError(
             f"there are {sample.size} training examples with a positive weight; a regression is tuned on two at least"
         )
     return sample
+
+
+def _most_examples(outputs: int, parameters: int) -> int:
+    """Up to how many examples are all taken."""
+    return max(2, min(_ALL_ROWS, int(_NUMBERS // parameters)) // min(_OUTPUTS, max(1, outputs)))
+
+
+def regression_work(n_data: int, outputs: int, parameters: int) -> tuple[int, DenseWork]:
+    """How many examples the rule looks at, and the dense work on the matrix of their rows.
+
+    Args:
+        n_data: The number of training data.
+        outputs: The numbers that the network returns for one of them.
+        parameters: The number of parameters that the rule looks at.
+    """
+    most = _most_examples(outputs, parameters)
+    examples = n_data if n_data <= most else min(_EXAMPLES, most)
+    rows = examples * min(_OUTPUTS, max(1, outputs))
+    return examples, DenseWork(float(rows) ** 2 * (parameters + _RATIO_WORK), (rows,))
 
 
 def _among_processes(sample: ExampleSample) -> ExampleSample:
