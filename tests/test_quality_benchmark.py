@@ -380,6 +380,8 @@ def test_numbers_of_another_commit_are_marked() -> None:
     assert "| am.fit with labels † |" in before.split("## With validation labels: development tasks")[1]
     assert "| am.fit with labels † |" not in after.split("\n## ")[0]
     assert "| one † |" in page
+    target = next(line for line in page.splitlines() if line.startswith("| 30 labels, d: at most +0 on average"))
+    assert target.endswith("| yes: +0.0 † | yes: +0.0 |")
     assert "measured at another commit (0ld) on one" in page
 
 

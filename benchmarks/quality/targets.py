@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from benchmarks.quality.methods import METHODS
 from benchmarks.quality.summary import PARTS, Results, TableOfText
 
 __all__ = ["TARGETS", "Target", "targets_table"]
@@ -34,7 +35,7 @@ class Target:
     digits: int = 3
 
     def cell(self, results: Results, part: str) -> str:
-        """The number with "yes" or "no"; a dash where nothing was measured."""
+        """The number with "yes" or "no", and a mark where rows of another commit are in it; a dash where nothing was measured."""
         values = self.values(results, part)
         if not values:
             return "–"
@@ -45,13 +46,21 @@ class Target:
             name = worst(values, key=values.__getitem__)
             number, where = values[name], f" ({name})"
         met = number >= self.limit if self.above else number <= self.limit
-        return f"{'yes' if met else '**no**'}: {number:+.{self.digits}f}{where}".replace("-", "−")
+        mark = " †" if _is_older(results, values) else ""
+        return f"{'yes' if met else '**no**'}: {number:+.{self.digits}f}{where}{mark}".replace("-", "−")
 
     @property
     def words(self) -> str:
         """The target as a sentence."""
         side, kind = "at least" if self.above else "at most", "on average" if self.joined == "mean" else "everywhere"
         return f"{self.what}: {side} {self.limit:+g} {kind}".replace("-", "−")
+
+
+def _is_older(results: Results, values: Values) -> bool:
+    """Whether a row of another commit is behind values that are named by task, by task and set, or by the set that tasks begin with."""
+    tasks = [t for t in results.tasks if any(n == t or n.startswith(f"{t}, ") or t.startswith(f"{n}_") for n in values)]
+    shown = ("network", "fit", "fit_unlabelled")
+    return any(results.label(method, tasks) != METHODS[method].label for method in shown)
 
 
 def _known(values: Mapping[str, float | None]) -> Values:
