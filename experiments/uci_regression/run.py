@@ -263,6 +263,8 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
     for place, method in enumerate(shown):
         found = {i: _numbers(results, name, method, "log_likelihood") for i, name in enumerate(done)}
         at = {i: _mean(v) - PUBLISHED[done[i]][1] for i, v in found.items() if v}
+        if not at:
+            continue
         ax.plot(
             [i + 0.12 * (place - 2) for i in at],
             [max(v, -2.0) for v in at.values()],
