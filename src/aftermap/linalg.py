@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -21,10 +24,12 @@ from aftermap.errors import NumericalError, NumericalWarning
 
 __all__ = [
     "TERMS_PER_PART",
+    "DenseWork",
     "GramSum",
     "RunningSum",
     "add_product_",
     "all_finite",
+    "counted_decompositions",
     "kron",
     "psd_eigh",
     "safe_cholesky",
@@ -45,6 +50,42 @@ _ROUNDING_MARGIN = 16.0
 # multiples of so many numbers: products into other places are slower. `python -m benchmarks.gram` measures both.
 _STRIP = 128
 _ALIGNED = 16
+_QUICK = 128  # matrices of this width are decomposed in about a millisecond, so that they need no counting
+
+
+@dataclass(frozen=True)
+class DenseWork:
+    """The dense work of a fit or of a tuning that grows faster than the data.
+
+    Attributes:
+        products: The number of multiplications in products of matrices.
+        decompositions: The widths of the matrices whose eigenvectors are found.
+    """
+
+    products: float = 0.0
+    decompositions: tuple[int, ...] = ()
+
+
+_counted: ContextVar[list[int] | None] = ContextVar("counted", default=None)
+
+
+@contextmanager
+def counted_decompositions() -> Iterator[list[int]]:
+    """Inside, `psd_eigh` counts wide matrices instead of decomposing them, for a rehearsal of work whose time is to be estimated.
+
+    What it returns for them is the decomposition of their diagonal. The yielded list holds the width of each.
+
+    >>> with counted_decompositions() as widths:
+    ...     values, vectors = psd_eigh(torch.eye(300))
+    >>> widths
+    [300]
+    """
+    widths: list[int] = []
+    token = _counted.set(widths)
+    try:
+        yield widths
+    finally:
+        _counted.reset(token)
 
 
 def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -195,6 +236,12 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | N
     work = _symmetric_columns(matrix)
     if work.numel() and not all(math.isfinite(v) for v in work.mT.aminmax()):
         raise NumericalError(f"{what} has entries that are not finite; check the data and the model's outputs")
+    counted = _counted.get()
+    if counted is not None and work.shape[-1] > _QUICK:
+        counted += [work.shape[-1]] * math.prod(work.shape[:-2])
+        # Those of the diagonal, which belong together: what is iterated with them ends.
+        values, order = work.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sort(-1)
+        return values, torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)[order].mT.contiguous()
     values = work.new_empty(matrix.shape[:-1])
     # Eigenvectors take the place of the matrix: the decomposition itself needs room for two more.
     try:
@@ -288,7 +335,8 @@ class GramSum:
     Args:
         groups: The number g of groups.
         width: The width D of the rows.
-        dtype, device: The dtype and the device of the sums; see `RunningSum` for how they keep their digits.
+        dtype: The dtype of the sums; see `RunningSum` for how they keep their digits.
+        device: The device of the sums.
         diagonal: Whether only the diagonal [g, D] is wanted (one-hot rows).
 
     >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])
