@@ -185,7 +185,7 @@ def _laplace(settings: Toy, prior: float, seed: int) -> dict[str, Any]:
         for other in ("diagonal", "full"):  # The pair of the other, in the same Kronecker posterior.
             scale, precision = found[other]["scale"], found[other]["precision"]
             found[f"width_of_{base}_with_{other}"] = _width(_made(network, train, base, precision, seed, scale))
-    for key, value in found.items():  # Curves of all methods go to one place, which results.json leaves out.
+    for key, value in found.items():  # Curves of all methods go to one place, which results.json has with four digits.
         if key != "curves" and isinstance(value, dict):
             found["curves"][key] = value.pop("curves")
     return found
