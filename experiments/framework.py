@@ -54,6 +54,7 @@ __all__ = [
     "missing_data",
     "paired",
     "read_claims",
+    "result_of",
     "run",
     "work_folder",
 ]
@@ -64,6 +65,7 @@ NOT_RUN = "not run yet"
 _BEGIN, _END = "<!-- claims: written by run.py -->", "<!-- end of claims -->"
 Numbers = dict[str, Any]
 _work: list[Path] = []  # the folder of the run that is under way
+_done: dict[str, Numbers] = {}  # the numbers of its jobs so far
 
 
 @dataclass(frozen=True)
@@ -310,11 +312,10 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
     if before:
         _tell_changes(folder / "results.json", _plain(asdict(settings)), _written_settings(folder / "results.json"))
     began, done, missing, commit = time.monotonic(), 0, 0, _commit()
-    values: dict[str, Numbers] = {}
+    values = _done
+    values.clear()
     for job in experiment.jobs(settings, options.data_dir):
         wanted = fnmatchcase(job.key, f"{options.only}*")
-        if not wanted and not options.partial:
-            continue
         path = work / f"{job.key.replace('/', '--')}.json"
         if path.is_file() or job.key in before:
             values[job.key] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else before[job.key]
@@ -378,6 +379,17 @@ def work_folder(name: str) -> Path:
     folder = _work[0] / name
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def result_of(key: str) -> Numbers:
+    """The numbers of a job that the run under way has done, or found done: what a later job builds on, such as the settings chosen.
+
+    Raises:
+        RuntimeError: There are no numbers of this job.
+    """
+    if key not in _done:
+        raise RuntimeError(f"a job needs the numbers of {key}, which is not done: run it first (--only {key})")
+    return _done[key]
 
 
 def default_data_dir() -> Path:

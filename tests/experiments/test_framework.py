@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, run
+from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, result_of, run
 
 NAME = "antoran2022"  # It judges one claim, L10.
 
@@ -103,6 +103,23 @@ def test_a_part_does_not_replace_jobs_that_are_only_in_the_results(
     assert (tmp_path / "output" / "results.json").read_text(encoding="utf-8") == before
     assert run(experiment([], seeds=3), NAME, [*part, "--resume"]) == 0
     assert set(written(tmp_path)["values"]) == {"part/seed0", "part/seed1", "part/seed2"}
+
+
+def test_a_job_builds_on_the_numbers_of_another(tmp_path: Path) -> None:
+    trial = experiment([], seeds=1)
+    seen: list[float] = []
+
+    def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
+        yield Job("part/seed0", lambda: {"value": 7.0})
+        yield Job("late/seed0", lambda: {"value": seen.append(result_of("part/seed0")["value"])})
+
+    trial.jobs = jobs
+    with pytest.raises(RuntimeError, match="needs the numbers of part/seed0"):
+        run(trial, NAME, arguments(tmp_path, "--only", "late"))
+    run(trial, NAME, arguments(tmp_path, "--only", "part", "--partial"))
+    (tmp_path / "work").rename(tmp_path / "lost")
+    run(trial, NAME, arguments(tmp_path, "--only", "late", "--resume"))
+    assert seen == [7.0]
 
 
 def test_hours_end_a_run_between_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

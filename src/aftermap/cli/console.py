@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -35,7 +36,6 @@ __all__ = [
     "confirmed",
     "guarded",
     "plain_table",
-    "replaced_file",
 ]
 
 GOOD, BAD_INPUT, CHECK_FAILED, WORSE, PROCESS_LOST, INTERRUPTED = 0, 2, 3, 4, 5, 130
@@ -155,7 +155,10 @@ _FLAGS = {
     "memory_limit": "--memory",
     "time_limit": "--seconds",
     "likelihood": "--task",
-    **{name: f"--{name.replace('_', '-')}" for name in ("structure", "params", "prior_precision", "kind", "samples")},
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("structure", "params", "prior_precision", "kind", "samples", "drop", "damping", "every", "noise")
+    },
 }
 
 
@@ -238,22 +241,13 @@ def check_writable(place: Path) -> None:
             above = above.parent
         else:
             raise InputError(f"{place} cannot be written: {above} is a file, not a folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(
-            f"{place} cannot be written: the folder {above} does not allow it. Choose another place with -o"
-        )
-
-
-@contextmanager
-def replaced_file(file: Path) -> Iterator[Path]:
-    """A neighbour of ``file`` to write to, which takes its place when the body has ended without an exception."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
     try:
-        yield part
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{place} cannot be written: the folder {above} does not allow it ({error.strerror}). Choose another place with -o"
+        ) from None
 
 
 def plain_table(*names: str, right: Collection[str] = (), **settings: Any) -> Table:

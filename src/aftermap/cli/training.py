@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.cli.console import replaced_file
 from aftermap.data import Examples
 from aftermap.distributed import all_reduce_, broadcast_, broadcast_number, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError, NumericalError
@@ -26,6 +25,7 @@ from aftermap.likelihoods import Likelihood
 from aftermap.models import evaluation_mode
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, warmup
 from aftermap.progress import progress
+from aftermap.writing import replaced_file
 
 __all__ = [
     "CHECKPOINT",
@@ -34,11 +34,13 @@ __all__ = [
     "RATES",
     "Recipe",
     "Run",
+    "enough_epochs",
     "make_optimizer",
     "train_network",
     "validation_numbers",
 ]
 
+_LEAST_STEPS = 500  # that small data are trained for, where nobody said how long
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
 RATES = {"vogn": 3e-3, "ogn": 3e-3, "ivon": 0.5, "kfac": 3e-3, "noisy_kfac": 3e-3, "adam": 1e-3}
 DAMPINGS = {"vogn": 1e-2, "ogn": 1e-2, "ivon": 0.0, "kfac": 3e-2, "noisy_kfac": 3e-2, "adam": 0.0}
@@ -62,6 +64,7 @@ class Recipe:
         prior_precision: The prior precision δ; with Adam it is a weight decay of δ/N.
         damping: The damping γ.
         mc_samples: The number of draws of the weights in a step.
+        temperature: The temperature τ that a variational optimiser warms up to.
         seed: The seed of order, weights and noise.
     """
 
@@ -78,6 +81,7 @@ class Recipe:
     prior_precision: float
     damping: float
     mc_samples: int
+    temperature: float
     seed: int
 
     @property
@@ -91,13 +95,22 @@ class Recipe:
         return self.epochs * self.steps_per_epoch
 
 
+def enough_epochs(n_data: int, batch_size: int) -> int:
+    """The number of epochs where it was not said: 10, or as many as make 500 steps.
+
+    >>> enough_epochs(60_000, 128), enough_epochs(1000, 128)
+    (10, 63)
+    """
+    return max(10, math.ceil(_LEAST_STEPS / max(1, math.ceil(n_data / batch_size))))
+
+
 def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> torch.optim.Optimizer:
     """The optimiser of a recipe; variational ones warm their temperature up during the first half."""
     common: dict[str, Any] = {"lr": recipe.lr, "n_data": recipe.n_data, "prior_precision": recipe.prior_precision}
     common["damping"] = recipe.damping
     noise: dict[str, Any] = {
         "mc_samples": recipe.mc_samples,
-        "temperature": warmup(max(1, recipe.steps // 2)),
+        "temperature": warmup(max(1, recipe.steps // 2), 0.1 * recipe.temperature, recipe.temperature),
         "generator": torch.Generator().manual_seed(recipe.seed),
     }
     if recipe.optimizer == "adam":
@@ -141,7 +154,8 @@ class Run:
             return False
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
-            old, new = saved["recipe"], json.loads(json.dumps(asdict(self.recipe)))
+            # Before there was a choice, every run had the temperature 1.
+            old, new = {"temperature": 1.0, **saved["recipe"]}, json.loads(json.dumps(asdict(self.recipe)))
         except Exception as error:  # torch raises many kinds for a file that is not its own
             raise DataError(f"{file} is damaged: {error}. Remove it, or start anew with --force") from error
         different = [f"{k}: {old.get(k)!r} there, {new[k]!r} now" for k in new if old.get(k) != new[k]]
@@ -202,7 +216,7 @@ def train_network(
         likelihood: The likelihood, whose negative logarithm is the loss.
         validation: Held-out data, on which the network is looked at after every epoch.
         on_epoch: A function that is told what the history says about each epoch that ends.
-        every: The seconds between checkpoints; one is written after every epoch anyway.
+        every: The seconds between checkpoints; one is written after every epoch anyway, but not more than one a second.
         stop_after: The number of steps of this call after which it stops, with a checkpoint.
 
     Raises:
@@ -247,8 +261,10 @@ def train_network(
             if stopping:
                 model.eval()
                 return
-        run.save(model, optimizer)
-        saved = time.monotonic()
+        due = time.monotonic() - saved > min(every, 1.0)
+        if run.step >= recipe.steps or bool(broadcast_number(int(due))):
+            run.save(model, optimizer)
+            saved = time.monotonic()
     model.eval()
 
 
