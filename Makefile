@@ -3,10 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
+LOWEST_VENV := .venv-lowest
+AUDIT_VENV := .venv-audit
 BIN := $(VENV)/bin
 BENCH_BIN := $(BENCH_VENV)/bin
 DEV_STAMP := $(VENV)/.installed
 BENCH_STAMP := $(BENCH_VENV)/.installed
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
+AUDIT_STAMP := $(AUDIT_VENV)/.installed
 PYTEST_ARGS ?=
 QUALITY_ARGS ?=
 
@@ -24,11 +28,15 @@ NUMERICAL_TESTS := tests/curvature tests/posteriors tests/predictive tests/lapla
 ARITHMETICS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
 THREADS := OMP_NUM_THREADS=1 OMP_NUM_THREADS=2
 
+# What depends on other packages than PyTorch; numbers do not.
+LOWEST_TESTS := tests/cli tests/integrations tests/analysis tests/evaluation tests/data tests/posteriors tests/baselines \
+	tests/laplace/test_auto.py tests/laplace/test_saving.py tests/test_package.py tests/test_progress.py tests/test_saved_by_version1.py
+
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-portable test-slow test-faults test-kills mutants test-peers browser-setup lint format docs bench-setup bench bench-quality clean distclean
+.PHONY: help setup demo test test-portable test-slow test-faults test-kills mutants test-peers test-lowest browser-setup lint format docs release audit bench-setup bench bench-quality clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +58,18 @@ $(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/constraints-bench.txt
 	$(PIP_ENV) $(BENCH_BIN)/python -m pip install --quiet -c constraints.txt -e . scikit-learn pytest hypothesis
 	$(PIP_ENV) $(BENCH_BIN)/python -m pip install --quiet --no-deps -r benchmarks/constraints-bench.txt
 	$(BENCH_BIN)/python -c 'import aftermap, laplace, curvlinops, backpack, ivon'
+	@touch $@
+
+# The lowest versions that pyproject.toml allows; PyTorch is the tested release, and tools of the tests are not lowered.
+$(LOWEST_STAMP): pyproject.toml constraints.txt tests/lowest.py
+	$(call make_venv,$(LOWEST_VENV))
+	$(LOWEST_VENV)/bin/python -m tests.lowest > $(LOWEST_VENV)/constraints.txt
+	$(PIP_ENV) $(LOWEST_VENV)/bin/python -m pip install --quiet -c $(LOWEST_VENV)/constraints.txt -e '.[all]' pytest pytest-xdist hypothesis
+	@touch $@
+
+$(AUDIT_STAMP): Makefile
+	$(call make_venv,$(AUDIT_VENV))
+	$(PIP_ENV) $(AUDIT_VENV)/bin/python -m pip install --quiet 'bandit>=1.9' 'pip-audit>=2.10'
 	@touch $@
 
 setup: $(DEV_STAMP) ## set up .venv for development
@@ -87,6 +107,9 @@ mutants: $(DEV_STAMP) ## put small errors into the numerical core, and count how
 test-peers: $(BENCH_STAMP) ## compare with other libraries, in .venv-bench
 	$(TEST_ENV) $(BENCH_BIN)/python -m pytest -q -m peers tests/peers $(PYTEST_ARGS)
 
+test-lowest: $(LOWEST_STAMP) ## run the tests of the library and the commands with the lowest versions of the dependencies
+	$(TEST_ENV) $(LOWEST_VENV)/bin/python -m pytest -q $(IN_PARALLEL) $(LOWEST_TESTS) $(PYTEST_ARGS)
+
 browser-setup: ## install the browser of the report's tests (Debian and Ubuntu; needs root)
 	apt-get install -y chromium chromium-driver
 
@@ -102,6 +125,16 @@ format: $(DEV_STAMP) ## rewrite the code in the common format
 docs: $(DEV_STAMP) ## build the documentation in site/, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
+release: $(DEV_STAMP) ## build the wheel and the source distribution in dist/, with a bill of materials and SHA-256 sums
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python -m tests.release dist
+
+# Needs the network: a package whose known weaknesses cannot be asked for is an error (--strict), not a pass.
+audit: $(AUDIT_STAMP) ## look for weaknesses: bandit reads the source, pip-audit asks for those of the tested dependencies
+	$(AUDIT_VENV)/bin/bandit -q -c pyproject.toml -r src
+	$(AUDIT_VENV)/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
 bench-setup: $(BENCH_STAMP) ## set up .venv-bench with the peers
 
 bench: $(BENCH_STAMP) ## run the benchmarks against the peers
@@ -116,4 +149,4 @@ clean: ## remove caches and built files, keep the environments
 	find $(wildcard src tests examples benchmarks experiments) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf $(VENV) $(BENCH_VENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) $(AUDIT_VENV)

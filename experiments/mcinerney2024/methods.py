@@ -155,7 +155,7 @@ def wide_network(
             "prior_mean": start,
             "strict": False,
             "tolerance": tolerance,
-            "method": "lbfgs",
+            "method": "newton_cg",
         }
         hfl, _ = _timed(lambda: am.HessianFree(model, problem.likelihood, **options).fit(data))
         queried, per_query = _timed(lambda: hfl.predict(x).epistemic[:, 0])

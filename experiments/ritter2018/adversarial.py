@@ -40,7 +40,7 @@ def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
             yield Job(f"adversarial/targeted_{method}/seed{seed}", partial(_targeted, digits, method))
     for seed in range(settings.seeds):
         digits = Digits(settings, data_dir, seed)
-        yield Job(f"augmentation/fit_plain/seed{seed}", partial(_fit_plain, digits))
+        yield Job(f"augmentation/fit_plain/seed{seed}", partial(digits.fit, "plain"))
         yield Job(f"augmentation/tune_plain/seed{seed}", partial(digits.tune, "plain"))
         yield Job(f"augmentation/fit_few/seed{seed}", partial(_fit_few, digits))
         for name in ("plain", "few", "exact"):
@@ -60,8 +60,7 @@ def _predictor(digits: Digits, method: str) -> Baseline:
     count = digits.settings.attack_samples
     if method in ("few", "exact"):
         # Both with the scale and precision that the grid found without augmentation: only the curvature differs.
-        tuned = digits.laplace(f"plain{digits.seed}")
-        la = digits.laplace(f"{method}{digits.seed}_untuned")
+        tuned, la = digits.laplace("plain"), digits.untuned(method)
         share = tuned.n_data / la.n_data
         scale, precision = tuned.data_scale, float(next(iter(tuned.prior_precision.values())))
         posterior = la.posterior.with_prior(precision, scale=scale * share)
@@ -107,18 +106,9 @@ def _crossing(values: list[float], level: float) -> float:
     return float(len(values) - 1)
 
 
-def _fit_plain(digits: Digits) -> dict[str, Any]:
-    settings = digits.settings
-    digits.fit("plain", batches(digits.data("train", settings.fit), settings.batch), STRUCTURES["kron"], 1)
-    return {"n_data": settings.fit}
-
-
 def _fit_few(digits: Digits) -> dict[str, Any]:
-    """The same images once in minibatches of 100 and once by single data, which Kronecker factors of the exact matrix are."""
-    data = batches(digits.data("train", digits.settings.exact_fit), 100)
-    digits.fit("few", data, STRUCTURES["kron"], 1)
-    digits.fit("exact", data, {"structure": "kron", "curvature": "exact", "damping": "factored"}, 1)
-    return {"n_data": digits.settings.exact_fit}
+    """The same images once in minibatches of 100 and once by single data."""
+    return {"n_data": digits.fit("few")["n_data"], "exact_n_data": digits.fit("exact")["n_data"]}
 
 
 # Verdicts

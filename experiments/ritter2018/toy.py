@@ -14,14 +14,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.analysis.figures import CATEGORIES, finish, save_svg
+from aftermap.baselines import Particles
 from aftermap.likelihoods import Gaussian
 from experiments.framework import Job, Paired, Results, Verdict, judged, mean_and_error, paired, work_folder
 from experiments.ritter2018.settings import Toy
+from experiments.ritter2018.tempering import Perceptron, sample
 
 __all__ = ["METHODS", "figures", "jobs", "tables", "verdicts"]
 
@@ -198,33 +201,44 @@ def _split_r_hat(draws: Tensor) -> float:
 
 
 def _hmc(settings: Toy, prior: float, seed: int) -> dict[str, Any]:
-    train, held_out = _data(seed)
-    chains = am.HMC(
-        _trained(settings, prior, seed),
-        Gaussian(NOISE),
-        prior_precision=prior,
-        kernel="hmc",
-        chains=4,
+    """Four chains with replica exchange, which start at networks before any training."""
+    (x, y), held_out = _data(seed)
+    network, potential = _network(), Perceptron(x, y, NOISE, 7)
+    with torch.random.fork_rng():
+        torch.manual_seed(2000 + seed)
+        starts = [potential.flat(list(_network().parameters())) for _ in range(4 * settings.temperatures)]
+    found = sample(
+        potential,
+        np.stack(starts).reshape(4, settings.temperatures, -1),
+        precision=prior,
+        hottest=settings.hottest,
         warmup=settings.warmup,
         draws=settings.draws,
-        trajectory=settings.trajectory,
+        thin=settings.thin,
+        leapfrogs=settings.leapfrogs,
+        seed=seed,
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", am.errors.StatisticalWarning)  # R-hat of all draws is judged below.
-        chains.fit([train], generator=_generator(seed), progress=False)
-    points = torch.cat([GRID, train[0], held_out[0]])
-    p = chains.predict(points)
+    layers = [torch.from_numpy(part).double() for part in potential.layers(np.concatenate(found.draws))]
+    names = [name.removesuffix(".weight") for name, _ in network.named_parameters() if name.endswith(".weight")]
+    weights = []
+    for row in zip(*layers, strict=True):
+        pairs = zip(names, row, strict=True)
+        weights.append(
+            {k: v for n, part in pairs for k, v in ((f"{n}.weight", part[:, :-1]), (f"{n}.bias", part[:, -1]))}
+        )
+    points = torch.cat([GRID, x, held_out[0]])
+    p = Particles(network, weights, Gaussian(NOISE)).predict(points)
     assert p.samples is not None
-    at = p[-20:].log_prob(held_out[1])
-    inside = p.samples[..., 0].reshape(4, settings.draws, -1)
+    outputs = p.samples[..., 0].reshape(4, settings.draws, -1)
     near = torch.cat([GRID[:, 0].abs() <= 4, torch.ones(40, dtype=torch.bool)])
     return {
-        **_measured(p.mean[:, 0], p.epistemic[:, 0].sqrt(), at),
-        "r_hat": _split_r_hat(inside[..., near]),
-        "r_hat_far": _split_r_hat(inside[..., ~near]),
-        "effective_samples": float(chains.diagnostics.output_effective_samples.min()),
-        "acceptance": min(chains.diagnostics.acceptance),
-        "divergences": sum(chains.diagnostics.divergences),
+        **_measured(p.mean[:, 0], p.epistemic[:, 0].sqrt(), p[-20:].log_prob(held_out[1])),
+        "r_hat": _split_r_hat(outputs[..., near]),
+        "r_hat_far": _split_r_hat(outputs[..., ~near]),
+        "acceptance": float(found.acceptance.min()),
+        "exchanges": float(found.exchanges.min()),
+        "temperatures": found.temperatures.tolist(),
+        "step_size": float(found.step_sizes[0]),
     }
 
 
@@ -284,8 +298,9 @@ def _log_ratios(results: Results, method: str) -> Tensor:
 
 
 def _chains(results: Results) -> str:
-    worst = max(results.numbers("toy/hmc/*", "r_hat"))
-    return f"R̂ of HMC's outputs at most {worst:.3f} for |x| ≤ 4" + ("" if worst < 1.01 else ", above the wanted 1.01")
+    worst, far = (max(results.numbers("toy/hmc/*", name)) for name in ("r_hat", "r_hat_far"))
+    said = f"R̂ of HMC's outputs at most {worst:.3f} for |x| ≤ 4, {far:.3f} beyond"
+    return said + ("" if max(worst, far) < 1.01 else "; above the wanted 1.01")
 
 
 def _agreement(results: Results) -> Verdict:

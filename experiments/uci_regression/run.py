@@ -77,7 +77,7 @@ class Settings:
     few_rows: int = 1600
     rows: int | None = None
     hidden: int = 50
-    steps: int = 1500
+    steps: int = 2500
     epochs: int = 6
     batch: int = 64
     rate: float = 1e-2

@@ -37,7 +37,6 @@ __all__ = [
     "confirmed",
     "guarded",
     "plain_table",
-    "replaced_file",
 ]
 
 GOOD, BAD_INPUT, CHECK_FAILED, WORSE, PROCESS_LOST, INTERRUPTED = 0, 2, 3, 4, 5, 130
@@ -251,18 +250,6 @@ def check_writable(place: Path) -> None:
         raise InputError(
             f"{place} cannot be written: the folder {above} does not allow it ({error.strerror}). Choose another place with -o"
         ) from None
-
-
-@contextmanager
-def replaced_file(file: Path) -> Iterator[Path]:
-    """A neighbour of ``file`` to write to, which takes its place when the body has ended without an exception."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    try:
-        yield part
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def plain_table(*names: str, right: Collection[str] = (), **settings: Any) -> Table:

@@ -14,15 +14,16 @@ from aftermap.batches import iterate, unpack_batch
 from aftermap.cli import options as o
 from aftermap.cli.console import Reporter, confirmed
 from aftermap.cli.models import import_object, make_model
-from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
+from aftermap.cli.sources import Batches, DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.curvature import STRUCTURES
 from aftermap.curvature.passes.checkpoint import clear_checkpoint
 from aftermap.distributed import fail_together, process_group
 from aftermap.errors import AftermapError, InputError
-from aftermap.laplace import Laplace, describe_costs, estimate_costs
+from aftermap.laplace import Laplace, describe_costs
 from aftermap.laplace import fit as fit_automatically
 from aftermap.laplace.auto import predictions_after_fit
+from aftermap.laplace.cost import FirstLook, rehearsed_cost, shape_costs
 from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model
 from aftermap.models import check_device as device_of_model
@@ -285,16 +286,10 @@ def fit_posterior(
             every=options.every,
         )
     structure = "kron" if options.structure == "auto" else options.structure
-    params, which = ("all", "last_layer") if options.params == "last_layer" else (options.params, "all")
-    costs = estimate_costs(model, batches, likelihood, params=params)
-    cost = next((c for c in costs if (c.structure, c.params) == (structure, which)), None)
-    after = thresholds + (predictions_after_fit(held_out, costs[0].n_data) if options.tune else thresholds)
-    reporter.note(f"{structure}: no estimate of its cost" if cost is None else describe_costs(cost, costs, after))
-    if cost is not None and cost.bytes > options.memory * 2**30:
-        raise InputError(f"{cost}, more than --memory {options.memory:g} GB. Choose another --structure, or allow more")
     laplace = Laplace(
         model, likelihood, structure=structure, params=options.params, prior_precision=options.prior_precision
     )
+    _say_cost(laplace, batches, held_out, thresholds, options, reporter)
     laplace.fit(
         batches,
         generator=torch.Generator().manual_seed(seed),
@@ -305,6 +300,31 @@ def fit_posterior(
         labelled = options.method in ("auto", "validation", "grid")
         laplace.tune(held_out if labelled else None, method=None if options.method == "auto" else options.method)
     return laplace
+
+
+def _say_cost(
+    laplace: Laplace,
+    batches: Batches,
+    held_out: Batches | None,
+    thresholds: int,
+    options: PosteriorOptions,
+    reporter: Reporter,
+) -> None:
+    """Says what a fit with a named structure will cost; raises where it needs more memory than is allowed."""
+    look = FirstLook.at(laplace.model, batches, None)
+    params, which = ("all", "last_layer") if options.params == "last_layer" else (options.params, "all")
+    costs = shape_costs(laplace.model, look, laplace.likelihood, params=params)
+    known = next((c for c in costs if (c.structure, c.params) == (laplace.structure, which)), None)
+    if known is not None and known.bytes > options.memory * 2**30:
+        raise InputError(
+            f"{known}, more than --memory {options.memory:g} GB. Choose another --structure, or allow more"
+        )
+    validation = None if held_out is None else thresholds
+    cost = rehearsed_cost(laplace, look, known, validation=validation, tuned=options.tune)
+    checked = predictions_after_fit(held_out) if options.tune else thresholds
+    others = [cost if c is known and cost is not None else c for c in costs]
+    line = None if cost is None else describe_costs(cost, others, thresholds + checked)
+    reporter.note(line or f"{laplace.structure}: no estimate of its cost")
 
 
 def prior_in_words(laplace: Laplace) -> str:

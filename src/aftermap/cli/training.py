@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.cli.console import replaced_file
 from aftermap.data import Examples
 from aftermap.distributed import all_reduce_, broadcast_, broadcast_number, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError, NumericalError
@@ -26,6 +25,7 @@ from aftermap.likelihoods import Likelihood
 from aftermap.models import evaluation_mode
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, warmup
 from aftermap.progress import progress
+from aftermap.writing import replaced_file
 
 __all__ = [
     "CHECKPOINT",

@@ -418,7 +418,7 @@ class Laplace(NotebookView):
                 given), else self_consistent or leave_one_out where they apply, else evidence.
             kind: The predictive whose log-likelihood the grid maximises: "linearised" or "sampling".
             link: How the linearised predictive turns the Gaussian over logits into probabilities; see `predict`.
-            samples: The number of draws that the predictive of the grid averages over. More draws give a smoother objective.
+            samples: The number of draws that the predictive averages over, as in `predict`.
             per_layer: Whether the evidence finds one prior precision for each layer (True) or one for all weights (False).
             noise: Whether the noise of a regression is tuned, too.
             precisions: The ratios precision / data scale that method="grid" tries.

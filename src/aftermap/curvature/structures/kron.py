@@ -59,6 +59,7 @@ from aftermap.curvature.structures.eigenbasis import (
 )
 from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
+from aftermap.curvature.structures.rounding import unit_roundoff
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import GramSum, kron, take_like, take_under
@@ -495,6 +496,18 @@ class KronBlockPosterior(BlockPosterior):
 
     def marginal_variance(self) -> Params:
         return self.layout.split(self.basis.diagonal(1 / self.precision.detach()))
+
+    def rounding_over_prior(self) -> float:
+        """Returns u·s·max(μ)·max(λ)/δ: the factors hold their small eigenvalues to rounding of the largest ones.
+
+        Eigenvalues that were measured in the basis, as EKFAC's, are sums of squares and as exact as their largest summand.
+        """
+        mu, lam = self.eigen.outputs, self.eigen.inputs
+        if mu is None or lam is None or self.damping != "exact" or not isinstance(self.source_block, KronBlock):
+            return 0.0
+        largest = float((mu.detach().amax(-1) * lam.detach().amax(-1)).max())
+        unit = unit_roundoff(self.source_block.outputs.dtype)
+        return unit * float(self.scale.detach()) * largest / float(self.prior.detach())
 
     def output_noise(self, layout: Layout) -> OutputNoise:
         inputs = None if self.basis.inputs is None else self.basis.inputs[0]
