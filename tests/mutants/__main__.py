@@ -125,7 +125,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "predictive/prediction.py": ("tests/predictive/test_prediction.py", "tests/predictive/test_prediction_container.py",),
     "predictive/predictor.py": ("tests/predictive/test_predictor.py", "tests/predictive/test_local.py", "tests/predictive/test_margin.py",),
     "predictive/sampling.py": ("tests/predictive/test_sampling.py", "tests/predictive/test_sampling_gradient.py",),
-    "predictive/trained.py": ("tests/predictive/test_predictor.py", "tests/laplace/test_output_temperature.py",),
+    "predictive/trained.py": ("tests/optim/test_posterior.py", "tests/predictive/test_predictor.py", "tests/laplace/test_output_temperature.py",),
     "laplace/auto.py": ("tests/laplace/test_auto.py",),
     "laplace/cost.py": ("tests/laplace/test_cost.py",),
     "laplace/examples.py": ("tests/laplace/test_self_consistent.py", "tests/laplace/test_validation_tune.py",),
