@@ -93,14 +93,18 @@ test-portable: $(DEV_STAMP) ## run the numerical tests as other processors would
 test-slow: $(DEV_STAMP) ## run the slow tests only
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "slow and not peers" $(PYTEST_ARGS) || test $$? -eq 5 # 5: none yet
 
-test-faults: $(DEV_STAMP) ## try thousands of damaged folders and data files, and write docs/reliability.md
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.folders $(FAULT_ARGS)
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.data_files $(FAULT_ARGS)
-	PYTHONPATH=src $(BIN)/python -m tests.faults.page
+FAULTS := PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
+
+test-faults: $(DEV_STAMP) ## damage folders and data files, kill jobs and processes, and write docs/reliability.md
+	$(FAULTS).folders $(FAULT_ARGS)
+	$(FAULTS).data_files $(FAULT_ARGS)
+	$(FAULTS).kills --again
+	$(FAULTS).processes
+	$(FAULTS).page
 
 test-kills: $(DEV_STAMP) ## kill save, tune, predict, report, fit and train two hundred times, and write docs/reliability.md
-	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills
-	PYTHONPATH=src $(BIN)/python -m tests.faults.page
+	$(FAULTS).kills
+	$(FAULTS).page
 
 # Results are kept after every mutant: stopped and started again, it goes on. MUTANT_ARGS="--sample 60" tries fewer.
 mutants: $(DEV_STAMP) ## put small errors into the numerical core, and count how many the tests find
