@@ -162,9 +162,7 @@ def extrapolated() -> dict[str, dict[str, dict[str, float]]]:
     kron = sum(i * i + o * o for i, o, _ in layers)
     weights = 128 * 2 * 4096 * 16
     tokens = 1e8
-    adapters = (
-        tokens * 4 * 6.7e9 * (1 + 1)
-    )  # Forward, and back through the activations; twice for one random vector beside the loss.
+    adapters = tokens * (2 + 2) * 6.7e9  # Forward, and one random vector back through the activations.
     return {
         "ResNet-50 on ImageNet, Kronecker factors": {
             str(w): _times(flops, jobs, 4 * kron, 8 * kron, 1 + len(jobs), w) for w in (1, 8, 128)
