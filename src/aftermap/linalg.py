@@ -203,7 +203,8 @@ def psd_eigh(
         work = _symmetric_columns(matrix)
         jitter = 1e-12 * work.diagonal(dim1=-2, dim2=-1).mean()
         warnings.warn(
-            f"eigendecomposition of {what} did not converge; {float(jitter):.1e} was added to its diagonal",
+            f"eigendecomposition of {what} did not converge; {float(jitter):.1e} was added to its diagonal, and smaller eigenvalues have no "
+            "digit left. A larger prior precision makes them matter less",
             NumericalWarning,
             stacklevel=2,
         )
@@ -260,7 +261,8 @@ def safe_cholesky(matrix: Tensor, *, what: str = "matrix") -> Tensor:
         factor, info = torch.linalg.cholesky_ex(matrix + relative * scale * eye)
         if int(info.max()) == 0:
             warnings.warn(
-                f"Cholesky of {what} needed {relative * scale:.1e} on its diagonal (relative {relative:.0e})",
+                f"Cholesky of {what} needed {relative * scale:.1e} on its diagonal (relative {relative:.0e}); smaller eigenvalues have no digit "
+                "left. A larger prior precision, or a network and data in float64, keeps them",
                 NumericalWarning,
                 stacklevel=2,
             )
