@@ -70,9 +70,11 @@ test-portable: $(DEV_STAMP) ## run the numerical tests as other processors would
 test-slow: $(DEV_STAMP) ## run the slow tests only
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "slow and not peers" $(PYTEST_ARGS) || test $$? -eq 5 # 5: none yet
 
-test-faults: $(DEV_STAMP) ## try thousands of damaged folders and data files, and write docs/reliability.md
+test-faults: $(DEV_STAMP) ## try damaged folders and data files, a long run and weak priors, and write docs/reliability.md
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.folders $(FAULT_ARGS)
 	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.data_files $(FAULT_ARGS)
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.soak
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.digits
 	PYTHONPATH=src $(BIN)/python -m tests.faults.page
 
 test-kills: $(DEV_STAMP) ## kill save, tune, predict, report, fit and train two hundred times, and write docs/reliability.md

@@ -25,6 +25,7 @@ __all__ = [
     "RunningSum",
     "add_product_",
     "all_finite",
+    "eigenvalue_rounding",
     "kron",
     "psd_eigh",
     "safe_cholesky",
@@ -170,8 +171,8 @@ def psd_eigh(
 ) -> tuple[Tensor, Tensor]:
     """Eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
 
-    A sum of outer products over many rows is p.s.d. up to rounding: random errors of √rows · eps/2 in each entry, relative to
-    the diagonal, move eigenvalues by about √rows · eps/2 · trace/√D. What lies further below zero is no rounding.
+    A sum of outer products over many rows is p.s.d. up to rounding (`eigenvalue_rounding`). What lies further below zero is
+    no rounding.
 
     Args:
         matrix: [..., D, D], symmetric and p.s.d. up to rounding.
@@ -211,15 +212,34 @@ def psd_eigh(
         work.diagonal(dim1=-2, dim2=-1).add_(jitter)
         torch.linalg.eigh(work, out=(values, work))
     if values.numel():
-        unit = torch.finfo(matrix.dtype if precision is None else precision).eps / 2
-        rounding = unit * math.sqrt(max(1.0, min(rows, TERMS_PER_PART)) / matrix.shape[-1])
-        allowed = _ROUNDING_MARGIN * rounding * values.clamp_min(0.0).sum(-1) + floor
+        rounding = eigenvalue_rounding(values, matrix.dtype if precision is None else precision, rows)
+        allowed = _ROUNDING_MARGIN * rounding + floor
         if bool((values.amin(-1) < -allowed).any()):
             raise NumericalError(
                 f"{what} is not positive semi-definite: smallest eigenvalue {float(values.min()):.3e}, "
                 f"largest {float(values.max()):.3e}. A Gauss-Newton or Fisher curvature always is; an exact Hessian need not be"
             )
     return values.clamp_min_(0.0), work
+
+
+def eigenvalue_rounding(values: Tensor, precision: torch.dtype, rows: float = TERMS_PER_PART) -> Tensor:
+    """Returns how far rounding moves the eigenvalues of a sum of outer products.
+
+    Random errors of √rows · eps/2 in each entry, relative to the diagonal, move eigenvalues by about √rows · eps/2 · trace/√D.
+
+    Args:
+        values: The eigenvalues [..., D].
+        precision: The dtype in which the matrix was summed.
+        rows: How many rows were summed. Beyond `TERMS_PER_PART` the error does not grow; see `RunningSum`.
+
+    Returns:
+        The sizes of errors [...].
+
+    >>> float(eigenvalue_rounding(torch.ones(4), torch.float32, rows=16) / torch.finfo(torch.float32).eps)
+    4.0
+    """
+    unit = torch.finfo(precision).eps / 2
+    return unit * math.sqrt(max(1.0, min(rows, TERMS_PER_PART)) / values.shape[-1]) * values.clamp_min(0.0).sum(-1)
 
 
 def _symmetric_columns(matrix: Tensor) -> Tensor:
