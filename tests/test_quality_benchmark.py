@@ -278,7 +278,7 @@ def test_rows_of_an_older_commit_are_kept_and_told_apart() -> None:
 
     def made(commit: str, task: str = "t", seed: int = 0, **rows: float) -> dict[str, Any]:
         listed = [
-            {"task": task, "method": m, "n": 0, "seeds": [seed], "sets": [1], "values": [[v, 0.0]]}
+            {"task": task, "method": m, "n": 0, "seeds": [seed], "sets": [1], "values": [[v, v / 10]]}
             for m, v in rows.items()
         ]
         return {"commit": commit, "columns": columns, "rows": listed, "tasks": {task: {}}, "skipped": {}, "seeds": [0]}
@@ -325,6 +325,14 @@ def test_rows_from_before_seeds_were_kept_apart_are_of_all_their_seeds() -> None
         "commit": "old",
     }
     assert found[1]["seeds"] == [[0, 1, 2]]
+    # The network of one of them is still recognised, and rows of that seed alone are kept beside new ones.
+    network = {"task": "t", "method": "network", "n": 0, "sets": 3, "values": [0.5, 0.1], "d_by_seed": [0.2, 0.1, 0.0]}
+    grid = {"task": "t", "method": "grid", "n": 30, "sets": 2, "values": [0.5, 0.1], "d_by_seed": [0.1]}
+    old = {**now, "commit": "old", "rows": [network, grid, three], "tasks": {"t": {}}}
+    for d, kept in ((0.2, ["grid"]), (0.1, [])):
+        new = {"task": "t", "method": "network", "n": 0, "seeds": [0], "sets": [1], "values": [[0.4, d]]}
+        joined = carry_over({**now, "rows": [new], "tasks": {"t": {}}}, old)
+        assert [row["method"] for row in joined["rows"][1:]] == kept
     assert found[1]["ood"] == {"far": {"entropy": [0.7]}}
 
 

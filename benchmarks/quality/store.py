@@ -149,23 +149,14 @@ def carry_over(results: dict[str, Any], older: Mapping[str, Any]) -> dict[str, A
     """The results with what an older run has measured and this one has not, each row with the commit that it is of.
 
     A task that was not measured again keeps all its rows. Of one that was, the rows of other methods are taken over if its network is the
-    same one: its NLL agrees to four digits under the same seeds.
+    same one: its d agrees to four digits under the same seeds.
     """
     if older["columns"] != results["columns"]:
         return results
-    place = results["columns"].index("nll")
+    place = results["columns"].index("d")
     rows = [_by_seed(row) for row in older["rows"]]
-
-    def networks(listed: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
-        return {
-            (row["task"], str(seeds)): values[place]
-            for row in listed
-            if row["method"] == "network"
-            for seeds, values in zip(row["seeds"], row["values"], strict=True)
-        }
-
-    now, before = networks(results["rows"]), networks(rows)
-    same = {key for key in now if key in before and abs(now[key] - before[key]) <= 1e-3 * abs(now[key])}
+    now, before = _networks(results["rows"], place), _networks(rows, place)
+    same = {key for key in now if key in before and abs(now[key] - before[key]) <= 1e-3 * abs(now[key]) + 1e-6}
     measured = {(row["task"], row["method"]) for row in results["rows"]}
 
     def is_kept(row: Mapping[str, Any]) -> bool:
@@ -184,6 +175,18 @@ def carry_over(results: dict[str, Any], older: Mapping[str, Any]) -> dict[str, A
         "rows": [*results["rows"], *dated],
         "skipped": _joined_reasons(results["skipped"], older["skipped"], results["tasks"]),
     }
+
+
+def _networks(rows: Iterable[Mapping[str, Any]], place: int) -> dict[tuple[str, str], float]:
+    """The d of the network of each task and seed, and of all seeds together where older results have no more."""
+    found = {}
+    for row in rows:
+        if row["method"] == "network":
+            for seeds, values in zip(row["seeds"], row["values"], strict=True):
+                found[row["task"], str(seeds)] = values[place]
+            for seed, value in enumerate(row.get("d_by_seed", ())):
+                found[row["task"], str(seed)] = value
+    return found
 
 
 def _joined_reasons(
@@ -211,7 +214,7 @@ def _by_seed(row: Mapping[str, Any]) -> dict[str, Any]:
         return dict(row)
     count = len(row.get("d_by_seed", ())) or row["sets"]
     group: int | list[int] = 0 if count == 1 else list(range(count))
-    found = {key: value for key, value in row.items() if key != "d_by_seed"}
+    found = dict(row) if count > 1 else {key: value for key, value in row.items() if key != "d_by_seed"}
     found |= {"seeds": [group], "sets": [row["sets"]], "values": [row["values"]]}
     if "ood" in row:
         found["ood"] = {name: {s: [v] for s, v in scores.items()} for name, scores in row["ood"].items()}

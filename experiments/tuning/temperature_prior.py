@@ -138,15 +138,20 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=CACHE)
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--seeds", default="0,1")
+    parser.add_argument(
+        "--output", type=Path, default=HERE, help="the folder for temperature_prior.json, to which results are added"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    results: dict[str, Any] = {}
+    path = options.output / "temperature_prior.json"
+    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     for name in options.tasks.split(","):
         for seed in map(int, options.seeds.split(",")):
             results[f"{name}/{seed}"] = measure(name, seed, options.data_dir, options.cache)
             print(name, seed, json.dumps(results[f"{name}/{seed}"]), flush=True)
-    (HERE / "temperature_prior.json").write_text(json.dumps(_rounded(results), indent=1) + "\n", encoding="utf-8")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(_rounded(results), indent=1) + "\n", encoding="utf-8")
     for n in map(str, SIZES):
         for rule in next(iter(results.values()))[n]:
             values = [row[n][rule] for row in results.values()]

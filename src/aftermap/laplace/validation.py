@@ -142,6 +142,7 @@ class _Family:
         self.variances = [self._mean_contrast(cov, gaussians.weight) for cov in self.covariances]
         self._points = normal_points(samples, self.mean.shape[-1], fixed=True)
         self._drawn: dict[int, Tensor] = {}
+        self._scaled: tuple[tuple[float, int], Tensor, Tensor | None] | None = None
 
     def _mean_contrast(self, cov: Tensor, weight: Tensor) -> float:
         """v_r, the mean variance of a contrast of two logits; half that of a single logit, which is the difference of two."""
@@ -161,13 +162,19 @@ class _Family:
             self._drawn[i] = draw(latent, self._points).float()
         return self._drawn[i]
 
+    def _at(self, width: float, i: int) -> tuple[Tensor, Tensor | None]:
+        """The covariance of the logits over T at a width, and draws around zero where the link has any: the same for every T."""
+        if self._scaled is None or self._scaled[0] != (width, i):
+            scale, drawn = width / self.variances[i], None
+            if uses_draws(self.likelihood, self.link):
+                drawn = math.sqrt(scale) * self._deviations(i)
+            self._scaled = (width, i), scale * self.covariances[i], drawn
+        return self._scaled[1], self._scaled[2]
+
     def log_p(self, t: float, width: float, i: int) -> Tensor:
         """Log-probabilities [M, K]."""
-        mean, scale = self.mean / t, width / self.variances[i]
-        cov = scale * self.covariances[i]
-        drawn = None
-        if uses_draws(self.likelihood, self.link):
-            drawn = mean.float() + math.sqrt(scale) * self._deviations(i)
+        mean, (cov, deviations) = self.mean / t, self._at(width, i)
+        drawn = None if deviations is None else mean.float() + deviations
         latent = Latent(mean, cov, cov.diagonal(dim1=-2, dim2=-1).clamp_min(0.0))
         return log_probabilities(self.likelihood, latent, self.link, drawn).double().flatten(0, -2)
 

@@ -43,6 +43,7 @@ _LINKS_OF: dict[type[Likelihood], tuple[str, ...]] = {Categorical: LINKS, Bernou
 _PAIRWISE_MAX_CLASSES = 10
 _PAIRWISE_MAX_VARIANCE = 0.5  # of a difference of two logits; beyond it sampling is clearly more accurate
 _BRIDGE_LEAST = 1e-12  # a variance of this size relative to the largest is zero up to rounding
+_SAFE = 1e-30  # a mean probability above this has lost nothing to underflow
 _LEAST_SHARE = 0.1  # a drawn natural parameter keeps at least this share of its mean: the noise stays finite
 _MAX_LOG_CONCENTRATION = 300.0  # the digamma function of e^300 is still exact
 
@@ -340,13 +341,20 @@ def log_probabilities(likelihood: Likelihood, latent: Latent, link: str, drawn: 
     tensor([[[0.5000, 0.5000]]], dtype=torch.float64)
     """
     if isinstance(likelihood, Categorical):
-        log_p = None if drawn is None else F.log_softmax(drawn, -1)
-        return _class_means(latent, link, log_p if log_p is None else log_p.logsumexp(0) - math.log(len(log_p)))
+        return _class_means(latent, link, None if drawn is None else _log_mean_softmax(drawn))
     if drawn is not None:
         means = [F.logsigmoid(logits).logsumexp(0) - math.log(len(logits)) for logits in (-drawn, drawn)]
         return torch.stack(means, -1)
     one, zero, _ = _binary_means(latent, link)
     return torch.stack([zero, one], -1).log()
+
+
+def _log_mean_softmax(outputs: Tensor) -> Tensor:
+    """Returns the logarithms of the mean probabilities [N, ..., C] of outputs [S, N, ..., C]."""
+    mean = F.softmax(outputs, -1).mean(0)
+    if bool((mean > _SAFE).all()):
+        return mean.log()
+    return F.log_softmax(outputs, -1).logsumexp(0) - math.log(len(outputs))  # twice as dear, but nothing underflows
 
 
 def uses_draws(likelihood: Likelihood, link: str) -> bool:
