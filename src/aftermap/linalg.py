@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -21,10 +24,12 @@ from aftermap.errors import NumericalError, NumericalWarning
 
 __all__ = [
     "TERMS_PER_PART",
+    "DenseWork",
     "GramSum",
     "RunningSum",
     "add_product_",
     "all_finite",
+    "counted_decompositions",
     "eigenvalue_rounding",
     "kron",
     "psd_eigh",
@@ -38,12 +43,50 @@ __all__ = [
 # running total through the product and add row after row, which loses about √terms · eps/2 of the largest entry: parts of 4,096
 # terms lost up to 2e-6 on such a processor, parts of 1,024 lose 4e-7 and cost a fit of LeNet 6 % of its time.
 TERMS_PER_PART = 1024
+# The rows of a sum in float64 that rounding is allowed for: 2e-12 of the trace at most, far below what a matrix that is wrong would show.
+_LONGEST_SUM = 2**20
 # Eigenvalues this many times further below zero than rounding alone would put them mean that a matrix is not p.s.d.
 _ROUNDING_MARGIN = 16.0
 # Rows of a strip: narrower ones save more of the lower triangle, but make thinner products. Strips start, and their rows lie, at
 # multiples of so many numbers: products into other places are slower. `python -m benchmarks.gram` measures both.
 _STRIP = 128
 _ALIGNED = 16
+_QUICK = 128  # matrices of this width are decomposed in about a millisecond, so that they need no counting
+
+
+@dataclass(frozen=True)
+class DenseWork:
+    """The dense work of a fit or of a tuning that grows faster than the data.
+
+    Attributes:
+        products: The number of multiplications in products of matrices.
+        decompositions: The widths of the matrices whose eigenvectors are found.
+    """
+
+    products: float = 0.0
+    decompositions: tuple[int, ...] = ()
+
+
+_counted: ContextVar[list[int] | None] = ContextVar("counted", default=None)
+
+
+@contextmanager
+def counted_decompositions() -> Iterator[list[int]]:
+    """Inside, `psd_eigh` counts wide matrices instead of decomposing them, for a rehearsal of work whose time is to be estimated.
+
+    What it returns for them is the decomposition of their diagonal. The yielded list holds the width of each.
+
+    >>> with counted_decompositions() as widths:
+    ...     values, vectors = psd_eigh(torch.eye(300))
+    >>> widths
+    [300]
+    """
+    widths: list[int] = []
+    token = _counted.set(widths)
+    try:
+        yield widths
+    finally:
+        _counted.reset(token)
 
 
 def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
@@ -166,9 +209,7 @@ def symmetrise(matrix: Tensor) -> Tensor:
     return (matrix + matrix.transpose(-1, -2)) / 2
 
 
-def psd_eigh(
-    matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None, rows: float = TERMS_PER_PART
-) -> tuple[Tensor, Tensor]:
+def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
 
     A sum of outer products over many rows is p.s.d. up to rounding (`eigenvalue_rounding`). What lies further below zero is
@@ -177,8 +218,8 @@ def psd_eigh(
     Args:
         matrix: [..., D, D], symmetric and p.s.d. up to rounding.
         what: A name for messages.
-        precision: The dtype in which the matrix was summed; None means its own.
-        rows: How many rows were summed. Beyond `TERMS_PER_PART` the error does not grow; see `RunningSum`.
+        precision: The dtype in which the matrix was summed; None means its own. Sums in float64 are their own totals, so that their
+            error grows with the number of rows, of which a million are allowed for; others are sums of parts (`RunningSum`).
 
     Returns:
         Eigenvalues [..., D] in ascending order, none negative, and eigenvectors [..., D, D] in columns.
@@ -196,6 +237,12 @@ def psd_eigh(
     work = _symmetric_columns(matrix)
     if work.numel() and not all(math.isfinite(v) for v in work.mT.aminmax()):
         raise NumericalError(f"{what} has entries that are not finite; check the data and the model's outputs")
+    counted = _counted.get()
+    if counted is not None and work.shape[-1] > _QUICK:
+        counted += [work.shape[-1]] * math.prod(work.shape[:-2])
+        # Those of the diagonal, which belong together: what is iterated with them ends.
+        values, order = work.diagonal(dim1=-2, dim2=-1).clamp_min(0.0).sort(-1)
+        return values, torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)[order].mT.contiguous()
     values = work.new_empty(matrix.shape[:-1])
     # Eigenvectors take the place of the matrix: the decomposition itself needs room for two more.
     try:
@@ -212,7 +259,7 @@ def psd_eigh(
         work.diagonal(dim1=-2, dim2=-1).add_(jitter)
         torch.linalg.eigh(work, out=(values, work))
     if values.numel():
-        rounding = eigenvalue_rounding(values, matrix.dtype if precision is None else precision, rows)
+        rounding = eigenvalue_rounding(values, matrix.dtype if precision is None else precision)
         allowed = _ROUNDING_MARGIN * rounding + floor
         if bool((values.amin(-1) < -allowed).any()):
             raise NumericalError(
@@ -222,7 +269,7 @@ def psd_eigh(
     return values.clamp_min_(0.0), work
 
 
-def eigenvalue_rounding(values: Tensor, precision: torch.dtype, rows: float = TERMS_PER_PART) -> Tensor:
+def eigenvalue_rounding(values: Tensor, precision: torch.dtype, rows: float = math.inf) -> Tensor:
     """Returns how far rounding moves the eigenvalues of a sum of outer products.
 
     Random errors of √rows · eps/2 in each entry, relative to the diagonal, move eigenvalues by about √rows · eps/2 · trace/√D.
@@ -230,7 +277,7 @@ def eigenvalue_rounding(values: Tensor, precision: torch.dtype, rows: float = TE
     Args:
         values: The eigenvalues [..., D].
         precision: The dtype in which the matrix was summed.
-        rows: How many rows were summed. Beyond `TERMS_PER_PART` the error does not grow; see `RunningSum`.
+        rows: How many rows were summed. In single precision the error does not grow beyond `TERMS_PER_PART`; see `RunningSum`.
 
     Returns:
         The sizes of errors [...].
@@ -238,8 +285,8 @@ def eigenvalue_rounding(values: Tensor, precision: torch.dtype, rows: float = TE
     >>> float(eigenvalue_rounding(torch.ones(4), torch.float32, rows=16) / torch.finfo(torch.float32).eps)
     4.0
     """
-    unit = torch.finfo(precision).eps / 2
-    return unit * math.sqrt(max(1.0, min(rows, TERMS_PER_PART)) / values.shape[-1]) * values.clamp_min(0.0).sum(-1)
+    rows = min(rows, _LONGEST_SUM if precision == torch.float64 else TERMS_PER_PART)
+    return torch.finfo(precision).eps / 2 * math.sqrt(max(1.0, rows) / values.shape[-1]) * values.clamp_min(0.0).sum(-1)
 
 
 def _symmetric_columns(matrix: Tensor) -> Tensor:
@@ -309,7 +356,8 @@ class GramSum:
     Args:
         groups: The number g of groups.
         width: The width D of the rows.
-        dtype, device: The dtype and the device of the sums; see `RunningSum` for how they keep their digits.
+        dtype: The dtype of the sums; see `RunningSum` for how they keep their digits.
+        device: The device of the sums.
         diagonal: Whether only the diagonal [g, D] is wanted (one-hot rows).
 
     >>> x = torch.tensor([[1.0, 2.0], [0.0, 1.0]])

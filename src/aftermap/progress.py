@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from aftermap.errors import InputError
 
-__all__ = ["announce", "progress", "progress_enabled", "showing"]
+__all__ = ["announce", "in_seconds", "progress", "progress_enabled", "showing"]
 
 T = TypeVar("T")
 _wish: ContextVar[bool | None] = ContextVar("wish", default=None)  # of a caller farther up
@@ -104,3 +104,20 @@ def announce(message: str, *, enabled: bool | None = None) -> None:
     """
     if progress_enabled(enabled):
         tqdm.write(message, file=sys.stderr)
+
+
+def in_seconds(seconds: float) -> str:
+    """A duration in words, in seconds, minutes or hours.
+
+    >>> in_seconds(0.2), in_seconds(75), in_seconds(600)
+    ('1 s', '75 s', '10 min')
+    """
+    if seconds < 1:
+        return "1 s"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from aftermap.curvature import fit_curvature
-from aftermap.laplace import Cost, estimate_costs
+from aftermap.curvature.structures.base import STRUCTURES
+from aftermap.laplace import Cost, Laplace, estimate_cost, estimate_costs, rehearsal
 from aftermap.laplace.cost import describe_costs
 from aftermap.likelihoods import Categorical
 from aftermap.testing import ModelSnapshot, check_unchanged
-from tests.laplace.problems import classes, mlp, normal, seeded
+from tests.laplace.problems import classes, mlp, new_classes, normal, seeded, trained
 
 
 def by_name(model: nn.Module, data: object) -> dict[tuple[str, str], Cost]:
@@ -70,3 +71,87 @@ def test_words(seconds: float, size: float, words: str) -> None:
     other = Cost("kron", "last_layer", 85, 1.0, 2**20)
     assert str(other).startswith("kron of the last layer, 85 parameters")
     assert describe_costs(cost, [cost, other]).endswith("(alternatives: kron last_layer 1 s 1 MB)")
+
+
+class Clock:
+    """Stands for the module `time` in the rehearsal: its clock goes on only when a network is called."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Slow(nn.Module):
+    """A network whose forward pass takes a thousandth of a second, and as much more for every example."""
+
+    def __init__(self, net: nn.Module, clock: Clock):
+        super().__init__()
+        self.net, self.clock = net, clock
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.clock.now += 1e-3 + 1e-3 * len(x)
+        return self.net(x)
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diagonal", "full", "subset"])
+@pytest.mark.parametrize("seconds", [0.0, 1e6])
+def test_the_estimate_is_what_the_fit_takes(structure: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whole batches where there is time for them, and otherwise by a line through smaller pieces."""
+    clock = Clock()
+    monkeypatch.setattr(rehearsal, "time", clock)
+    monkeypatch.setattr(rehearsal, "dense_seconds", lambda work: 0.0)
+    monkeypatch.setattr(rehearsal, "_LEAST", seconds)
+    monkeypatch.setattr(rehearsal, "_SHARE", 1e-9)
+    model = Slow(mlp(), clock).eval()
+    data = [classes()[1]] * 50
+    laplace = Laplace(model, "classification", structure=structure, subset_size=30)
+    estimate = estimate_cost(laplace, data, tuned=False)
+    start = clock.now
+    laplace.fit(data, progress=False)
+    assert estimate.seconds == pytest.approx(clock.now - start, rel=0.05)
+    assert estimate.n_data == 2000
+    start = clock.now
+    laplace.predict(data[0][0])
+    assert estimate.seconds_per_prediction == pytest.approx((clock.now - start) / 40, rel=0.4)
+
+
+@pytest.mark.parametrize("validation", [None, 40])
+def test_the_tuning_is_rehearsed(validation: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(rehearsal, "time", clock)
+    monkeypatch.setattr(rehearsal, "_LEAST", 1e6)
+    monkeypatch.setattr(rehearsal, "_MOST", 1e6)
+    data = [classes()[1]] * 3
+    laplace = Laplace(Slow(mlp(), clock).eval(), "classification")
+    estimate = estimate_cost(laplace, data, validation=validation)
+    laplace.fit(data, progress=False)
+    start = clock.now
+    laplace.tune(None if validation is None else [new_classes(40)[0]])
+    assert estimate.seconds_of_tuning == pytest.approx(clock.now - start, rel=0.5)
+    after = estimate.seconds_of_tuning + 10 * estimate.seconds_per_prediction
+    assert estimate.total(10) == pytest.approx(estimate.seconds + after)
+
+
+def test_large_decompositions_are_counted_and_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr(rehearsal, "decomposition_seconds", lambda widths: found.extend(widths) or 1000.0 * len(widths))
+    cost = estimate_cost(Laplace(mlp(3, 130, 4), "classification"), classes(), tuned=False)
+    assert set(found) == {130, 131}  # outputs of the first layer, inputs of the second with the bias
+    assert 2000 <= cost.seconds < 2100
+
+
+@pytest.mark.parametrize("structure", sorted(set(STRUCTURES) - {"hessian"}))  # that of few data need not be positive
+def test_every_structure_is_rehearsed_and_nothing_is_changed(structure: str) -> None:
+    model = trained(mlp(), classes(), nn.CrossEntropyLoss(reduction="sum"))
+    before, state = ModelSnapshot.of(model), torch.get_rng_state()
+    laplace = Laplace(model, "classification", structure=structure, rank=3)
+    cost = estimate_cost(laplace, classes(), tuned=structure != "matrix_free", validation=40)
+    check_unchanged(model, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert laplace._fitted is None
+    assert (cost.structure, cost.n_params, cost.n_data) == (structure, 44, 60)
+    assert cost.seconds > 0
+    assert cost.seconds_per_prediction > 0
+    assert cost.bytes > 0

@@ -78,7 +78,7 @@ def doctor(examined: ExaminedModel, sets: o.TrainData, data: o.DataOptions, run:
         reporter.line("add --model pkg.module:factory to look at a network")
         reporter.result(facts)
         return GOOD
-    data_format = data.format(task=examined.task, drop=sets.drop)
+    data_format = data.format(task=examined.task)
     spec = sets.train or sets.data
     if spec is not None:
         source = open_source(spec, "train", data_format)

@@ -14,15 +14,16 @@ from aftermap.batches import iterate, unpack_batch
 from aftermap.cli import options as o
 from aftermap.cli.console import Reporter, confirmed
 from aftermap.cli.models import import_object, make_model
-from aftermap.cli.sources import DataFormat, Source, first_batch, open_parts, open_source
+from aftermap.cli.sources import Batches, DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.curvature import STRUCTURES
 from aftermap.curvature.passes.checkpoint import clear_checkpoint
 from aftermap.distributed import fail_together, process_group
 from aftermap.errors import AftermapError, InputError
-from aftermap.laplace import Laplace, describe_costs, estimate_costs
+from aftermap.laplace import Laplace, describe_costs
 from aftermap.laplace import fit as fit_automatically
 from aftermap.laplace.auto import predictions_after_fit
+from aftermap.laplace.cost import FirstLook, rehearsed_cost, shape_costs
 from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model
 from aftermap.models import check_device as device_of_model
@@ -84,10 +85,11 @@ class PosteriorOptions:
         str,
         o.option("Which weights are uncertain: all, last_layer, last_block, or a regular expression for their names."),
     ] = "all"
-    prior_precision: Annotated[float, o.option("The prior precision, or where tuning starts from.")] = 1.0
+    prior_precision: Annotated[float, o.option("The prior precision, or where tuning starts from."), o.Positive()] = 1.0
     noise: Annotated[
         float | None,
         o.option("The standard deviation of regression noise, or where tuning starts from [that of the residuals]."),
+        o.Positive(),
     ] = None
     tune: Annotated[bool, o.option("Whether the prior (and the noise) is tuned after the fit.", "--tune/--no-tune")] = (
         True
@@ -102,10 +104,12 @@ class PosteriorOptions:
     memory: Annotated[
         float,
         o.option("The most GB that the posterior may take. Larger structures are not considered."),
+        o.Positive(),
     ] = 4.0
     seconds: Annotated[
         float | None,
         o.option("The most seconds that the fit may take. Structures that need longer are not considered."),
+        o.Positive(),
     ] = None
     false_alarms: _FalseAlarms = 0.05
     checkpoint: Annotated[
@@ -115,7 +119,7 @@ class PosteriorOptions:
             "posterior is saved."
         ),
     ] = None
-    every: Annotated[int, o.option("The number of batches after which --checkpoint is written.")] = 100
+    every: Annotated[int, o.option("The number of batches after which --checkpoint is written.", min=1)] = 100
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,9 @@ class TuneOptions:
     """How the prior of a saved posterior is tuned."""
 
     panel: ClassVar[str] = "Posterior"
-    prior_precision: Annotated[float | None, o.option("The prior precision to set, instead of searching for one.")] = (
-        None
-    )
+    prior_precision: Annotated[
+        float | None, o.option("The prior precision to set, instead of searching for one."), o.Positive()
+    ] = None
     method: Annotated[
         str,
         o.option("How the prior is tuned. auto takes validation with --val, else the evidence."),
@@ -146,6 +150,12 @@ def check_before_data(model: o.ModelOptions) -> None:
         raise InputError(f"--weights: there is no file {model.weights}")
 
 
+def _check_held_out(method: str, there: bool) -> None:
+    """Refuses a way of tuning that needs held-out data where there are none."""
+    if method in ("validation", "grid") and not there:
+        raise InputError(f"--method {method} needs held-out data: add --val")
+
+
 def build_for(
     spec: str, weights: Any, source: Source, data_format: DataFormat, device: torch.device, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -163,7 +173,7 @@ def build_for(
         targets = source.examples.targets
         classes = source.examples.is_classes and data_format.task in ("auto", "classification")
         if classes:
-            source.check_labels()
+            source.check_labels(None)
             known = source.examples.classes
             outputs = max(int(targets.max()) + 1, len(known) if known else 0)
         else:
@@ -276,16 +286,10 @@ def fit_posterior(
             every=options.every,
         )
     structure = "kron" if options.structure == "auto" else options.structure
-    params, which = ("all", "last_layer") if options.params == "last_layer" else (options.params, "all")
-    costs = estimate_costs(model, batches, likelihood, params=params)
-    cost = next((c for c in costs if (c.structure, c.params) == (structure, which)), None)
-    after = thresholds + (predictions_after_fit(held_out, costs[0].n_data) if options.tune else thresholds)
-    reporter.note(f"{structure}: no estimate of its cost" if cost is None else describe_costs(cost, costs, after))
-    if cost is not None and cost.bytes > options.memory * 2**30:
-        raise InputError(f"{cost}, more than --memory {options.memory:g} GB. Choose another --structure, or allow more")
     laplace = Laplace(
         model, likelihood, structure=structure, params=options.params, prior_precision=options.prior_precision
     )
+    _say_cost(laplace, batches, held_out, thresholds, options, reporter)
     laplace.fit(
         batches,
         generator=torch.Generator().manual_seed(seed),
@@ -296,6 +300,31 @@ def fit_posterior(
         labelled = options.method in ("auto", "validation", "grid")
         laplace.tune(held_out if labelled else None, method=None if options.method == "auto" else options.method)
     return laplace
+
+
+def _say_cost(
+    laplace: Laplace,
+    batches: Batches,
+    held_out: Batches | None,
+    thresholds: int,
+    options: PosteriorOptions,
+    reporter: Reporter,
+) -> None:
+    """Says what a fit with a named structure will cost; raises where it needs more memory than is allowed."""
+    look = FirstLook.at(laplace.model, batches, None)
+    params, which = ("all", "last_layer") if options.params == "last_layer" else (options.params, "all")
+    costs = shape_costs(laplace.model, look, laplace.likelihood, params=params)
+    known = next((c for c in costs if (c.structure, c.params) == (laplace.structure, which)), None)
+    if known is not None and known.bytes > options.memory * 2**30:
+        raise InputError(
+            f"{known}, more than --memory {options.memory:g} GB. Choose another --structure, or allow more"
+        )
+    validation = None if held_out is None else thresholds
+    cost = rehearsed_cost(laplace, look, known, validation=validation, tuned=options.tune)
+    checked = predictions_after_fit(held_out) if options.tune else thresholds
+    others = [cost if c is known and cost is not None else c for c in costs]
+    line = None if cost is None else describe_costs(cost, others, thresholds + checked)
+    reporter.note(line or f"{laplace.structure}: no estimate of its cost")
 
 
 def prior_in_words(laplace: Laplace) -> str:
@@ -329,11 +358,10 @@ def fit(
     """
     reporter, device = run.reporter, run.checked_device()
     overwrite = confirmed(output, force=run.force, what="fit")
-    data_format = data.format(task=model.task, drop=sets.drop)
+    data_format = data.format(task=model.task)
     check_before_data(model)
     check_structure_name(posterior.structure)
-    if posterior.method in ("validation", "grid") and sets.val is None and sets.data is None:
-        raise InputError(f"--method {posterior.method} needs held-out data: add --val")
+    _check_held_out(posterior.method, sets.val is not None or sets.data is not None)
     with process_group(device):
         training, validation = open_parts(sets.train, sets.val, sets.data, data_format)
         for note in training.notes():
@@ -343,7 +371,11 @@ def fit(
             reporter.note(f"no --weights: the weights are those that {model.model} leaves; they should be trained ones")
         task = resolve_task(model.task, network, training)
         if task == "classification":
-            spare = training.note_of_outputs(try_model(network, training)[1].shape[-1])
+            outputs = try_model(network, training)[1].shape[-1]
+            for source in (training, validation):
+                if source is not None:
+                    source.check_labels(outputs)
+            spare = training.note_of_outputs(outputs)
             if spare is not None:
                 reporter.note(spare)
         laplace = fit_posterior(network, training, validation, task, posterior, reporter, run.seed)
@@ -390,7 +422,7 @@ def _describe(laplace: Laplace) -> dict[str, Any]:
     }
 
 
-@o.command(without=("train", "data", "drop", "score"))
+@o.command(without=("train", "data", "score"))
 def tune(
     saved: o.SavedPosterior,
     output: Annotated[
@@ -412,6 +444,7 @@ def tune(
     """
     reporter = run.reporter
     confirmed(output, force=run.force, what="tune")
+    _check_held_out(tuning.method, sets.val is not None)
     fitted = saved.load(run.checked_device())
     laplace = fitted.predictor
     if not isinstance(laplace, Laplace):

@@ -7,33 +7,35 @@ import io
 import json
 import math
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from torch import Tensor
 
 from aftermap.baselines import Deterministic
-from aftermap.batches import iterate
+from aftermap.batches import Batch, iterate
 from aftermap.cli import options as o
-from aftermap.cli.console import GOOD, confirmed, replaced_file
+from aftermap.cli.console import GOOD, confirmed
 from aftermap.cli.fit import try_model
 from aftermap.cli.sources import Batches, Source, open_source
 from aftermap.cli.store import Fitted
 from aftermap.data import csv_rows
 from aftermap.errors import InputError
 from aftermap.evaluation.predictor import predict_all
-from aftermap.laplace.cost import in_seconds
+from aftermap.laplace.rehearsal import seconds_per_input
+from aftermap.likelihoods import Bernoulli, Categorical
 from aftermap.models import check_device as device_of_model
 from aftermap.predictive import Prediction
+from aftermap.progress import in_seconds
+from aftermap.writing import replaced_file
 
-__all__ = ["predict", "seconds_per_input"]
+__all__ = ["predict"]
 
 _LEVEL = 0.95
-_DIGITS = 7  # of predictions, uncertainties and scores; standard deviations have 4
+_LONG = 5.0  # seconds from which the cheap way is offered
+_DIGITS, _FEW = 7, 4  # of predictions and scores, and of standard deviations and nats
 
 
 @o.command(without=("target",))
@@ -48,12 +50,6 @@ def predict(
         str | None,
         o.option(
             "Further columns of a csv to copy in front; those that are no inputs are copied anyway.", metavar="A,B"
-        ),
-    ] = None,
-    drop: Annotated[
-        str | None,
-        o.option(
-            "The columns of a csv that are no inputs, where the training data had no names of columns.", metavar="A,B"
         ),
     ] = None,
     *,
@@ -75,8 +71,10 @@ def predict(
     confirmed(output, force=run.force, what="predict")
     fitted = saved.load(run.checked_device())
     score = fitted.score_name(predictive.score)
-    source = open_source(inputs, "test", fitted.complete(data.format(drop=drop)), need_targets=False, what="DATA")
+    source = open_source(inputs, "test", fitted.complete(data.format()), need_targets=False, what="DATA")
     try_model(fitted.model, source)
+    for note in source.note_of_bytes():
+        reporter.note(note)
     copied = {**_identifiers(source), **_copied_columns(inputs, keep, data.limit)}
     options = {**fitted.predict_options(predictive.kind, predictive.samples), "generator": run.generator()}
     lost = fitted.promise_lost(options)
@@ -85,9 +83,10 @@ def predict(
     predictor: Any = fitted.predictor
     n_inputs = source.batches.n_examples()
     if n_inputs is not None:
-        each = seconds_per_input(predictor, source.batches, options)
+        first = _first_batch(predictor, source.batches)
+        each = seconds_per_input(predictor, first, options)
         if each * n_inputs >= 1:
-            reporter.note(_cost(each, n_inputs, fitted, source.batches))
+            reporter.note(_cost(each, n_inputs, fitted, first, options))
     prediction = predict_all(
         predictor, source.batches.named("predicting"), options=options, need_targets=False
     ).prediction
@@ -119,36 +118,21 @@ def predict(
     return GOOD
 
 
-def seconds_per_input(predictor: Any, batches: Batches, options: Mapping[str, Any], most: float = 0.5) -> float:
-    """The seconds that the prediction of one input takes, measured on some of the first batch.
-
-    Args:
-        predictor: What predicts.
-        batches: The inputs.
-        options: The options of ``predict``; a generator among them is left alone.
-        most: About how many seconds the measurement may take; larger pieces of the batch are tried as long as they fit.
-    """
+def _first_batch(predictor: Any, batches: Batches) -> Batch:
     device, dtype = device_of_model(predictor.model)
-    batch = next(iter(iterate(batches.named(""), device=device, dtype=dtype)))
-    options = {**options, "generator": None}
-    size, each = 1, 0.0
-    with torch.random.fork_rng():
-        predictor.predict(batch.take(torch.arange(1)).inputs, **options)  # the network is looked at once
-        while True:
-            start = time.perf_counter()
-            predictor.predict(batch.take(torch.arange(size)).inputs, **options)
-            each = (time.perf_counter() - start) / size
-            larger = min(4 * size, batch.size)
-            if larger == size or each * larger > most:
-                return each
-            size = larger
+    return next(iter(iterate(batches.named(""), device=device, dtype=dtype)))
 
 
-def _cost(each: float, n: int, fitted: Fitted, batches: Batches) -> str:
-    """What a prediction will cost, beside the network alone."""
+def _cost(each: float, n: int, fitted: Fitted, batch: Batch, options: Mapping[str, Any]) -> str:
+    """What a prediction will cost, beside the network alone, and the cheap way where it is long."""
     network = Deterministic(fitted.model, fitted.predictor.predictor.network_likelihood)
-    alone = seconds_per_input(network, batches, {}, most=0.1)
-    return f"{n:,} inputs: about {in_seconds(each * n)}, {1000 * each:.3g} ms each ({each / max(alone, 1e-12):.0f} times the network alone)"
+    alone = seconds_per_input(network, batch, {}, most=0.1)
+    line = f"{n:,} inputs: about {in_seconds(each * n)}, {1000 * each:.3g} ms each ({each / max(alone, 1e-12):.0f} times the network alone)"
+    classes = isinstance(fitted.predictor.predictor.likelihood, Categorical | Bernoulli)
+    if each * n < _LONG or options["kind"] != "linearised" or not classes:
+        return line
+    cheap = seconds_per_input(fitted.predictor, batch, {**options, "kind": "margin"}, most=0.1)
+    return f"{line}; --kind margin takes about {in_seconds(cheap * n)}" if cheap < 0.7 * each else line
 
 
 def _copied_columns(spec: str, keep: str | None, limit: int | None) -> dict[str, list[Any]]:
@@ -193,8 +177,8 @@ def _class_columns(prediction: Prediction, names: Sequence[str] | None) -> dict[
         named = names and prediction.kind == "classification"
         columns[f"prediction{end}"] = [names[a] for a in answer] if names and named else answer
         columns[f"confidence{end}"] = [round(c, 5) for c in confidence[:, i].tolist()]
-    columns["epistemic"] = _rounded(prediction.epistemic.reshape(n, -1).mean(1), _DIGITS)
-    columns["aleatoric"] = _rounded(prediction.aleatoric.reshape(n, -1).mean(1), _DIGITS)
+    columns["epistemic"] = _rounded(prediction.epistemic.reshape(n, -1).mean(1), _FEW)
+    columns["aleatoric"] = _rounded(prediction.aleatoric.reshape(n, -1).mean(1), _FEW)
     return columns
 
 
@@ -213,7 +197,7 @@ def _number_columns(prediction: Prediction) -> dict[str, list[Any]]:
     flat = {name: values.reshape(n, -1) for name, values in shown.items()}
     for i, end in enumerate(_endings(flat["prediction"].shape[1])):
         for name, values in flat.items():
-            columns[f"{name}{end}"] = _rounded(values[:, i], 4 if name.endswith("sd") else _DIGITS)
+            columns[f"{name}{end}"] = _rounded(values[:, i], _FEW if name.endswith("sd") else _DIGITS)
     return columns
 
 

@@ -3,7 +3,7 @@
 import warnings
 
 from aftermap.laplace.auto import FitReport, fit
-from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
+from aftermap.laplace.cost import Cost, describe_costs, estimate_cost, estimate_costs
 from aftermap.laplace.dimension import DimensionResult, effective_dimension, match_dimension
 from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.grid import GridResult
@@ -51,6 +51,7 @@ __all__ = [
     "check_stationarity",
     "describe_costs",
     "effective_dimension",
+    "estimate_cost",
     "estimate_costs",
     "fit",
     "linear_mode",

@@ -15,14 +15,14 @@ from aftermap.batches import Unpack, iterate, unpack_batch
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.distributed import broadcast_number, fail_together
 from aftermap.errors import InputError, StatisticalWarning
-from aftermap.laplace.cost import Cost, describe_costs, estimate_costs
+from aftermap.laplace.cost import Cost, FirstLook, describe_costs, rehearsed_candidate, rehearsed_cost, shape_costs
 from aftermap.laplace.fitted import TuningResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, infer_task, parse_likelihood
-from aftermap.models import call_model, check_device, check_modes, explain_model_errors
+from aftermap.models import call_model, check_device, check_is_network, check_modes, explain_model_errors
 from aftermap.params import Selection
 from aftermap.posteriors.base import has_noise
 from aftermap.predictive.display import html_table
@@ -30,8 +30,11 @@ from aftermap.progress import announce, showing
 
 __all__ = ["FitReport", "fit", "predictions_after_fit"]
 
+_ORDER = "fit(model, likelihood, train_loader, val_loader)"
 _SMALL = 1500  # up to this many parameters the full matrix is cheap and keeps cross-layer covariance
 _SMALL_REGRESSION = 3000  # the same of a regression, for parameters or for data times outputs
+_CHECKED = 1000  # validation data that tuning and the check look at
+_LONG = 60.0  # seconds of a fit for which the alternatives are rehearsed, too
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,7 @@ def fit(
     Warns:
         StatisticalWarning: The predictive is worse than the network, or the data cannot decide what they should.
     """
+    check_is_network(model, _ORDER)
     if isinstance(params, Subnetwork):
         raise InputError(
             "fit chooses among structures of whole layers; for a subnetwork use Laplace(..., params=Subnetwork(...))"
@@ -136,20 +140,31 @@ def fit(
     parsed = parse_likelihood(likelihood)
     regression = has_noise(parsed)
     drawn = options.get("subset_size", _SMALL_REGRESSION if regression else 300)
-    costs = estimate_costs(model, train_loader, parsed, params=params, subset_size=drawn, unpack=unpack)
+    look = FirstLook.at(model, train_loader, unpack)
+    costs = shape_costs(model, look, parsed, params=params, subset_size=drawn)
+    if time_limit is not None:
+        costs = [rehearsed_candidate(model, look, parsed, cost, params, drawn) for cost in costs]
     with fail_together("choosing a structure"):
         chosen = _choose(costs, structure, memory_limit, time_limit, regression)
     # Each process sees its own data and clock; all take the choice of the first.
-    chosen = costs[broadcast_number(costs.index(chosen))]
+    place = broadcast_number(costs.index(chosen))
+    chosen = costs[place]
     if chosen.structure == "subset" and regression and structure is None:
         options = {"subset_size": drawn, "rank": None, **options}
-    line = describe_costs(chosen, costs, predictions_after_fit(val_loader, chosen.n_data) + predictions)
+    which: Selection = params if chosen.params == "all" else chosen.params
+    laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
+    held_out = None if val_loader is None else _size_of(val_loader)
+    chosen = rehearsed_cost(laplace, look, chosen, validation=held_out) or chosen
+    if chosen.seconds > _LONG and time_limit is None:
+        costs = [
+            c if i == place else rehearsed_candidate(model, look, parsed, c, params, drawn) for i, c in enumerate(costs)
+        ]
+    costs[place] = chosen
+    line = describe_costs(chosen, costs, predictions_after_fit(val_loader) + predictions)
     if on_cost is None:
         announce(line, enabled=verbose)
     else:
         on_cost(line)
-    which: Selection = params if chosen.params == "all" else chosen.params
-    laplace = Laplace(model, parsed, structure=chosen.structure, params=which, **options)
     with showing(verbose):
         laplace.fit(train_loader, unpack=unpack, checkpoint=checkpoint, every=every).tune(val_loader)
         check = _check(laplace, val_loader, unpack)
@@ -167,22 +182,24 @@ def fit(
     return laplace
 
 
-def predictions_after_fit(val_loader: Iterable[Any] | None, n_data: int) -> int:
-    """How many inputs tuning and the check predict: up to 1,000 validation data each, or 500 training data."""
-    if val_loader is None:
-        return min(500, n_data)
+def predictions_after_fit(val_loader: Iterable[Any] | None) -> int:
+    """How many inputs the check predicts: up to 1,000 validation data, and none without them."""
+    return 0 if val_loader is None else min(_CHECKED, _size_of(val_loader))
+
+
+def _size_of(val_loader: Iterable[Any]) -> int:
+    """The number of validation data; where it cannot be known, as many as tuning looks at."""
     size = getattr(getattr(val_loader, "dataset", None), "__len__", None)
     if size is not None:
-        return 2 * min(1000, int(size()))
+        return int(size())
     try:
         batches = len(val_loader) if isinstance(val_loader, Sized) else None
     except TypeError:  # a loader over a stream
         batches = None
     if batches is None:
-        return 2000
+        return _CHECKED
     first = next(iter(val_loader), None)
-    held_out = batches * (unpack_batch(first).size if isinstance(first, tuple | list) and len(first) in (2, 3) else 1)
-    return 2 * min(1000, held_out)
+    return batches * (unpack_batch(first).size if isinstance(first, tuple | list) and len(first) in (2, 3) else 1)
 
 
 def _is_likelihood(argument: object) -> bool:
@@ -197,7 +214,7 @@ def _arranged(
     Raises:
         InputError: One is given twice or missing, or the likelihood does not stand second.
     """
-    rest, order = list(arguments), "fit(model, likelihood, train_loader, val_loader)"
+    rest, order = list(arguments), _ORDER
     if len(rest) == 3 and _is_likelihood(rest[2]) and not _is_likelihood(rest[0]):
         warnings.warn(f"the likelihood stands second now, as in Laplace: {order}", DeprecationWarning, stacklevel=3)
         rest.insert(0, rest.pop())
@@ -273,6 +290,6 @@ def _choose(
     least = min(costs, key=lambda c: c.bytes)
     raise InputError(
         f"nothing fits into {memory_limit / 2**30:.1f} GB"
-        + (f" and {time_limit:g} s" if time_limit else "")
+        + (f" and {time_limit:g} s" if time_limit is not None else "")
         + f"; the smallest is {least}. Raise memory_limit= or time_limit=, or choose fewer parameters with params="
     )

@@ -1,14 +1,15 @@
-"""What a fit will cost before it is started: time from one measured pass, memory from the shapes.
+"""What a fit will cost before it is started: time from a rehearsal on few data, memory from the shapes.
 
-One unit u is a forward and backward pass with the gradients of all parameters on the first batch, measured. The curvatures cost multiples
-of it that follow from the layers' shapes: with F the forward flops of all layers with weight matrices, b the share of them that vectors are
-propagated back through, and sums over the layers that are uncertain,
+`estimate_cost` rehearses one approximation (`aftermap.laplace.rehearsal`). To choose among several, their times are first compared by
+formulas. One unit u is a forward and backward pass with the gradients of all parameters on the first batch, measured. The curvatures
+cost multiples of it that follow from the layers' shapes: with F the forward flops of all layers with weight matrices, b the share of
+them that vectors are propagated back through, and sums over the layers that are uncertain,
 
     Kronecker:  (1 + bV + r_A/2 + V r_B/2)/3 u,   r_A = Σ N T D²/F,  r_B = Σ N T O²/F,  V back-propagated vectors,
     diagonal:   (1 + 2bV)/3 u,        full: the same plus P² per vector and datum,
     subset:     (1 + 2bV m/N)/3 u for m of N data, plus the Gram matrix of their V m rows,
 
-plus 10 D³ float64 operations per eigendecomposition. A prediction of one input propagates all C outputs back and contracts each
+plus eigendecompositions, whose time is measured. A prediction of one input propagates all C outputs back and contracts each
 layer's Jacobian with its covariance: with r_P = Σ T D O/F' for weights that are shared over T positions, per forward pass F' of one input,
 
     Kronecker:  1 + bC + C r_P + r_A + C r_B forward passes,   diagonal: 1 + bC + C r_P,   full and subset: also C P² and C P R.
@@ -16,31 +17,45 @@ layer's Jacobian with its covariance: with r_P = Σ T D O/F' for weights that ar
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from aftermap.batches import Batch, Unpack
+from aftermap.batches import Batch, Unpack, unpack_batch
 from aftermap.curvature.passes.last_block import find_last_block, find_last_layer, last_block
 from aftermap.curvature.passes.plan import find_layers
 from aftermap.curvature.passes.record import record_calls
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.curvature.passes.vectors import resolve_kind
+from aftermap.curvature.structures.subset import subset_work
+from aftermap.distributed import is_distributed
 from aftermap.errors import AftermapError
+from aftermap.laplace.laplace import Laplace
+from aftermap.laplace.rehearsal import dense_seconds, rehearse
 from aftermap.likelihoods import Likelihood
+from aftermap.linalg import DenseWork
 from aftermap.models import call_model, check_modes, explain_model_errors, only_require_grad
 from aftermap.params import Selection, named_parameters, select
+from aftermap.progress import in_seconds
 
-__all__ = ["Cost", "describe_costs", "estimate_costs", "in_seconds"]
+__all__ = [
+    "Cost",
+    "FirstLook",
+    "describe_costs",
+    "estimate_cost",
+    "estimate_costs",
+    "rehearsed_candidate",
+    "rehearsed_cost",
+    "shape_costs",
+]
 
-_EIGH_FLOPS = 5e9  # float64 operations per second in a small eigendecomposition: the order of magnitude of one core
-_EIGH_SIZE = 512  # of the matrix by which those of large ones are measured
+_SHORT = 0.5  # seconds by the shapes, below which nobody waits for the fit, and a rehearsal would be most of it
+_REHEARSED_BYTES = 2**27  # structures that are larger are not rehearsed to be compared with others
 _CANDIDATES = (
     ("kron", "all"),
     ("ekfac", "all"),
@@ -65,6 +80,7 @@ class Cost:
         n_data: How many data there are, as far as the loader tells.
         n_rows: The number of data times the number of their outputs: how many rows the Jacobian of all data has.
         seconds_per_prediction: The time that the linearised predictive takes for one input.
+        seconds_of_tuning: The time of the tuning that follows the fit; 0 where it is not known.
     """
 
     structure: str
@@ -75,31 +91,19 @@ class Cost:
     n_data: int = 0
     n_rows: int = 0
     seconds_per_prediction: float = 0.0
+    seconds_of_tuning: float = 0.0
 
     def total(self, predictions: int) -> float:
-        """The seconds of the fit and of so many predictions: those that tuning, a check and thresholds make."""
-        return self.seconds + predictions * self.seconds_per_prediction
+        """The seconds of the fit, of the tuning and of so many predictions: those that a check and thresholds make."""
+        return self.seconds + self.after_fit(predictions)
+
+    def after_fit(self, predictions: int) -> float:
+        """The seconds of the tuning and of so many predictions."""
+        return self.seconds_of_tuning + predictions * self.seconds_per_prediction
 
     def __str__(self) -> str:
         where = "" if self.params == "all" else f" of the {self.params.replace('_', ' ')}"
         return f"{self.structure}{where}, {self.n_params:,} parameters: about {in_seconds(self.seconds)} and {_memory(self.bytes)}"
-
-
-def in_seconds(seconds: float) -> str:
-    """A duration in words, in seconds, minutes or hours.
-
-    >>> in_seconds(0.2), in_seconds(75), in_seconds(600)
-    ('1 s', '75 s', '10 min')
-    """
-    if seconds < 1:
-        return "1 s"
-    return (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
 
 
 def _memory(size: float) -> str:
@@ -112,16 +116,116 @@ def describe_costs(chosen: Cost, costs: Sequence[Cost], predictions: int = 0) ->
     Args:
         chosen: The choice.
         costs: The choice and its alternatives.
-        predictions: How many inputs will be predicted after the fit, for tuning, a check and thresholds.
+        predictions: How many inputs will be predicted after the fit, for a check and thresholds.
     """
     others = "; ".join(
         f"{c.structure}{'' if c.params == 'all' else ' ' + c.params} {in_seconds(c.seconds)} {_memory(c.bytes)}"
         for c in costs
         if c is not chosen
     )
-    after = predictions * chosen.seconds_per_prediction
+    after = chosen.after_fit(predictions)
     more = f", then {in_seconds(after)} for tuning and checks" if after >= 1 else ""
-    return f"{chosen}{more} (alternatives: {others})"
+    return f"{chosen}{more}" + (f" (alternatives: {others})" if others else "")
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """What the estimates of all structures start from.
+
+    Attributes:
+        batch: The first batch.
+        n_data: The number of data.
+        batches: The number of batches; 1 where it is unknown.
+        fetch: The seconds that a batch takes to be loaded, where no other process does it meanwhile.
+    """
+
+    batch: Batch
+    n_data: int
+    batches: int
+    fetch: float
+
+    @staticmethod
+    def at(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> FirstLook:
+        """Looks at the first batch of the data, and how long the second takes to come."""
+        check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
+        batch = first_batch(model, data, unpack, together=True)
+        return FirstLook(batch, _size_of(data, batch, unpack), _count(data), _fetch_seconds(data))
+
+
+def _fetch_seconds(data: Iterable[Any]) -> float:
+    """The seconds between the first batch and the second; 0 where worker processes load them, or where there is one."""
+    if isinstance(data, Iterator) or getattr(data, "num_workers", 0) or _count(data) < 2:
+        return 0.0
+    with torch.random.fork_rng():
+        batches = iter(data)
+        next(batches, None)
+        start = time.perf_counter()
+        next(batches, None)
+        return time.perf_counter() - start
+
+
+def estimate_cost(
+    laplace: Laplace,
+    data: Iterable[Any],
+    *,
+    validation: int | None = None,
+    tuned: bool = True,
+    unpack: Unpack | None = None,
+) -> Cost:
+    """The cost of one approximation, by a rehearsal of its fit and of its tuning on some of the first batch.
+
+    The rehearsal takes a quarter of a second, or up to 1.5 % of the fit, and changes nothing.
+
+    Args:
+        laplace: The approximation as it will be fitted, with any structure, also one of your own.
+        data: The training data. Where the number of batches is unknown (no ``len``), the time is for one batch.
+        validation: The number of validation data that it will be tuned on; None tunes without them.
+        tuned: Whether it will be tuned.
+        unpack: What turns a batch of an unusual form into (inputs, targets).
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    >>> data = [(torch.randn(8, 2), torch.arange(8) % 2)] * 5
+    >>> cost = estimate_cost(Laplace(net, "classification", structure="full"), data)
+    >>> cost.n_params, cost.n_data, cost.seconds > 0
+    (17, 40, True)
+    """
+    look = FirstLook.at(laplace.model, data, unpack)
+    with explain_model_errors(laplace.model, lambda: look.batch.inputs):
+        return _by_rehearsal(laplace, look, validation, tuned)
+
+
+def _by_rehearsal(
+    laplace: Laplace, look: FirstLook, validation: int | None, tuned: bool, shapes: Cost | None = None
+) -> Cost:
+    found = rehearse(laplace, look.batch, look.n_data, validation=validation, tuned=tuned, fetch=look.fetch)
+    if shapes is None:
+        which = laplace.params if laplace.params in ("last_layer", "last_block") else "all"
+        rows = look.n_data * found.n_outputs
+        shapes = Cost(laplace.structure, str(which), found.n_params, 0.0, found.bytes, look.n_data, rows)
+    return replace(shapes, seconds=found.fit, seconds_per_prediction=found.prediction, seconds_of_tuning=found.tuning)
+
+
+def rehearsed_cost(
+    laplace: Laplace, look: FirstLook, shapes: Cost | None, *, validation: int | None = None, tuned: bool = True
+) -> Cost | None:
+    """The cost by a rehearsal; that by the shapes where the fit is short, in a process group, or where few data are not enough.
+
+    Args:
+        laplace: The approximation as it will be fitted.
+        look: The first look at the data.
+        shapes: The cost by the shapes, if there is one.
+        validation: The number of validation data; None for none.
+        tuned: Whether it will be tuned.
+    """
+    if is_distributed():  # Each process has its own clock, and would stop after another number of rehearsals.
+        return shapes
+    predictions = 0 if not tuned else 500 if validation is None else 2 * min(1000, validation)
+    if shapes is not None and shapes.total(predictions) < _SHORT:
+        return shapes
+    try:
+        return _by_rehearsal(laplace, look, validation, tuned, shapes)
+    except AftermapError:  # The fit itself will say what is wrong, if few data are not the reason.
+        return shapes
 
 
 def estimate_costs(
@@ -133,7 +237,7 @@ def estimate_costs(
     subset_size: int = 300,
     unpack: Unpack | None = None,
 ) -> list[Cost]:
-    """Costs of the structures that are worth considering, from one measured batch.
+    """Costs of the structures that are worth considering, each by a rehearsal on some of the first batch.
 
     Args:
         model: The trained network, in eval mode.
@@ -144,11 +248,29 @@ def estimate_costs(
         subset_size: The number of examples of structure="subset".
         unpack: What turns a batch of an unusual form into (inputs, targets).
     """
-    check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
-    batch = first_batch(model, data, unpack, together=True)
+    look = FirstLook.at(model, data, unpack)
+    costs = shape_costs(model, look, likelihood, params=params, subset_size=subset_size)
+    return [rehearsed_candidate(model, look, likelihood, c, params, subset_size) for c in costs]
+
+
+def rehearsed_candidate(
+    model: nn.Module, look: FirstLook, likelihood: Likelihood, cost: Cost, params: Selection, subset_size: int
+) -> Cost:
+    """The cost of one candidate by a rehearsal of its fit, without a tuning; large ones keep the cost by their shapes."""
+    if cost.bytes > _REHEARSED_BYTES:
+        return cost
+    which = params if cost.params == "all" else cost.params
+    laplace = Laplace(model, likelihood, structure=cost.structure, params=which, subset_size=subset_size)
+    return rehearsed_cost(laplace, look, cost, tuned=False) or cost
+
+
+def shape_costs(
+    model: nn.Module, look: FirstLook, likelihood: Likelihood, *, params: Selection = "all", subset_size: int = 300
+) -> list[Cost]:
+    """Costs of the structures that are worth considering, by the shapes of the layers and one measured batch."""
+    batch = look.batch
     with explain_model_errors(model, lambda: batch.inputs):
-        batches = _count(data)
-        shapes = _Shapes.of(model, batch, likelihood, _size_of(data, batch), batches)
+        shapes = _Shapes.of(model, batch, likelihood, look.n_data, look.batches)
     chosen = {"all": select(model, find_last_block(model, batch) if params == "last_block" else params)}
     if params == "all":
         chosen["last_layer"] = find_last_layer(model, batch)
@@ -160,11 +282,13 @@ def estimate_costs(
     ]
 
 
-def _size_of(data: Iterable[Any], batch: Batch) -> int:
+def _size_of(data: Iterable[Any], batch: Batch, unpack: Unpack | None) -> int:
     """The number of data, as far as a loader tells."""
     size = getattr(getattr(data, "dataset", None), "__len__", None)
     if size is not None:
         return int(size())
+    if isinstance(data, list | tuple):
+        return sum(unpack_batch(each, unpack).size for each in data)
     return batch.size * _count(data)
 
 
@@ -225,7 +349,8 @@ class _Shapes:
             call_model(self.model, self.batch.inputs)
         uncertain = {i for i, layer in enumerate(plan.layers) if any(n in names for n in layer.layout.names)}
         size, vectors = sum(own[n].numel() for n in names), self.vectors
-        forward = behind = inner = outer = shared = eigh = memory = 0.0
+        forward = behind = inner = outer = shared = memory = 0.0
+        widths: list[int] = []
         reached = False
         for call in calls:
             layout = plan.layers[call.layer].layout
@@ -241,7 +366,7 @@ class _Shapes:
         for i in uncertain:
             layer = plan.layers[i]
             wide = 0 if layer.rule.one_hot else layer.layout.in_
-            eigh += layer.layout.groups * 10 * (wide**3 + layer.layout.out**3)
+            widths += [wide, layer.layout.out] * layer.layout.groups
             memory += layer.layout.groups * 20 * (wide**2 + layer.layout.out**2)
         forward = max(forward, 1.0)
         back = vectors * behind / forward
@@ -255,15 +380,19 @@ class _Shapes:
             "subset": 1 + 2 * back * drawn / max(1, self.n_data),
         }[structure]
         decomposed = min(rows, size)
-        extra = {"full": 10.0 * size**3, "subset": 10.0 * decomposed**3 + 2.0 * rows * size * decomposed}
+        work = {
+            "kron": DenseWork(0.0, tuple(widths)),
+            "ekfac": DenseWork(0.0, tuple(widths)),
+            "full": DenseWork(0.0, (size,)),
+            "subset": subset_work(size, rows, None),
+        }.get(structure, DenseWork())
         memory_of = {
             "ekfac": memory + 16.0 * size,
             "diagonal": 16.0 * size,
             "full": 28.0 * size**2,
             "subset": 12.0 * rows * size,
         }
-        decompositions = extra.get(structure, eigh if structure in ("kron", "ekfac") else 0.0)
-        seconds = self.batches * self.unit * passes / 3 + decompositions / _eigh_flops(decompositions)
+        seconds = self.batches * self.unit * passes / 3 + dense_seconds(work)
         contracted = {
             "kron": 2 * inner + 2 * self.outputs * outer,
             "ekfac": 2 * inner + 2 * self.outputs * outer,
@@ -281,23 +410,6 @@ class _Shapes:
             self.n_data * self.outputs,
             self.unit / 3 / self.batch.size * of_prediction,
         )
-
-
-def _eigh_flops(operations: float) -> float:
-    """Operations per second in eigendecompositions: measured once, where so many are needed that the measurement is little beside them."""
-    return _EIGH_FLOPS if operations < 4 * 10.0 * _EIGH_SIZE**3 else _measured_eigh_flops()
-
-
-@functools.cache
-def _measured_eigh_flops() -> float:
-    matrix = torch.linspace(0, 1, _EIGH_SIZE**2, dtype=torch.float64).reshape(_EIGH_SIZE, _EIGH_SIZE).sin()
-    matrix = matrix + matrix.mT
-    best = math.inf
-    for _ in range(2):
-        start = time.perf_counter()
-        torch.linalg.eigh(matrix)
-        best = min(best, time.perf_counter() - start)
-    return 10.0 * _EIGH_SIZE**3 / max(best, 1e-9)
 
 
 def _unit(model: nn.Module, batch: Batch, names: Sequence[str]) -> float:

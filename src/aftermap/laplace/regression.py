@@ -21,11 +21,14 @@ from aftermap.curvature.structures.base import flatten_batch
 from aftermap.distributed import all_reduce_, broadcast_, fail_together
 from aftermap.errors import DataError, InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.evidence import squared_error
+from aftermap.laplace.examples import FiniteExamples
 from aftermap.laplace.fitted import Fitted, Tuned
+from aftermap.laplace.overlap import warn_if_trained_on
 from aftermap.laplace.regression_rule import LinearModel, RegressionResult, apply_rule, fit_scale, match_width
 from aftermap.laplace.subnetwork import is_subnetwork
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.likelihoods.base import aligned
+from aftermap.linalg import DenseWork
 from aftermap.models import call_model, check_device
 from aftermap.params import named_parameters, select
 from aftermap.posteriors.base import Hyperparameters
@@ -33,7 +36,7 @@ from aftermap.predictive import PosteriorPredictor, latent_gaussians
 from aftermap.predictive.linearised import output_gradients
 from aftermap.prior import Prior
 
-__all__ = ["ExampleSample", "draw_examples", "linear_model", "tune_regression"]
+__all__ = ["ExampleSample", "draw_examples", "linear_model", "regression_work", "tune_regression"]
 
 _ALL_ROWS = 3000  # up to this many rows all data are used
 _EXAMPLES = 1000  # else so many examples
@@ -41,7 +44,9 @@ _LABELS = 1000
 _OUTPUTS = 30  # numbers of one example that are used, at most
 _NUMBERS = 2.5e8  # of the rows, all together
 _PASS_NUMBERS = 2.5e7  # of the rows of one pass through the network
+_FEW_LABELS = 10  # as many as what is known without labels counts for
 _LEAST = 30  # examples below which the rows of all parameters are too dear, or the result is uncertain
+_RATIO_WORK = 1000  # multiplications for each entry of the matrix of rows that the search for the best ratio is worth
 _SAME = 0.02  # by how much leverages of the same covariance may differ
 
 
@@ -111,7 +116,7 @@ def tune_regression(
             tuned = _applied(plain, result)
     if val_data is not None:
         validation = iterate(val_data, device=device, dtype=dtype, unpack=fitted.unpack)
-        result = _with_labels(result, tuned, likelihood, predictor, validation, seed)
+        result = _with_labels(result, tuned, plain, likelihood, predictor, validation, seed)
         tuned = _applied(plain, result)
     agreed = _agreed(result)
     if agreed is not result:
@@ -194,20 +199,33 @@ def _smallest(kept: Sequence[tuple[Tensor, Batch]], size: int) -> list[tuple[Ten
 def _sample(
     batches: Iterable[Batch], fitted: Fitted, names: Sequence[str], model: nn.Module, seed: int
 ) -> ExampleSample:
-    outputs = min(_OUTPUTS, max(1, fitted.factors.n_outputs))
     sizes = {n: p.numel() for n, p in named_parameters(model).items()}
-    rows = int(_NUMBERS // sum(sizes[n] for n in names))
-    sample = draw_examples(
-        batches,
-        max(2, min(_EXAMPLES, _ALL_ROWS // outputs, rows // outputs)),
-        seed,
-        max(2, min(_ALL_ROWS // outputs, rows // outputs)),
-    )
+    most = _most_examples(fitted.factors.n_outputs, sum(sizes[n] for n in names))
+    sample = draw_examples(batches, min(_EXAMPLES, most), seed, most)
     if sample.size < 2:
         raise DataError(
             f"there are {sample.size} training examples with a positive weight; a regression is tuned on two at least"
         )
     return sample
+
+
+def _most_examples(outputs: int, parameters: int) -> int:
+    """Up to how many examples are all taken."""
+    return max(2, min(_ALL_ROWS, int(_NUMBERS // parameters)) // min(_OUTPUTS, max(1, outputs)))
+
+
+def regression_work(n_data: int, outputs: int, parameters: int) -> tuple[int, DenseWork]:
+    """How many examples the rule looks at, and the dense work on the matrix of their rows.
+
+    Args:
+        n_data: The number of training data.
+        outputs: The numbers that the network returns for one of them.
+        parameters: The number of parameters that the rule looks at.
+    """
+    most = _most_examples(outputs, parameters)
+    examples = n_data if n_data <= most else min(_EXAMPLES, most)
+    rows = examples * min(_OUTPUTS, max(1, outputs))
+    return examples, DenseWork(float(rows) ** 2 * (parameters + _RATIO_WORK), (rows,))
 
 
 def _among_processes(sample: ExampleSample) -> ExampleSample:
@@ -410,6 +428,7 @@ def _is_same(leverage: Tensor, linear: LinearModel, result: RegressionResult) ->
 def _with_labels(
     result: RegressionResult,
     tuned: Tuned,
+    fitted: Fitted,
     likelihood: Gaussian,
     predictor: PosteriorPredictor,
     validation: Iterable[Batch],
@@ -419,16 +438,25 @@ def _with_labels(
     sample = draw_examples(validation, _LABELS, seed)
     if not sample.size:
         raise DataError("no validation example has a positive weight")
-    chosen = _Chosen.of(call_outputs(predictor.model, sample.batches[0]), likelihood)
-    residuals = []
-    for batch in sample.batches:
+    warn_if_trained_on(sample.batches, fitted)
+    batches = list(FiniteExamples(predictor.model, sample.batches, "validation"))
+    chosen = _Chosen.of(call_outputs(predictor.model, batches[0]), likelihood)
+    residuals, targets = [], []
+    for batch in batches:
         with torch.no_grad():
             outputs = call_model(predictor.model, batch.inputs)
         likelihood.check(outputs, batch.targets)
         y = aligned(outputs, batch.targets, outputs.shape[-1], "Gaussian").to(torch.float64)
+        targets.append(chosen.whitened(y))
         residuals.append(chosen.whitened(y - outputs.to(torch.float64)))
-    leverage = _leverage(tuned, likelihood, predictor, sample.batches, result)
-    weights = torch.cat([_weights(b) for b in sample.batches])
+    values = torch.cat(targets)
+    if len(values) > 1 and bool((values == values[0]).all()):
+        warn_caller(
+            "all validation targets are the same, so that they say little about others. Hold out data that are like those to come",
+            StatisticalWarning,
+        )
+    leverage = _leverage(tuned, likelihood, predictor, batches, result)
+    weights = torch.cat([_weights(b) for b in batches])
     factor, width = fit_scale(torch.cat(residuals), leverage, result.noise, weights)
     return replace(
         result,
@@ -437,7 +465,7 @@ def _with_labels(
         narrowing=result.narrowing / width,
         factor=factor,
         width=width,
-        n_labels=sample.size,
+        n_labels=sum(b.size for b in batches),
     )
 
 
@@ -455,6 +483,12 @@ def _agreed(result: RegressionResult) -> RegressionResult:
 def _warn(result: RegressionResult) -> None:
     if result.alarm and not result.n_labels:
         warn_caller(result.sentence(), StatisticalWarning)
+    elif 0 < result.n_labels < _FEW_LABELS:
+        only = f"there {'is' if result.n_labels == 1 else 'are'} only {result.n_labels} validation {'example' if result.n_labels == 1 else 'examples'}"
+        warn_caller(
+            f"{only}, so that the noise {result.noise:.3g} is mostly what training data say of it. Hold out more data that are like those to come",
+            StatisticalWarning,
+        )
     elif result.n_data < 10 and result.n_labels < 10:
         warn_caller(
             f"{result.n_data} training examples say little about the noise and the prior of a regression; check the intervals on "

@@ -38,6 +38,7 @@ __all__ = [
     "LatentGaussian",
     "check_chosen",
     "differentiable_latent",
+    "examples_at_once",
     "function_samples",
     "joint_covariance",
     "latent_gaussians",
@@ -90,6 +91,12 @@ def output_gradients(
             for position, gradients in _gradients_by_position(record, outputs, margin):
                 yield slice(start, start + part.size), position, record.outputs.detach(), gradients
             start += part.size
+
+
+def examples_at_once(checked: CheckedPlan, batch: Batch, numbers: int = _NUMBERS) -> int:
+    """How many examples' gradients of all outputs are alive at once."""
+    plan = checked.plan
+    return max(1, numbers // (plan.numbers_per_example(plan.marked(batch)) * plan.width))
 
 
 def check_chosen(chosen: Sequence[int] | None, width: int) -> None:

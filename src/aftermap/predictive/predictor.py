@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ from aftermap.predictive.functionals import Functional, functional_covariance, f
 from aftermap.predictive.linearised import (
     check_chosen,
     differentiable_latent,
+    examples_at_once,
     function_samples,
     joint_covariance,
     latent_gaussians,
@@ -37,12 +39,15 @@ from aftermap.predictive.linearised import (
 from aftermap.predictive.links import gaussian_prediction, samples_prediction
 from aftermap.predictive.prediction import Prediction
 from aftermap.predictive.sampling import locally_sampled_outputs, sampled_outputs
+from aftermap.progress import announce, in_seconds
 from aftermap.progress import progress as with_bar
 
 __all__ = ["KINDS", "PosteriorPredictor"]
 
 KINDS = ("linearised", "margin", "sampling")
-_PIECE = 1024  # inputs that are predicted at a time
+_PIECE = 1024  # inputs that are predicted at a time, at most
+_LEAST_PIECE = 32  # and at least
+_LONG = 5.0  # seconds of a prediction from which its cost is said, and the cheap way
 _MOST_KEPT = 2**28  # bytes of samples and covariances that the prediction of many inputs keeps
 
 
@@ -136,7 +141,8 @@ class PosteriorPredictor:
                 their weights (`locally_sampled_outputs`). There is less noise in averages over inputs, but there are no
                 common weights.
             differentiable: Whether to keep the gradient in x (small batches).
-            generator: The source of the random samples.
+            generator: The source of the random samples. None takes torch's default generator for kind="sampling"; the draws of a link are then
+                the same in every call, those that the posterior was tuned with.
             unpack: What turns a batch of an unusual form into (inputs, targets).
             progress: Whether to show a bar over several pieces; None shows it on a terminal.
         """
@@ -147,12 +153,13 @@ class PosteriorPredictor:
             )
         many = not isinstance(x, Tensor) and is_batches(x)
         batch = None if many else self.inputs(x)
-        if batch is None or (batch.size > _PIECE and not differentiable and _is_divisible(batch)):
+        size = _PIECE if batch is None or differentiable or kind == "sampling" else self._piece(batch)
+        if batch is None or (batch.size > size and not differentiable and _is_divisible(batch)):
             options = {"link": link, "diagonal": diagonal, "outputs": outputs, "weights": weights, "local": local}
-            pieces = input_batches(x, unpack) if batch is None else (piece.inputs for piece in batch.pieces(_PIECE))
-            total = -(-batch.size // _PIECE) if batch is not None else len(x) if isinstance(x, Sized) else None
+            pieces = input_batches(x, unpack) if batch is None else (piece.inputs for piece in batch.pieces(size))
+            total = -(-batch.size // size) if batch is not None else len(x) if isinstance(x, Sized) else None
             bar = with_bar(pieces, description="predicting", total=total, enabled=progress)
-            return self._predict_each(bar, generator, kind=kind, samples=samples, **options)
+            return self._predict_each(bar, total, generator, progress, kind=kind, samples=samples, **options)
         likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
         with explain_model_errors(self.model, lambda: batch.inputs):
             if kind == "sampling":
@@ -191,16 +198,40 @@ class PosteriorPredictor:
             generator=generator,
         )
 
-    def _predict_each(self, pieces: Iterable[Any], generator: torch.Generator | None, **options: Any) -> Prediction:
+    def _piece(self, batch: Batch) -> int:
+        """How many inputs are predicted at a time: fewer of large networks, so that a bar moves."""
+        with explain_model_errors(self.model, lambda: batch.inputs):
+            return min(_PIECE, max(_LEAST_PIECE, 4 * examples_at_once(self.plan(batch), batch)))
+
+    def _say_cost(self, seconds: float, first: int, pieces: int, progress: bool | None, kind: str) -> None:
+        """Says what a long prediction will take, from its first piece, and which way is cheap."""
+        if seconds * pieces < _LONG:
+            return
+        line = f"{first * pieces:,} inputs: about {in_seconds(seconds * pieces)}, {1000 * seconds / first:.3g} ms each"
+        classes = isinstance(self.likelihood, Categorical | Bernoulli)
+        cheap = '; kind="margin" is several times faster' if kind == "linearised" and classes else ""
+        announce(line + cheap, enabled=progress)
+
+    def _predict_each(
+        self,
+        pieces: Iterable[Any],
+        total: int | None,
+        generator: torch.Generator | None,
+        progress: bool | None,
+        **options: Any,
+    ) -> Prediction:
         """Predicts piece by piece. The same draws answer for all inputs, however they are cut; only local noise is each input's own."""
-        if generator is None:
+        if generator is None and options["kind"] == "sampling":
             generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        state, kept = generator.get_state(), 0
+        state, kept = None if generator is None else generator.get_state(), 0
         found: list[Prediction] = []
         for piece in pieces:
-            if not options["local"]:
+            if generator is not None and state is not None and not options["local"]:
                 generator.set_state(state)
+            start = time.perf_counter()
             found.append(self.predict(piece, generator=generator, progress=False, **options))
+            if len(found) == 1 and total is not None:
+                self._say_cost(time.perf_counter() - start, len(found[0]), total, progress, options["kind"])
             if kept <= _MOST_KEPT:
                 kept += _large_size(found[-1])
                 found = [_reduced(part) for part in found] if kept > _MOST_KEPT else found
@@ -216,9 +247,7 @@ class PosteriorPredictor:
         with torch.no_grad():
             outputs = call_model(self.model, self.inputs(x).inputs)
         check_outputs(outputs, len(outputs))
-        nowhere = torch.Generator().manual_seed(0)  # without variance every draw is the mean
-        zero = torch.zeros_like(outputs)
-        return gaussian_prediction(self.network_likelihood, outputs, latent_var=zero, generator=nowhere)
+        return gaussian_prediction(self.network_likelihood, outputs, latent_var=torch.zeros_like(outputs))
 
     @torch.inference_mode(False)
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from aftermap.curvature.structures.layer_parts import BlockLayerParts, LayerPart
 from aftermap.distributed import all_reduce_, is_distributed
 from aftermap.draws import normal_like
 from aftermap.errors import InputError
+from aftermap.linalg import DenseWork
 from aftermap.params import Params
 from aftermap.prior import Prior
 
@@ -423,6 +424,9 @@ class Structure:
         streams_sums: Whether a fit is nothing but sums of passes over the data, by accumulators that know their state: such a fit
             can be kept in a checkpoint.
         preconditioner: The structure whose blocks are fitted instead where ``posterior`` is given.
+        drawn_work: For a structure whose last pass is over drawn examples only, the dense work that their vectors make: a function
+            of the number of parameters, of these vectors and of the directions that are kept (None for all). None where all
+            data count. The estimate of the cost needs it, since a fit on few data does not show it.
     """
 
     name: str
@@ -443,6 +447,7 @@ class Structure:
     streams_sums: bool = False
     posterior: Callable[..., Any] | None = None
     preconditioner: str | None = None
+    drawn_work: Callable[[int, int, int | None], DenseWork] | None = None
 
     def check_options(self, curvature: str, damping: str) -> None:
         """Raises an error where a curvature or a damping is not known, or where it does not go with the structure."""

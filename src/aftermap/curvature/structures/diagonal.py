@@ -109,7 +109,8 @@ class DiagonalAccumulator(Accumulator):
     Args:
         layer: The layer's number.
         layout: The way in which its parameters form a block.
-        dtype, device: The dtype and the device of the sums.
+        dtype: The dtype of the sums.
+        device: The device of the sums.
     """
 
     def __init__(self, layer: int, layout: Layout, dtype: torch.dtype, device: torch.device):

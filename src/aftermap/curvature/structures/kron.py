@@ -218,7 +218,8 @@ class KronAccumulator(Accumulator):
         layer: The layer's number.
         layout: The way in which its parameters form a block.
         approach: The kind of sums: "expand" or "reduce".
-        dtype, device: The dtype and the device of the sums.
+        dtype: The dtype of the sums.
+        device: The device of the sums.
         one_hot: Whether the input rows are one-hot. Expanded, their Gram matrix is diagonal and kept as one; reduced, each
             example's rows are summed first, and it is not.
     """

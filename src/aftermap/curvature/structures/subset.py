@@ -27,7 +27,7 @@ from aftermap.curvature.structures.full import FullSum
 from aftermap.curvature.structures.low_rank import LowRankBlock
 from aftermap.distributed import all_reduce_, broadcast_number, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError
-from aftermap.linalg import GramSum, psd_eigh
+from aftermap.linalg import DenseWork, GramSum, psd_eigh
 
 __all__ = ["MAX_NUMBERS", "SubsetSum"]
 
@@ -237,6 +237,14 @@ def fit_subset(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts
     return blocks, draw.counts
 
 
+def subset_work(parameters: int, rows: int, keep: int | None) -> DenseWork:
+    """The Gram matrix of the rows, or of the parameters where these are fewer, its eigenvectors, and their QR decomposition."""
+    if parameters <= rows:
+        return DenseWork(0.0, (parameters,))
+    kept = rows if keep is None else min(keep, rows)
+    return DenseWork(parameters * (0.5 * rows**2 + rows * kept + 3.0 * kept**2), (rows, kept))
+
+
 register_structure(
     Structure(
         "subset",
@@ -245,5 +253,6 @@ register_structure(
         (LowRankBlock,),
         passes=2,
         blocks_are_global=True,
+        drawn_work=subset_work,
     )
 )

@@ -1,0 +1,340 @@
+"""A fit and its tuning are rehearsed on few data: what they will take follows from what these took.
+
+The rehearsal goes the very path of the fit, with its structure, options and accumulators, on a part of the first batch. Data that keep
+a clock tell what was spent on a pass over them, which grows with their number; the rest is spent once. Large eigendecompositions
+are counted and not done (`counted_decompositions`); what they take follows from two measured ones. So structures need no formula
+of their own, whether they belong to the library or not, except for dense work that few data do not show (`Structure.drawn_work`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aftermap.batches import Batch
+from aftermap.curvature.structures.base import find_structure
+from aftermap.laplace.regression import regression_work
+from aftermap.linalg import DenseWork, counted_decompositions
+from aftermap.posteriors import GaussianPosterior
+from aftermap.posteriors.base import has_noise
+from aftermap.progress import showing
+
+if TYPE_CHECKING:
+    from aftermap.laplace.laplace import Laplace
+
+__all__ = ["Rehearsal", "decomposition_seconds", "dense_seconds", "rehearse", "seconds_per_input"]
+
+_LEAST, _MOST, _SHARE = 0.25, 2.0, 0.015  # seconds for the rehearsal of a fit: so many, or this share of it
+_GROWTH = 4  # from one piece of the batch to the next
+_TUNED = (8, 48)  # examples of the two rehearsals of a tuning
+_MATCHED, _TRAINING, _VALIDATION = 300, 500, 1000  # the most data that tunings look at
+_SMALL_MATRIX, _LARGE_MATRIX = 128, 512  # widths whose decompositions are measured
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a fit, its tuning and its predictions are expected to take, and to hold.
+
+    Attributes:
+        fit: The seconds of the fit, with its decompositions.
+        tuning: The seconds of the tuning.
+        prediction: The seconds of the prediction of one input.
+        bytes: The memory of the factors and of the posterior.
+        n_params: The number of parameters.
+        n_outputs: How many numbers the network returns for one datum.
+    """
+
+    fit: float
+    tuning: float
+    prediction: float
+    bytes: float
+    n_params: int
+    n_outputs: int
+
+
+class _ClockedData:
+    """Some examples of a batch as a data set, which notes how long they took in each pass over it.
+
+    Two single ones go before them: what is done seldom, such as a check of the layers on the first two batches, is done with those.
+
+    Attributes:
+        passes: The seconds of every pass that was gone through to its end.
+    """
+
+    def __init__(self, batch: Batch, size: int):
+        self.parts = [batch.take(torch.arange(n)) for n in (1, 1, size)]
+        self.passes: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[Any]:
+        for single in self.parts[:-1]:
+            yield _as_tuple(single)
+        start = time.perf_counter()
+        yield _as_tuple(self.parts[-1])
+        self.passes.append(time.perf_counter() - start)
+
+
+def _as_tuple(batch: Batch) -> tuple[Any, ...]:
+    return (batch.inputs, batch.targets) if batch.weight is None else (batch.inputs, batch.targets, batch.weight)
+
+
+@dataclass(frozen=True)
+class _Spent:
+    """What a piece of work took: on each pass over the data, on everything else, and on decompositions that it did not do."""
+
+    passes: list[float]
+    rest: float
+    decompositions: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.passes) + self.rest
+
+
+def _spent(work: Callable[[], Any], data: _ClockedData) -> _Spent:
+    before, start = len(data.passes), time.perf_counter()
+    with counted_decompositions() as widths:
+        work()
+    total = time.perf_counter() - start
+    passes = data.passes[before:]
+    return _Spent(passes, max(0.0, total - sum(passes)), decomposition_seconds(widths))
+
+
+@contextmanager
+def _unnoticed() -> Iterator[None]:
+    """Inside, no warning is shown and no bar, and the random state is restored afterwards."""
+    with warnings.catch_warnings(), showing(False), torch.random.fork_rng():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def rehearse(
+    laplace: Laplace,
+    batch: Batch,
+    n_data: int,
+    *,
+    validation: int | None = None,
+    tuned: bool = True,
+    fetch: float = 0.0,
+) -> Rehearsal:
+    """Rehearses a fit and its tuning on some examples.
+
+    Args:
+        laplace: The approximation as it will be fitted; it stays as it is.
+        batch: The first batch of the training data.
+        n_data: The number of training data.
+        validation: The number of validation data that it will be tuned on; None tunes without them.
+        tuned: Whether it will be tuned.
+        fetch: The seconds that a batch takes to be loaded.
+    """
+    own = copy(laplace)
+    with _unnoticed():
+        _fit(own, _ClockedData(batch, 1))  # what is done once in a process is not measured
+        points, spent = [], 0.0
+        for size in _sizes(batch.size):
+            data = _ClockedData(batch, size)
+            points.append((size, _spent(functools.partial(_fit, own, data), data)))
+            spent += points[-1][1].total
+            seconds = _fit_seconds(own, points, batch.size, n_data)
+            seconds += len(points[-1][1].passes) * fetch * n_data / batch.size
+            most = max(_LEAST, min(_MOST, _SHARE * seconds))
+            if (len(points) > 1 or spent > _MOST) and spent + _next_total(points) > most:
+                break
+        each = _seconds_per_prediction(own, batch, data, n_data / size, min(0.5 * most, 1.0))
+        each += _missing_directions(own, size, n_data)
+        tuning = _tuning_seconds(own, batch, n_data, validation, most) if tuned else 0.0
+    held = sum(t.numel() * t.element_size() for b in own.factors.blocks for t in b.tensors().values())
+    return Rehearsal(seconds, tuning, each, 3.0 * held, own.factors.n_params, own.factors.n_outputs)
+
+
+def _fit(laplace: Laplace, data: _ClockedData) -> None:
+    device = next(laplace.model.parameters()).device
+    laplace.fit(data, progress=False, generator=torch.Generator(device).manual_seed(0))
+
+
+def _sizes(most: int) -> Iterator[int]:
+    """The sizes of the pieces that are tried: 1, 4, 16 and so on, up to the whole batch."""
+    size = 1
+    while size < most:
+        yield size
+        size *= _GROWTH
+    yield most
+
+
+def _next_total(points: Sequence[tuple[int, _Spent]]) -> float:
+    """What the next size is expected to take: by the line through the last two, at first twice as long."""
+    totals = [(size, spent.total) for size, spent in points]
+    return 2 * totals[-1][1] if len(totals) == 1 else _for_batch(totals, _GROWTH * totals[-1][0])
+
+
+def _for_batch(points: Sequence[tuple[int, float]], size: int) -> float:
+    """The seconds of a whole batch by a line through the last two pieces of it; of the first one where that is all."""
+    here, last = points[-1]
+    if here == size or len(points) == 1:
+        return last * size / here
+    before, former = points[-2]
+    slope = max(0.0, (last - former) / (here - before))
+    return max(last, last + slope * (size - here))
+
+
+def _fit_seconds(laplace: Laplace, points: Sequence[tuple[int, _Spent]], batch: int, n_data: int) -> float:
+    """The seconds of a fit on all data, from fits on pieces of the first batch."""
+    took = points[-1][1]
+
+    def passes(these: slice, examples: int) -> float:
+        """The seconds of some of the passes over so many examples."""
+        return _for_batch([(n, sum(spent.passes[these])) for n, spent in points], batch) * examples / batch
+
+    work_of = find_structure(laplace.structure).drawn_work
+    if work_of is None:
+        return took.rest + took.decompositions + passes(slice(None), n_data)
+    drawn = min(laplace.subset_size, n_data)
+    work = work_of(laplace.factors.n_params, drawn * _vectors(laplace), laplace.rank)
+    return took.rest + passes(slice(None, -1), n_data) + passes(slice(-1, None), drawn) + dense_seconds(work)
+
+
+def _vectors(laplace: Laplace) -> int:
+    """The number of vectors that are propagated back for a datum."""
+    factors = laplace.factors
+    return laplace.base_likelihood.columns(factors.n_outputs) if factors.curvature == "exact" else 1
+
+
+def _missing_directions(laplace: Laplace, size: int, n_data: int) -> float:
+    """The seconds of a prediction for the directions that a fit on drawn examples has, and its rehearsal has not."""
+    if find_structure(laplace.structure).drawn_work is None:
+        return 0.0
+    most = min(math.inf if laplace.rank is None else laplace.rank, laplace.factors.n_params)
+    there, here = (min(most, min(laplace.subset_size, n) * _vectors(laplace)) for n in (n_data, size))
+    return dense_seconds(DenseWork(laplace.factors.n_outputs * laplace.factors.n_params * (there - here)))
+
+
+def _seconds_per_prediction(laplace: Laplace, batch: Batch, data: _ClockedData, times: float, most: float) -> float:
+    """The seconds of one prediction, as which passes over the data count where the posterior needs them."""
+    noted: list[tuple[float, int]] = []
+    before = len(data.passes)
+
+    def predict(inputs: Any, size: int) -> None:
+        del data.passes[before:]
+        laplace.predict(inputs)
+        noted.append((sum(data.passes[before:]), size))
+
+    each = _grown(predict, batch, max(0.1, min(1.0, most)))
+    in_passes, size = noted[-1]
+    return each + (times - 1) * in_passes / size
+
+
+def seconds_per_input(predictor: Any, batch: Batch, options: Mapping[str, Any], most: float = 0.5) -> float:
+    """The seconds that the prediction of one input takes, measured on some of a batch.
+
+    Args:
+        predictor: What predicts.
+        batch: The inputs.
+        options: The options of ``predict``; a generator among them is left alone.
+        most: About how many seconds the measurement may take; larger pieces of the batch are tried as long as they fit.
+    """
+    options = {**options, "generator": None}
+    with torch.random.fork_rng():
+        return _grown(lambda inputs, _: predictor.predict(inputs, **options), batch, most)
+
+
+def _grown(predict: Callable[[Any, int], Any], batch: Batch, most: float) -> float:
+    """The seconds for one example in a whole batch, from pieces of it that take no longer than ``most`` together."""
+    predict(batch.take(torch.arange(1)).inputs, 1)  # the network is looked at once
+    points: list[tuple[int, float]] = []
+    for size in _sizes(batch.size):
+        inputs = batch.take(torch.arange(size)).inputs
+        start = time.perf_counter()
+        predict(inputs, size)
+        points.append((size, time.perf_counter() - start))
+        following = _for_batch(points[-2:], _GROWTH * size) if len(points) > 1 else 2 * points[-1][1]
+        if (len(points) > 1 or points[0][1] > most) and sum(t for _, t in points) + following > most:
+            break
+    return _for_batch(points, batch.size) / batch.size
+
+
+def _tuning_seconds(laplace: Laplace, batch: Batch, n_data: int, validation: int | None, most: float) -> float:
+    """The seconds of the tuning: a line through two sizes, up to the number of data that tunings look at."""
+    fitted = laplace.fitted
+    regression = has_noise(laplace.base_likelihood)
+    looked_at, work = n_data, DenseWork()
+    if regression:
+        own = [p.numel() for p in laplace.model.parameters() if p.requires_grad]
+        looked_at, work = regression_work(n_data, laplace.factors.n_outputs, max(sum(own), laplace.factors.n_params))
+    elif validation is not None:
+        looked_at = min(validation, _VALIDATION)
+    else:
+        posterior = laplace.posterior
+        matched = isinstance(posterior, GaussianPosterior) and not posterior.has_every_term
+        looked_at = min(n_data, _MATCHED if matched else _TRAINING)
+    points: list[tuple[int, _Spent]] = []
+    for size in _TUNED:
+        size = min(size, batch.size)
+        if points and (size == points[0][0] or points[0][1].total > most):
+            break
+        data = _ClockedData(batch, size)
+        own_fit = replace(fitted, data=data)
+
+        def tune(own_fit: Any = own_fit, data: _ClockedData = data) -> None:
+            laplace._fitted = own_fit
+            laplace.tune(None if validation is None else [_as_tuple(data.parts[-1])])
+
+        points.append((size, _spent(tune, data)))
+    size, last = points[-1]
+    each = last.rest / size if len(points) == 1 else max(0.0, (last.rest - points[0][1].rest) / (size - points[0][0]))
+    looked_at = max(looked_at, size) if regression else looked_at
+    rest = max(0.0, last.rest + each * (looked_at - size)) + last.decompositions
+    return rest + sum(last.passes) * n_data / size + dense_seconds(work)
+
+
+def dense_seconds(work: DenseWork) -> float:
+    """The seconds of dense work on this machine."""
+    products = work.products / _products_per_second() if work.products > 0 else 0.0
+    return products + decomposition_seconds(work.decompositions)
+
+
+def decomposition_seconds(widths: Sequence[int]) -> float:
+    """The seconds of eigendecompositions: a n² + b n³ through two that were measured, once in a process."""
+    if not any(widths):
+        return 0.0
+    square, cube = _decomposition_costs()
+    return sum(square * n**2 + cube * n**3 for n in widths)
+
+
+@functools.cache
+def _decomposition_costs() -> tuple[float, float]:
+    small, large = (_eigh_seconds(n) / n**2 for n in (_SMALL_MATRIX, _LARGE_MATRIX))
+    cube = max(0.0, (large - small) / (_LARGE_MATRIX - _SMALL_MATRIX))
+    return max(0.0, small - cube * _SMALL_MATRIX), cube
+
+
+def _eigh_seconds(width: int) -> float:
+    rows = torch.randn(width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    matrix = rows @ rows.mT  # of full rank: others are decomposed sooner
+    best = math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        torch.linalg.eigh(matrix)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+@functools.cache
+def _products_per_second() -> float:
+    matrix = torch.ones(_LARGE_MATRIX, _LARGE_MATRIX, dtype=torch.float64)
+    best = math.inf
+    for _ in range(2):
+        start = time.perf_counter()
+        matrix @ matrix
+        best = min(best, time.perf_counter() - start)
+    return _LARGE_MATRIX**3 / max(best, 1e-9)
