@@ -3,10 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BENCH_VENV := .venv-bench
+LOWEST_VENV := .venv-lowest
+AUDIT_VENV := .venv-audit
 BIN := $(VENV)/bin
 BENCH_BIN := $(BENCH_VENV)/bin
 DEV_STAMP := $(VENV)/.installed
 BENCH_STAMP := $(BENCH_VENV)/.installed
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
+AUDIT_STAMP := $(AUDIT_VENV)/.installed
 PYTEST_ARGS ?=
 QUALITY_ARGS ?=
 
@@ -24,11 +28,18 @@ NUMERICAL_TESTS := tests/curvature tests/posteriors tests/predictive tests/lapla
 ARITHMETICS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=COMPATIBLE
 THREADS := OMP_NUM_THREADS=1 OMP_NUM_THREADS=2
 
+# What depends on other packages than PyTorch; numbers do not.
+LOWEST_TESTS := tests/cli tests/integrations tests/analysis tests/evaluation tests/data tests/posteriors tests/baselines \
+	tests/laplace/test_auto.py tests/laplace/test_saving.py tests/test_package.py tests/test_progress.py tests/test_saved_by_version1.py
+
+# Old packages use what newer ones below them have deprecated, and an old peft speaks of models without a name.
+LOWEST_WARNINGS := -W ignore::DeprecationWarning -W ignore::FutureWarning -W 'ignore:Could not find a config file:UserWarning'
+
 PIP_ENV := PIP_DISABLE_PIP_VERSION_CHECK=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-portable test-slow test-faults test-kills mutants test-peers browser-setup lint format docs bench-setup bench bench-quality clean distclean
+.PHONY: help setup demo test test-portable test-slow test-faults test-kills mutants test-peers test-lowest browser-setup lint format docs release audit bench-setup bench bench-quality clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -52,6 +63,18 @@ $(BENCH_STAMP): pyproject.toml constraints.txt benchmarks/constraints-bench.txt
 	$(BENCH_BIN)/python -c 'import aftermap, laplace, curvlinops, backpack, ivon'
 	@touch $@
 
+# The lowest versions that pyproject.toml allows; PyTorch is the tested release, and tools of the tests are not lowered.
+$(LOWEST_STAMP): pyproject.toml constraints.txt tests/lowest.py
+	$(call make_venv,$(LOWEST_VENV))
+	$(LOWEST_VENV)/bin/python -m tests.lowest > $(LOWEST_VENV)/constraints.txt
+	$(PIP_ENV) $(LOWEST_VENV)/bin/python -m pip install --quiet -c $(LOWEST_VENV)/constraints.txt -e '.[all]' pytest pytest-xdist hypothesis
+	@touch $@
+
+$(AUDIT_STAMP): Makefile
+	$(call make_venv,$(AUDIT_VENV))
+	$(PIP_ENV) $(AUDIT_VENV)/bin/python -m pip install --quiet 'bandit>=1.9' 'pip-audit>=2.10'
+	@touch $@
+
 setup: $(DEV_STAMP) ## set up .venv for development
 
 demo: $(DEV_STAMP) ## train a small network on digits, make it Bayesian, write demo/report.html
@@ -70,14 +93,20 @@ test-portable: $(DEV_STAMP) ## run the numerical tests as other processors would
 test-slow: $(DEV_STAMP) ## run the slow tests only
 	$(TEST_ENV) $(BIN)/python -m pytest -q -m "slow and not peers" $(PYTEST_ARGS) || test $$? -eq 5 # 5: none yet
 
-test-faults: $(DEV_STAMP) ## try thousands of damaged folders and data files, and write docs/reliability.md
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.folders $(FAULT_ARGS)
-	PYTHONPATH=src OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.data_files $(FAULT_ARGS)
-	PYTHONPATH=src $(BIN)/python -m tests.faults.page
+FAULTS := PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
+
+test-faults: $(DEV_STAMP) ## damage folders and data files, kill jobs and processes, run long, weaken priors; write docs/reliability.md
+	$(FAULTS).folders $(FAULT_ARGS)
+	$(FAULTS).data_files $(FAULT_ARGS)
+	$(FAULTS).kills --again
+	$(FAULTS).processes
+	$(FAULTS).soak
+	$(FAULTS).digits
+	$(FAULTS).page
 
 test-kills: $(DEV_STAMP) ## kill save, tune, predict, report, fit and train two hundred times, and write docs/reliability.md
-	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.kills
-	PYTHONPATH=src $(BIN)/python -m tests.faults.page
+	$(FAULTS).kills
+	$(FAULTS).page
 
 # Results are kept after every mutant: stopped and started again, it goes on. MUTANT_ARGS="--sample 60" tries fewer.
 mutants: $(DEV_STAMP) ## put small errors into the numerical core, and count how many the tests find
@@ -86,6 +115,9 @@ mutants: $(DEV_STAMP) ## put small errors into the numerical core, and count how
 
 test-peers: $(BENCH_STAMP) ## compare with other libraries, in .venv-bench
 	$(TEST_ENV) $(BENCH_BIN)/python -m pytest -q -m peers tests/peers $(PYTEST_ARGS)
+
+test-lowest: $(LOWEST_STAMP) ## run the tests of the library and the commands with the lowest versions of the dependencies
+	$(TEST_ENV) $(LOWEST_VENV)/bin/python -m pytest -q $(IN_PARALLEL) $(LOWEST_WARNINGS) $(LOWEST_TESTS) $(PYTEST_ARGS)
 
 browser-setup: ## install the browser of the report's tests (Debian and Ubuntu; needs root)
 	apt-get install -y chromium chromium-driver
@@ -102,6 +134,16 @@ format: $(DEV_STAMP) ## rewrite the code in the common format
 docs: $(DEV_STAMP) ## build the documentation in site/, warnings are errors
 	$(BIN)/mkdocs build --strict --quiet
 
+release: $(DEV_STAMP) ## build the wheel and the source distribution in dist/, with a bill of materials and SHA-256 sums
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python -m tests.release dist
+
+# Needs the network: a package whose known weaknesses cannot be asked for is an error (--strict), not a pass.
+audit: $(AUDIT_STAMP) ## look for weaknesses: bandit reads the source, pip-audit asks for those of the tested dependencies
+	$(AUDIT_VENV)/bin/bandit -q -c pyproject.toml -r src
+	$(AUDIT_VENV)/bin/pip-audit --strict --no-deps --disable-pip -r constraints.txt
+
 bench-setup: $(BENCH_STAMP) ## set up .venv-bench with the peers
 
 bench: $(BENCH_STAMP) ## run the benchmarks against the peers
@@ -116,4 +158,4 @@ clean: ## remove caches and built files, keep the environments
 	find $(wildcard src tests examples benchmarks experiments) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove the environments too
-	rm -rf $(VENV) $(BENCH_VENV)
+	rm -rf $(VENV) $(BENCH_VENV) $(LOWEST_VENV) $(AUDIT_VENV)

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks import optim, predictive
 from benchmarks.curvature import measure, scaling, table
+from benchmarks.methods import METHODS
 from benchmarks.models import MODELS
 from benchmarks.plots import plot_ratios, plot_scaling
 from benchmarks.timing import machine, source
@@ -28,6 +29,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--repeats", type=int, default=None, help="interleaved rounds (default 7)")
     parser.add_argument("--quick", action="store_true", help="two rounds, no memory: to see that everything runs")
+    parser.add_argument(
+        "--no-peers", action="store_true", help="curvature without other libraries: a fraction of the time"
+    )
     parser.add_argument("--no-memory", action="store_true", help="time only")
     parser.add_argument("--threads", type=int, default=None, help="threads of torch (default: its own choice)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for JSON and pictures")
@@ -51,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kept = results.get("models", {})
     if asked.only in (None, "curvature"):
         for name in asked.models:
-            kept[name] = measure(name, repeats=asked.repeats, memory=not (asked.quick or asked.no_memory))
+            ours = [key for key, method in METHODS.items() if method.library == "aftermap"]
+            methods = ours if asked.no_peers else None
+            memory = not (asked.quick or asked.no_memory)
+            kept[name] = measure(name, repeats=asked.repeats, memory=memory, methods=methods)
             # Memory is taken in fresh processes, which import the code as it is by then.
             kept[name]["machine"] = machine() | {"repeats": asked.repeats, "source": before}
             if source() != before:

@@ -27,7 +27,7 @@ MAX_LINES = 600
 # A unit imports only from layers to its left. Units of one brace (one tuple) never import each other.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("lazy", "checks"),
+    ("lazy", "checks", "writing"),
     ("progress",),
     ("distributed",),
     ("linalg", "draws"),

@@ -32,6 +32,8 @@ def problems_of(text: str) -> Iterator[str]:
         if section in NAMED and not name:
             yield f"{section} has an entry without a name: {entry}"
             continue
+        if section == "Args" and name and "," in name[0]:  # the site's builder knows no two arguments in one entry
+            yield f"Args has an entry of several arguments: {entry}"
         body = entry[name.end() :] if section in NAMED and name else entry
         if "a" <= body[:1] <= "z":
             yield f"{section} has an entry that does not start with a capital letter: {entry}"
@@ -90,7 +92,7 @@ GOOD = """Draws from a normal distribution.
 
     Args:
         count: The number of draws.
-        *sizes, **options: Sizes and options, each
+        *sizes: The sizes, each
             described elsewhere (see `torch.randn`).
         scale: σ, the standard deviation.
         mode: "fast" or "exact", as in "the manual."
@@ -120,6 +122,7 @@ GOOD = """Draws from a normal distribution.
         ),
         ("count: The number of draws.", "count: S.", "Args has an entry without words: count: S."),
         ("count: The number of draws.", "The number of draws.", "Args has an entry without a name"),
+        ("count: The number of draws.", "count, more: The number of draws.", "an entry of several arguments: count"),
         ("elsewhere (see `torch.randn`).", "elsewhere (see `torch.randn`)", "does not end with a full stop: *sizes"),
         ("The draws [count]", "draws [count]", "Returns has an entry that does not start with a capital"),
         ("They may repeat.", "They may repeat", "Returns has an entry that does not end with a full stop"),

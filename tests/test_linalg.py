@@ -65,6 +65,21 @@ def test_psd_eigh_of_zero() -> None:
     torch.testing.assert_close(values, torch.zeros(3, dtype=torch.float64))
 
 
+def test_psd_eigh_knows_that_long_sums_in_float64_round() -> None:
+    """Float64 sums are their own totals: 200,000 rows added one after the other leave random errors of √200,000 · eps/2."""
+    rows = normal(3, 100)  # rank three
+    matrix = rows.T @ rows
+    deviation = 200_000**0.5 * torch.finfo(torch.float64).eps / 2 * matrix.diagonal().sqrt()
+    errors = 2**0.5 * symmetrise(normal(100, 100, seed=1)) * deviation[:, None] * matrix.diagonal().sqrt()
+    rounded = matrix + errors
+    values, _ = psd_eigh(rounded)
+    torch.testing.assert_close(values[:97], torch.zeros(97, dtype=torch.float64), rtol=0, atol=1e-11)
+    rounded[5] = rounded[:, 5] = 0.0
+    rounded[5, 5] = -1e-10 * matrix.diagonal().sum()
+    with pytest.raises(NumericalError, match="not positive semi-definite"):
+        psd_eigh(rounded)
+
+
 def test_psd_eigh_refuses_what_is_not_psd() -> None:
     with pytest.raises(NumericalError, match="the factor of fc is not positive semi-definite"):
         psd_eigh(torch.diag(torch.tensor([1.0, -0.5])), what="the factor of fc")
@@ -83,7 +98,7 @@ def test_psd_eigh_helps_a_decomposition_that_does_not_converge(monkeypatch: pyte
         real(matrix, out=out)
 
     monkeypatch.setattr(torch.linalg, "eigh", once)
-    with pytest.warns(NumericalWarning, match="did not converge"):
+    with pytest.warns(NumericalWarning, match="did not converge.*no digit left.*larger prior precision"):
         values, _ = psd_eigh(torch.diag(torch.tensor([2.0, 1.0])))
     torch.testing.assert_close(values, torch.tensor([1.0, 2.0], dtype=torch.float64))
 
@@ -98,7 +113,7 @@ def test_safe_cholesky() -> None:
 
 def test_safe_cholesky_climbs_a_ladder_and_says_so() -> None:
     rows = normal(2, 4)
-    with pytest.warns(NumericalWarning, match="Cholesky of the prior needed"):
+    with pytest.warns(NumericalWarning, match="Cholesky of the prior needed.*no digit left.*larger prior precision"):
         factor = safe_cholesky(rows.T @ rows - 1e-13 * torch.eye(4, dtype=torch.float64), what="the prior")
     torch.testing.assert_close(factor @ factor.T, rows.T @ rows, rtol=0, atol=1e-5)
     with pytest.raises(NumericalError, match="not positive definite"):

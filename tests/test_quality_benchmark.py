@@ -276,9 +276,12 @@ def test_every_method_runs(tmp_path: Path, registered_structures: None) -> None:
 def test_rows_of_an_older_commit_are_kept_and_told_apart() -> None:
     columns = ["nll", "d"]
 
-    def made(commit: str, **rows: float) -> dict[str, Any]:
-        listed = [{"task": "t", "method": m, "n": 0, "sets": 1, "values": [v, 0.0]} for m, v in rows.items()]
-        return {"commit": commit, "columns": columns, "rows": listed}
+    def made(commit: str, task: str = "t", seed: int = 0, **rows: float) -> dict[str, Any]:
+        listed = [
+            {"task": task, "method": m, "n": 0, "seeds": [seed], "sets": [1], "values": [[v, v / 10]]}
+            for m, v in rows.items()
+        ]
+        return {"commit": commit, "columns": columns, "rows": listed, "tasks": {task: {}}, "skipped": {}, "seeds": [0]}
 
     now = made("new", network=0.5, temperature=0.4)
     joined = carry_over(now, made("old", network=0.5, temperature=0.3, fit=0.2))
@@ -290,8 +293,94 @@ def test_rows_of_an_older_commit_are_kept_and_told_apart() -> None:
     # A second time it is still the row of that commit.
     again = carry_over(now, {**joined, "commit": "later"})
     assert again["rows"][-1]["commit"] == "old"
-    # Another network is another task.
+    # Another network is another task, and so is one of another seed.
     assert carry_over(now, made("old", network=0.6, fit=0.2))["rows"] == now["rows"]
+    assert carry_over(now, made("old", seed=1, network=0.5, fit=0.2))["rows"] == now["rows"]
+    # A task that was not measured again is still there, with all that was known of it.
+    other = made("old", task="u", seed=1, network=0.6, fit=0.2)
+    other["skipped"] = {"ensemble": {"too dear": ["t", "u"]}}
+    both = carry_over(now, other)
+    assert set(both["tasks"]) == {"t", "u"}
+    assert both["seeds"] == [0, 1]
+    assert both["skipped"] == {"ensemble": {"too dear": ["u"]}}
+    assert [(row["task"], row["method"], row.get("commit")) for row in both["rows"][2:]] == [
+        ("u", "network", "old"),
+        ("u", "fit", "old"),
+    ]
+
+
+def test_rows_from_before_seeds_were_kept_apart_are_of_all_their_seeds() -> None:
+    now = {"commit": "new", "columns": ["nll", "d"], "rows": [], "tasks": {}, "skipped": {}, "seeds": []}
+    one = {"task": "t", "method": "network", "n": 0, "sets": 1, "values": [0.5, 0.1], "d_by_seed": [0.1]}
+    three = {"task": "t", "method": "fit", "n": 30, "sets": 15, "values": [0.5, 0.1], "d_by_seed": [0.1, 0.2, 0.0]}
+    three["ood"] = {"far": {"entropy": 0.7}}
+    found = carry_over(now, {**now, "commit": "old", "rows": [one, three], "tasks": {"t": {}}})["rows"]
+    assert found[0] == {
+        "task": "t",
+        "method": "network",
+        "n": 0,
+        "seeds": [0],
+        "sets": [1],
+        "values": [[0.5, 0.1]],
+        "commit": "old",
+    }
+    assert found[1]["seeds"] == [[0, 1, 2]]
+    # The network of one of them is still recognised, and rows of that seed alone are kept beside new ones.
+    network = {"task": "t", "method": "network", "n": 0, "sets": 3, "values": [0.5, 0.1], "d_by_seed": [0.2, 0.1, 0.0]}
+    grid = {"task": "t", "method": "grid", "n": 30, "sets": 2, "values": [0.5, 0.1], "d_by_seed": [0.1]}
+    old = {**now, "commit": "old", "rows": [network, grid, three], "tasks": {"t": {}}}
+    for d, kept in ((0.2, ["grid"]), (0.1, [])):
+        new = {"task": "t", "method": "network", "n": 0, "seeds": [0], "sets": [1], "values": [[0.4, d]]}
+        joined = carry_over({**now, "rows": [new], "tasks": {"t": {}}}, old)
+        assert [row["method"] for row in joined["rows"][1:]] == kept
+    assert found[1]["ood"] == {"far": {"entropy": [0.7]}}
+
+
+def test_methods_are_compared_under_the_same_seeds() -> None:
+    found = content(one={"d": 0.0, "auroc": 0.7}, two={"d": 0.0, "auroc": 0.7})
+    empty = [None] * (len(found["columns"]) - 2)
+    base = {"task": "one", "n": 0, "commit": "0"}
+    rows = [
+        {
+            "method": "network",
+            "seeds": [0, 1, 2],
+            "values": [[v, 0.0, *empty] for v in (0.5, 0.7, 0.9)],
+            "sets": [1] * 3,
+        },
+        {
+            "method": "fit_unlabelled",
+            "seeds": [0, 2],
+            "values": [[v, 0.1, *empty] for v in (0.4, 0.9)],
+            "sets": [1] * 2,
+        },
+        {"method": "ensemble", "seeds": [0], "values": [[0.2, 0.1, *empty]], "sets": [1]},
+        {"method": "laplace_torch", "seeds": [[0, 1, 2]], "values": [[0.6, 0.1, *empty]], "sets": [3]},
+    ]
+    results = Results({**found, "rows": [base | row for row in rows]})
+    assert results.value("one", "network", 0, "nll") == pytest.approx(0.7)
+    # A difference is one of pairs.
+    assert results.over_network("one", "fit_unlabelled", 0, "nll") == pytest.approx(-0.05)
+    assert results.over_network("one", "ensemble", 0, "nll") == pytest.approx(-0.3)
+    assert results.over_network("one", "laplace_torch", 0, "nll") == pytest.approx(-0.1)
+    # A table is one of the seeds that all its methods have.
+    table = results.among("network", "fit_unlabelled", "ensemble", "laplace_torch")
+    assert table.value("one", "network", 0, "nll") == pytest.approx(0.5)
+    assert table.value("one", "fit_unlabelled", 0, "nll") == pytest.approx(0.4)
+    assert table.row("one", "laplace_torch") is None
+
+
+def test_numbers_of_another_commit_are_marked() -> None:
+    found = content(one={"d": 0.0, "auroc": 0.7}, two={"d": 0.0, "auroc": 0.7})
+    assert "am.fit with labels †" not in page_of(found)
+    for row in found["rows"]:
+        if row["task"] == "one" and row["method"] == "fit":
+            row["commit"] = "0ld"
+    page = page_of(found)
+    before, after = page.split("## With validation labels: held-out tasks")
+    assert "| am.fit with labels † |" in before.split("## With validation labels: development tasks")[1]
+    assert "| am.fit with labels † |" not in after.split("\n## ")[0]
+    assert "| one † |" in page
+    assert "measured at another commit (0ld) on one" in page
 
 
 def test_a_failure_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,14 +423,16 @@ def content(**values: dict[str, float]) -> dict[str, Any]:
                 "task": name,
                 "method": "network",
                 "n": 0,
-                "sets": 1,
-                "values": [0.5, 0.0],
-                "ood": {"far": {"entropy": 0.5}},
+                "seeds": [0],
+                "sets": [1],
+                "values": [[0.5, 0.0]],
+                "ood": {"far": {"entropy": [0.5]}},
             }
         )
         for n in (30, 300, 1000):
-            area = {"far": {"entropy": numbers["auroc"]}}
-            rows.append({"task": name, "method": "fit", "n": n, "sets": 3, "values": [0.5, numbers["d"]], "ood": area})
+            area = {"far": {"entropy": [numbers["auroc"]]}}
+            fit = {"task": name, "method": "fit", "n": n, "seeds": [0], "sets": [3], "ood": area}
+            rows.append(fit | {"values": [[0.5, numbers["d"]]]})
     tasks = {
         name: facts | {"part": part, "ood": {"far": 9}, "training_seconds": [1.0]}
         for name, part in zip(values, ("development", "held-out"), strict=True)
@@ -360,7 +451,7 @@ def content(**values: dict[str, float]) -> dict[str, Any]:
         "ms_per_input",
     ]
     for row in rows:
-        row["values"] += [None] * (len(columns) - 2)
+        row["values"][0] += [None] * (len(columns) - 2)
     return {"tasks": tasks, "rows": rows, "columns": columns, "commit": "0", "seeds": [0], "skipped": {}, "failed": {}}
 
 

@@ -61,11 +61,10 @@ class KeptOutputs:
         return search_family(gaussians, self.laplace.base_likelihood)
 
     def predict(self, x: Tensor, found: ValidationResult) -> Prediction:
-        """What `Laplace.predict` gives after a tuning, with the same random draws every time."""
+        """What `Laplace.predict` gives after a tuning."""
         mean, covariances = self.outputs(x)
         return gaussian_prediction(
             at_temperature(self.laplace.base_likelihood, found.output_temperature),
             mean,
             covariances[:, RATIOS.index(found.ratio)] / found.data_scale,
-            generator=torch.Generator().manual_seed(0),
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.quality.methods import METHODS
 from benchmarks.quality.plan import plan_of
+from benchmarks.quality.store import as_seeds
 from benchmarks.quality.summary import Results, tables_of
 from benchmarks.quality.targets import targets_table
 from benchmarks.quality.tasks import TASKS
@@ -20,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 HEAD = """# Does the default call help?
 
-This page is written by `make bench-quality` from `benchmarks/results/quality.json`; wins and losses stand side by side. Rows are of commit {commit} unless the last section
-names another one for them; seeds {seeds}, {classifications} classifications and {regressions} regressions.
+This page is written by `make bench-quality` from `benchmarks/results/quality.json`; wins and losses stand side by side. Rows are of commit {commit}; where a number is made of rows of another one, which the
+last section names, it stands beside a †. Seeds {seeds}, {classifications} classifications and {regressions} regressions.
 
 Every task is a data set with a network that was trained on it in the usual way; some networks are calibrated already, others know their training data by heart. Which
 tasks are for development and which are held out was fixed before anything was measured: settings of the library are chosen on development
@@ -30,7 +31,7 @@ tasks only.
 How the numbers are made:
 
 - Validation sets of 30, 100, 300 and 1,000 labels are drawn from a pool, several times for each size and seed, the same for every method. Numbers
-  are means over these sets and over seeds.
+  are means over these sets and over seeds. One table compares methods under the same seeds of a task: those that all of them have which were measured on it.
 - **d** is the NLL on the test data minus the smaller one of the network's and that of temperature scaling *with hindsight*, whose temperature was
   chosen on the test data themselves; in thousandths of a nat. For a regression it is the NLL minus that of the network with a constant noise from all validation data, in
   nats.
@@ -66,10 +67,13 @@ def _left_out(results: Mapping[str, Any]) -> list[str]:
     """What was not measured, and why: tasks and methods without a result, few validation sets, methods that do not apply, failures."""
     measured = {(row["task"], row["method"]) for row in results["rows"]}
     lines = []
-    counts = [len(facts["training_seconds"]) for facts in results["tasks"].values()]
-    if counts:
-        seeds = [f"{counts.count(k)} tasks have {k}" for k in sorted(set(counts))]
-        lines.append(f"- seeds of the network: {', '.join(seeds)}; other rows may have fewer")
+    by_seeds: dict[str, dict[str, set[str]]] = {}
+    for row in results["rows"]:
+        own = ", ".join(str(seed) for group in row["seeds"] for seed in as_seeds(group))
+        by_seeds.setdefault(own, {}).setdefault(row["method"], set()).add(row["task"])
+    for own, found in sorted(by_seeds.items()):
+        which = ", ".join(f"{METHODS[method].label} ({len(names)})" for method, names in found.items())
+        lines.append(f"- measured under seed {own} alone (tasks): {which}")
     missing = [name for name in TASKS if name not in results["tasks"]]
     if missing:
         lines.append(f"- {len(missing)} of {len(TASKS)} tasks: {', '.join(missing)}")
@@ -98,7 +102,7 @@ def _left_out(results: Mapping[str, Any]) -> list[str]:
         f"- {METHODS[method].label}: measured at another commit ({commit}) on {', '.join(sorted(names))}"
         for (method, commit), names in older.items()
     ]
-    few = sorted({row["sets"] for row in results["rows"] if row["n"]})
+    few = sorted({sum(row["sets"]) for row in results["rows"] if row["n"]})
     if few and few[0] < 5:
         lines.append(
             f"- validation sets behind a number, over all seeds: {few[0]} to {few[-1]}; with fewer than 5 it is noisy"

@@ -19,6 +19,7 @@ from benchmarks.timing import machine
 
 __all__ = [
     "COLUMNS",
+    "as_seeds",
     "carry_over",
     "collect",
     "library_commit",
@@ -95,7 +96,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _joined(rows: list[Numbers]) -> Numbers:
-    """The mean of rows, over validation sets or seeds."""
+    """The mean of rows, over validation sets."""
     joined: Numbers = {c: _mean(row.get(c) for row in rows) for c in COLUMNS if any(c in row for row in rows)}
     sets = rows[0].get("ood", {})
     joined["ood"] = {
@@ -108,7 +109,7 @@ def _joined(rows: list[Numbers]) -> Numbers:
 def collect(cache: Path, tasks: Mapping[str, Task], seeds: Iterable[int], methods: Iterable[str]) -> dict[str, Any]:
     """All that the cache holds for the present code, as a table: a row for each task, method and size of validation sets.
 
-    Numbers are means over validation sets, then over seeds; "d" is also given for each seed. Every row names the commit that it is of.
+    Numbers are means over validation sets, one for each seed. Every row names the commit that it is of.
     """
     commit = library_commit()
     rows: list[dict[str, Any]] = []
@@ -145,43 +146,100 @@ def collect(cache: Path, tasks: Mapping[str, Task], seeds: Iterable[int], method
 
 
 def carry_over(results: dict[str, Any], older: Mapping[str, Any]) -> dict[str, Any]:
-    """The results with rows of an older run for what this one has not measured, each with the commit that it is of.
+    """The results with what an older run has measured and this one has not, each row with the commit that it is of.
 
-    A task's rows are taken over only if its network is the same: its NLL agrees to four digits.
+    A task that was not measured again keeps all its rows. Of one that was, the rows of other methods are taken over if its network is the
+    same one: its d agrees to four digits under the same seeds.
     """
-    place = results["columns"].index("nll")
-
-    def networks(content: Mapping[str, Any]) -> dict[str, float]:
-        return {row["task"]: row["values"][place] for row in content["rows"] if row["method"] == "network"}
-
     if older["columns"] != results["columns"]:
         return results
-    now, before = networks(results), networks(older)
-    same = {task for task in now if task in before and abs(now[task] - before[task]) <= 1e-3 * abs(now[task])}
+    place = results["columns"].index("d")
+    rows = [_by_seed(row) for row in older["rows"]]
+    now, before = _networks(results["rows"], place), _networks(rows, place)
+    same = {key for key in now if key in before and abs(now[key] - before[key]) <= 1e-3 * abs(now[key]) + 1e-6}
     measured = {(row["task"], row["method"]) for row in results["rows"]}
-    kept = [row for row in older["rows"] if row["task"] in same and (row["task"], row["method"]) not in measured]
-    dated = [{**row, "commit": row.get("commit", older["commit"])} for row in kept]
-    return {**results, "rows": [*results["rows"], *dated]}
+
+    def is_kept(row: Mapping[str, Any]) -> bool:
+        if row["task"] not in results["tasks"]:
+            return True
+        return (row["task"], row["method"]) not in measured and all((row["task"], str(s)) in same for s in row["seeds"])
+
+    dated = [{**row, "commit": row.get("commit", older["commit"])} for row in rows if is_kept(row)]
+    tasks = {name: results["tasks"].get(name, facts) for name, facts in {**results["tasks"], **older["tasks"]}.items()}
+    kept = {row["task"] for row in (*results["rows"], *dated)}
+    seeds = sorted({seed for row in (*results["rows"], *dated) for group in row["seeds"] for seed in as_seeds(group)})
+    return {
+        **results,
+        "seeds": seeds,
+        "tasks": {name: facts for name, facts in tasks.items() if name in kept},
+        "rows": [*results["rows"], *dated],
+        "skipped": _joined_reasons(results["skipped"], older["skipped"], results["tasks"]),
+    }
+
+
+def _networks(rows: Iterable[Mapping[str, Any]], place: int) -> dict[tuple[str, str], float]:
+    """The d of the network of each task and seed, and of all seeds together where older results have no more."""
+    found = {}
+    for row in rows:
+        if row["method"] == "network":
+            for seeds, values in zip(row["seeds"], row["values"], strict=True):
+                found[row["task"], str(seeds)] = values[place]
+            for seed, value in enumerate(row.get("d_by_seed", ())):
+                found[row["task"], str(seed)] = value
+    return found
+
+
+def _joined_reasons(
+    now: Mapping[str, Mapping[str, list[str]]], before: Mapping[str, Mapping[str, list[str]]], measured: Iterable[str]
+) -> dict[str, dict[str, list[str]]]:
+    """Why methods were left out, with what an older run says of the tasks that were not measured again."""
+    known, joined = set(measured), {method: {why: list(names) for why, names in r.items()} for method, r in now.items()}
+    for method, reasons in before.items():
+        for why, names in reasons.items():
+            others = [name for name in names if name not in known]
+            if others:
+                listed = joined.setdefault(method, {}).setdefault(why, [])
+                listed += [name for name in others if name not in listed]
+    return joined
+
+
+def as_seeds(group: int | list[int]) -> tuple[int, ...]:
+    """The seeds of a group: one, or those that older results were averaged over."""
+    return (group,) if isinstance(group, int) else tuple(group)
+
+
+def _by_seed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row with its numbers by seed; one from before they were kept apart has those of all its seeds together."""
+    if "seeds" in row:
+        return dict(row)
+    count = len(row.get("d_by_seed", ())) or row["sets"]
+    group: int | list[int] = 0 if count == 1 else list(range(count))
+    found = dict(row) if count > 1 else {key: value for key, value in row.items() if key != "d_by_seed"}
+    found |= {"seeds": [group], "sets": [row["sets"]], "values": [row["values"]]}
+    if "ood" in row:
+        found["ood"] = {name: {s: [v] for s, v in scores.items()} for name, scores in row["ood"].items()}
+    return found
 
 
 def _rows_of(task: str, method: str, by_seed: Mapping[int, list[Numbers]]) -> list[dict[str, Any]]:
+    """A row for each size of validation sets, with a list entry for each seed."""
     rows = []
-    sizes = sorted({row["n"] for found in by_seed.values() for row in found})
-    for n in sizes:
-        per_seed = [[row for row in found if row["n"] == n] for found in by_seed.values()]
-        per_seed = [found for found in per_seed if found]
-        joined = [_joined(found) for found in per_seed]
-        mean = _joined(joined)
-        row: dict[str, Any] = {"task": task, "method": method, "n": n, "sets": sum(map(len, per_seed))}
-        row["values"] = [_rounded(mean.get(c)) for c in COLUMNS]
-        if "d" in mean:
-            row["d_by_seed"] = [_rounded(j["d"]) for j in joined]
-        row["ood"] = {name: {s: _rounded(v) for s, v in scores.items()} for name, scores in mean["ood"].items()}
-        warned = sum(1 for found in per_seed for r in found if r["note"].get("warnings"))
+    for n in sorted({row["n"] for found in by_seed.values() for row in found}):
+        found = {seed: [row for row in rows_of if row["n"] == n] for seed, rows_of in by_seed.items()}
+        found = {seed: sets for seed, sets in found.items() if sets}
+        joined = [_joined(sets) for sets in found.values()]
+        row: dict[str, Any] = {"task": task, "method": method, "n": n, "seeds": list(found)}
+        row["sets"] = [len(sets) for sets in found.values()]
+        row["values"] = [[_rounded(mean.get(c)) for c in COLUMNS] for mean in joined]
+        ood = {
+            name: {s: [_rounded(mean["ood"].get(name, {}).get(s)) for mean in joined] for s in scores}
+            for name, scores in joined[0]["ood"].items()
+        }
+        if ood:
+            row["ood"] = ood
+        warned = sum(1 for sets in found.values() for r in sets if r["note"].get("warnings"))
         if warned:
             row["warned"] = warned
-        if not row["ood"]:
-            del row["ood"]
         rows.append(row)
     return rows
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.quality.methods import METHODS
+from benchmarks.quality.store import as_seeds
 
 __all__ = ["PARTS", "Results", "TableOfText", "tables_of"]
 
@@ -71,7 +72,32 @@ class Results:
         self.content = content
         self.tasks: Mapping[str, Mapping[str, Any]] = content["tasks"]
         self._place = {name: i for i, name in enumerate(content["columns"])}
-        self._rows = {(row["task"], row["method"], row["n"]): row for row in content["rows"]}
+        self._rows = {(row["task"], row["method"], row["n"]): _over_seeds(row) for row in content["rows"]}
+        self._among: dict[tuple[str, ...], Results] = {}
+
+    def among(self, *methods: str) -> Results:
+        """The results for a comparison of some methods: of each task only the seeds that all of them have which were measured on it."""
+        if methods not in self._among:
+            self._among[methods] = self._comparison(methods)
+        return self._among[methods]
+
+    def _comparison(self, methods: tuple[str, ...]) -> Results:
+        shared: dict[str, set[int]] = {}
+        for row in self.content["rows"]:
+            if row["method"] in methods:
+                own = {seed for group in row["seeds"] for seed in as_seeds(group)}
+                shared[row["task"]] = shared.get(row["task"], own) & own
+        rows = [
+            _of_seeds(row, shared.get(row["task"], set())) for row in self.content["rows"] if row["method"] in methods
+        ]
+        return Results({**self.content, "rows": [row for row in rows if row["seeds"]]})
+
+    def label(self, method: str, names: Iterable[str], n: int | None = None) -> str:
+        """The name of a method, with a mark where one of its rows on some tasks is of another commit."""
+        sizes = self.sizes(method) if n is None else [n]
+        rows = [row for t in names for size in sizes if (row := self.row(t, method, size)) is not None]
+        older = any(row.get("commit", self.content["commit"]) != self.content["commit"] for row in rows)
+        return METHODS[method].label + (" †" if older else "")
 
     def row(self, task: str, method: str, n: int = 0) -> Row | None:
         """The row of a task, a method and a size of validation sets."""
@@ -96,7 +122,8 @@ class Results:
 
     def gains(self, task: str, method: str, n: int, score: str = "entropy") -> dict[str, float]:
         """What a method gains in AUROC over the network's entropy on each set of unusual inputs, in points."""
-        row, network = self.row(task, method, n), self.row(task, "network")
+        pair = self.among("network", method)
+        row, network = pair.row(task, method, n), pair.row(task, "network")
         if row is None or network is None:
             return {}
         found = {}
@@ -108,25 +135,61 @@ class Results:
 
     def over_network(self, task: str, method: str, n: int, column: str) -> float | None:
         """How much a number lies above the network's."""
-        own, network = self.value(task, method, n, column), self.value(task, "network", 0, column)
+        pair = self.among("network", method)
+        own, network = pair.value(task, method, n, column), pair.value(task, "network", 0, column)
         return None if own is None or network is None else own - network
+
+    def possible(self, task: str) -> float | None:
+        """By how much the best temperature, chosen on the test data themselves, would lower the network's NLL."""
+        return self.value(task, "network", 0, "d")
 
     def ece_excess(self, task: str, method: str, n: int) -> float | None:
         """The ECE over the smaller one of the network's and temperature scaling's with the same labels."""
-        own = self.value(task, method, n, "ece")
-        others = [self.value(task, "network", 0, "ece"), self.value(task, "temperature", n, "ece")]
+        three = self.among("network", "temperature", method)
+        own = three.value(task, method, n, "ece")
+        others = [three.value(task, "network", 0, "ece"), three.value(task, "temperature", n, "ece")]
         known = [e for e in others if e is not None]
         return None if own is None or not known else own - min(known)
 
     def over_evidence(self, names: Sequence[str], method: str, n: int) -> float | None:
         """How much the NLL of a regression lies above that of the full matrix tuned by the evidence, on average."""
-        pairs = [(self.value(t, method, n, "nll"), self.value(t, "full_evidence", 0, "nll")) for t in names]
+        both = self.among(method, "full_evidence")
+        pairs = [(both.value(t, method, n, "nll"), both.value(t, "full_evidence", 0, "nll")) for t in names]
         return _mean(a - b for a, b in pairs if a is not None and b is not None)
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
     present = [v for v in values if v is not None]
     return statistics.fmean(present) if present else None
+
+
+def _of_seeds(row: Row, allowed: set[int]) -> dict[str, Any]:
+    """A row with some of its seeds."""
+    places = [i for i, group in enumerate(row["seeds"]) if set(as_seeds(group)) <= allowed]
+
+    def some(values: Sequence[Any]) -> list[Any]:
+        return [values[i] for i in places]
+
+    found = {**row, **{key: some(row[key]) for key in ("seeds", "sets", "values")}}
+    if "ood" in row:
+        found["ood"] = {name: {s: some(v) for s, v in scores.items()} for name, scores in row["ood"].items()}
+    return found
+
+
+def _over_seeds(row: Row) -> dict[str, Any]:
+    """A row with the means over its seeds."""
+    counts = [len(as_seeds(group)) for group in row["seeds"]]
+
+    def mean(values: Sequence[float | None]) -> float | None:
+        return _mean(v for v, count in zip(values, counts, strict=True) for _ in range(count))
+
+    ood = {name: {s: mean(v) for s, v in scores.items()} for name, scores in row.get("ood", {}).items()}
+    means = [mean(column) for column in zip(*row["values"], strict=True)]
+    return {**row, "values": means, "sets": sum(row["sets"]), "ood": ood}
+
+
+def _difference(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one - other
 
 
 def _signed(value: float | None, digits: int = 1) -> str:
@@ -189,12 +252,13 @@ def _task_table(results: Results, *, regression: bool) -> TableOfText:
 
 def _labels_table(results: Results, part: str) -> TableOfText:
     """d, gains in OOD and ECE by the number of labels; bold is what reaches its target."""
-    rows = []
+    results, rows = results.among("network", *WITH_LABELS), []
     for n in sorted({n for method in WITH_LABELS for n in results.sizes(method) if n}):
         for method in WITH_LABELS:
             names = [t for t in results.names(part) if results.row(t, method, n) and results.row(t, "network")]
             if names:
-                rows.append((str(n), METHODS[method].label, str(len(names)), *_labels_cells(results, names, method, n)))
+                label = results.label(method, names, n)
+                rows.append((str(n), label, str(len(names)), *_labels_cells(results, names, method, n)))
     header = (
         "labels",
         "method",
@@ -231,7 +295,7 @@ def _labels_cells(results: Results, names: Sequence[str], method: str, n: int) -
 
 
 def _no_labels_table(results: Results, part: str) -> TableOfText:
-    rows = []
+    results, rows = results.among("network", *WITHOUT_LABELS), []
     for method in WITHOUT_LABELS:
         names = [t for t in results.names(part) if results.row(t, method) and results.row(t, "network")]
         if not names:
@@ -244,7 +308,7 @@ def _no_labels_table(results: Results, part: str) -> TableOfText:
         lowest = min(((x, t) for t in names for x in results.gains(t, method, 0).values()), default=None)
         rows.append(
             (
-                METHODS[method].label,
+                results.label(method, names),
                 str(len(names)),
                 _judged(mean_nll, lambda v: v <= -0.05, _signed(mean_nll, 3)),
                 _judged(nll[worst], lambda v: v <= 0.015, f"{_signed(nll[worst], 3)} ({worst})"),
@@ -264,16 +328,25 @@ def _no_labels_table(results: Results, part: str) -> TableOfText:
         "OOD mean",
         "OOD, worst set",
     )
-    return TableOfText(f"Without labels, against the network: {part} tasks", header, tuple(rows))
+    possible = _mean(results.possible(t) for t in results.names(part))
+    note = (
+        ""
+        if possible is None
+        else (
+            f"For comparison: the best temperature, chosen with all test labels, lowers the network's NLL by {_plain(possible)} on average over "
+            "these tasks; where a network is calibrated there is little to gain."
+        )
+    )
+    return TableOfText(f"Without labels, against the network: {part} tasks", header, tuple(rows), note)
 
 
 def _regression_table(results: Results, part: str) -> TableOfText:
-    rows = []
+    results, rows = results.among(*REGRESSIONS), []
     for method in REGRESSIONS:
         for n in results.sizes(method):
             names = [t for t in results.names(part, regression=True) if results.row(t, method, n)]
             if names:
-                label = METHODS[method].label + (f", {n} labels" if n else "")
+                label = results.label(method, names, n) + (f", {n} labels" if n else "")
                 rows.append((label, str(len(names)), *_regression_cells(results, names, method, n)))
     header = ("method", "tasks", "NLL mean", "median", "d mean", "d worst task", "over full evidence")
     cover = ("covers 50 %", "90 %", "95 %", "95 % on the worst task")
@@ -313,16 +386,17 @@ def _detection_table(results: Results) -> TableOfText:
             for s in ("entropy", "mutual_information", "either")
         ]
     candidates += [(method, "own", METHODS[method].label) for method in DETECTORS]
-    rows = []
+    results, rows = results.among(*{method for method, _, _ in candidates}), []
     for method, score, label in candidates:
         cells = []
+        marked = results.label(method, results.tasks).removeprefix(METHODS[method].label)
         for part in PARTS:
             for group in ("table", "image"):
                 names = [t for t in results.names(part) if results.tasks[t]["group"] == group]
                 found = [x for t in names for x in _areas(results, t, method, score)]
                 cells.append(_plain(_mean(found)) + (f" ({len(found)})" if found else ""))
         if any(cell != "–" for cell in cells):
-            rows.append((label, *cells))
+            rows.append((label + marked, *cells))
     header = ("method and score", *(f"{part}, {group}s" for part in PARTS for group in ("table", "image")))
     return TableOfText("Unusual inputs: mean AUROC", header, tuple(rows))
 
@@ -336,7 +410,8 @@ def _areas(results: Results, task: str, method: str, score: str) -> list[float]:
 
 
 def _each_task_table(results: Results) -> TableOfText:
-    rows = []
+    shown = ("network", "temperature", "fit", "fit_unlabelled")
+    results, rows = results.among(*shown), []
     for part in PARTS:
         for name in results.names(part):
             network = results.row(name, "network")
@@ -344,15 +419,17 @@ def _each_task_table(results: Results) -> TableOfText:
             if network is None or not sizes:
                 continue
             n = sizes[-1]
+            older = any(results.label(method, [name]) != METHODS[method].label for method in shown)
             rows.append(
                 (
-                    name,
+                    name + (" †" if older else ""),
                     str(n),
                     *(_plain(results.value(name, m, k, "accuracy")) for m, k in (("network", 0), ("fit", n))),
                     *(
                         _plain(results.value(name, m, k, "nll"))
                         for m, k in (("network", 0), ("temperature", n), ("fit", n), ("fit_unlabelled", 0))
                     ),
+                    _plain(_difference(results.value(name, "network", 0, "nll"), results.possible(name))),
                     *(
                         _plain(results.value(name, m, k, "ece"))
                         for m, k in (("network", 0), ("temperature", n), ("fit", n), ("fit_unlabelled", 0))
@@ -362,6 +439,7 @@ def _each_task_table(results: Results) -> TableOfText:
                 )
             )
     header = ["task", "labels", "accuracy: network", "fit", "NLL: network", "temperature", "fit", "fit, no labels"]
+    header += ["best temperature in hindsight"]
     header += ["ECE: network", "temperature", "fit", "fit, no labels", "error AUROC: network", "fit"]
     header += ["OOD AUROC: network", "fit", "fit, no labels"]
     return TableOfText("Each classification", tuple(header), tuple(rows))
@@ -385,6 +463,6 @@ def _seconds_table(results: Results) -> TableOfText:
             )
             cells += [_short(making), _short(asking)]
         if any(cell != "–" for cell in cells):
-            rows.append((METHODS[method].label, *cells))
+            rows.append((results.label(method, results.tasks), *cells))
     header = ("method", *(f"{g}: {what}" for g in ("image", "table", "regression") for what in ("s", "ms per input")))
     return TableOfText("Processor seconds to make a predictor, milliseconds to ask it", header, tuple(rows))

@@ -63,8 +63,8 @@ class Settings:
     fit: int = 2000
     rounds: int = 2
     iterations: int = 6
-    validation: int = 300
-    test: int = 1500
+    validation: int = 200
+    test: int = 1000
     grid: tuple[float, ...] = tuple(10.0**k for k in range(-2, 7))
 
 

@@ -194,6 +194,8 @@ class Part:
             kind = "linearised" if rule == "evidence" else rule
             inside, outside = (predicted(best.predictor, kind, x, settings.samples, seed) for x in (tx, other))
             found = self._numbers(f"{group}_{rule}", best, inside, ty, outside)
+            few = slice(settings.subset_test)  # The ECE of fewer images is larger, so that only equally many compare.
+            found[f"{group}_{rule}_few_ece"] = quality("few", inside[few], ty[few])["few_ece"]
             curves = {**numbers.get("curves", {}), **found["curves"]}
             numbers |= {**found, "curves": curves}
         return numbers

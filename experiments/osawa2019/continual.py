@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, work_folder
+from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, result_of
 from experiments.osawa2019.settings import TRIALS, Continual
 
 __all__ = ["figures", "jobs", "verdicts"]
@@ -158,21 +158,16 @@ def jobs(settings: Continual, data_dir: Path) -> Iterator[Job]:
             yield Job(f"continual/{method}/seed{seed}", partial(_final, settings, data_dir, method, seed))
 
 
-def _chosen(method: str) -> Path:
-    return work_folder("chosen") / f"continual-{method}.txt"
-
-
 def _tune(settings: Continual, data_dir: Path, method: str) -> dict[str, Any]:
     tasks = Tasks(settings, data_dir, 1000, settings.tuning_tasks)
     trials = TRIALS["continual"][method]
     scores = [tasks.run(method, values, "validation")["accuracy"] for values in trials]
     best = scores.index(max(scores))
-    _chosen(method).write_text(f"{best}\n", encoding="utf-8")
     return {"accuracy": scores, "chosen": best, "settings": dict(trials[best])}
 
 
 def _final(settings: Continual, data_dir: Path, method: str, seed: int) -> dict[str, Any]:
-    values = TRIALS["continual"][method][int(_chosen(method).read_text(encoding="utf-8"))]
+    values = TRIALS["continual"][method][result_of(f"continual/tune_{method}")["chosen"]]
     return Tasks(settings, data_dir, seed, settings.tasks).run(method, values, "test")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from experiments.framework import Job, work_folder
+from experiments.framework import Job, result_of
 from experiments.osawa2019.settings import TRIALS, VARIANTS, Pictures, Settings, Values
 from experiments.osawa2019.training import Batches, Data, closure, judge, network, optimiser, train
 
@@ -34,11 +34,8 @@ def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
             for variant in VARIANTS if name == "residual" and method == "vogn" else ():
                 for seed in range(part.seeds):
                     yield Job(f"{name}/{variant}/seed{seed}", partial(_variant, part, data, variant, seed))
-        yield Job(f"cost/{name}", partial(_cost, part, data))
-
-
-def _chosen(name: str, method: str) -> Path:
-    return work_folder("chosen") / f"{name}-{method}.txt"
+        for seed in range(part.seeds):
+            yield Job(f"cost/{name}/seed{seed}", partial(_cost, part, data, seed))
 
 
 def _tune(settings: Pictures, data: Data, method: str) -> dict[str, Any]:
@@ -47,7 +44,6 @@ def _tune(settings: Pictures, data: Data, method: str) -> dict[str, Any]:
     curves = [train(method, settings, data, TUNING_SEED, values, watched=False).curve[-1] for values in trials]
     scores = [c["nll"] if settings.chosen_by == "nll" else -c["accuracy"] for c in curves]
     best = scores.index(min(scores))
-    _chosen(settings.network, method).write_text(f"{best}\n", encoding="utf-8")
     return {
         "nll": [c["nll"] for c in curves],
         "accuracy": [c["accuracy"] for c in curves],
@@ -57,7 +53,7 @@ def _tune(settings: Pictures, data: Data, method: str) -> dict[str, Any]:
 
 
 def _values(settings: Pictures, method: str) -> Values:
-    return TRIALS[settings.network][method][int(_chosen(settings.network, method).read_text(encoding="utf-8"))]
+    return TRIALS[settings.network][method][result_of(f"{settings.network}/tune_{method}")["chosen"]]
 
 
 def _final(settings: Pictures, data: Data, method: str, seed: int) -> dict[str, Any]:
@@ -79,20 +75,20 @@ def _variant(settings: Pictures, data: Data, variant: str, seed: int) -> dict[st
     return judge(train("vogn", settings, data, seed, values, norm=norm, **changes), data, settings.samples)
 
 
-def _cost(settings: Pictures, data: Data) -> dict[str, Any]:
+def _cost(settings: Pictures, data: Data, seed: int) -> dict[str, Any]:
     """Processor seconds of four steps of each optimiser, one after the other, again and again."""
     kinds: dict[str, tuple[str, int]] = {"adam": ("adam", 1), "vogn_1": ("vogn", 1)}
     kinds[f"vogn_{settings.timed_draws}"] = ("vogn", settings.timed_draws)
     if "kfac" in settings.methods:
         kinds |= {name: (name, 1) for name in ("ogn", "kfac", "noisy_kfac")}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     steppers = {}
     for kind, (method, draws) in kinds.items():
         model = network(settings.network)
         more = {"mc_samples": draws} if method in ("vogn", "noisy_kfac") else {}
         values = TRIALS[settings.network]["adam" if method == "adam" else "vogn"][-1]
         steppers[kind] = (method, model, optimiser(method, model, settings, 1000, values, **more))
-    batches = list(Batches(*data.train, settings.timed_batch, torch.Generator().manual_seed(0)))[:4]
+    batches = list(Batches(*data.train, settings.timed_batch, torch.Generator().manual_seed(seed)))[:4]
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     for number in range(settings.rounds + 1):
         for kind, (method, model, opt) in steppers.items():

@@ -23,6 +23,7 @@ __all__ = ["figures", "jobs", "verdicts"]
 
 NAMES = {m: n for m, n in ALL_NAMES.items() if m != "field"}
 STEPS = tuple(k / 20 for k in range(11))
+_BOTH = ("kron", "plain")  # with and without augmentation
 AUGMENTED = {
     "kron": "augmented, minibatch",
     "plain": "plain, minibatch",
@@ -40,10 +41,11 @@ def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
             yield Job(f"adversarial/targeted_{method}/seed{seed}", partial(_targeted, digits, method))
     for seed in range(settings.seeds):
         digits = Digits(settings, data_dir, seed)
-        yield Job(f"augmentation/fit_plain/seed{seed}", partial(_fit_plain, digits))
-        yield Job(f"augmentation/tune_plain/seed{seed}", partial(digits.tune, "plain"))
+        yield Job(f"augmentation/fit_plain/seed{seed}", partial(digits.fit, "plain"))
+        for name in _BOTH:
+            yield Job(f"augmentation/tune_{name}/seed{seed}", partial(digits.tune, name))
         yield Job(f"augmentation/fit_few/seed{seed}", partial(_fit_few, digits))
-        for name in ("plain", "few", "exact"):
+        for name in AUGMENTED:  # The augmented one, too: a network that was made again differs in its last digits.
             yield Job(f"augmentation/untargeted_{name}/seed{seed}", partial(_untargeted, digits, name))
             yield Job(f"augmentation/targeted_{name}/seed{seed}", partial(_targeted, digits, name))
 
@@ -60,8 +62,7 @@ def _predictor(digits: Digits, method: str) -> Baseline:
     count = digits.settings.attack_samples
     if method in ("few", "exact"):
         # Both with the scale and precision that the grid found without augmentation: only the curvature differs.
-        tuned = digits.laplace(f"plain{digits.seed}")
-        la = digits.laplace(f"{method}{digits.seed}_untuned")
+        tuned, la = digits.laplace("plain"), digits.untuned(method)
         share = tuned.n_data / la.n_data
         scale, precision = tuned.data_scale, float(next(iter(tuned.prior_precision.values())))
         posterior = la.posterior.with_prior(precision, scale=scale * share)
@@ -107,18 +108,9 @@ def _crossing(values: list[float], level: float) -> float:
     return float(len(values) - 1)
 
 
-def _fit_plain(digits: Digits) -> dict[str, Any]:
-    settings = digits.settings
-    digits.fit("plain", batches(digits.data("train", settings.fit), settings.batch), STRUCTURES["kron"], 1)
-    return {"n_data": settings.fit}
-
-
 def _fit_few(digits: Digits) -> dict[str, Any]:
-    """The same images once in minibatches of 100 and once by single data, which Kronecker factors of the exact matrix are."""
-    data = batches(digits.data("train", digits.settings.exact_fit), 100)
-    digits.fit("few", data, STRUCTURES["kron"], 1)
-    digits.fit("exact", data, {"structure": "kron", "curvature": "exact", "damping": "factored"}, 1)
-    return {"n_data": digits.settings.exact_fit}
+    """The same images once in minibatches of 100 and once by single data."""
+    return {"n_data": digits.fit("few")["n_data"], "exact_n_data": digits.fit("exact")["n_data"]}
 
 
 # Verdicts
@@ -130,20 +122,13 @@ def verdicts(results: Results) -> list[Verdict]:
     first = {f"adversarial/untargeted_{m}/*": count for m in NAMES}
     second = {f"adversarial/targeted_{m}/*": count for m in NAMES} | {f"notmnist/tune_{m}/*": count for m in STRUCTURES}
     pairs = {f"augmentation/{kind}_{m}/*": count for kind in ("untargeted", "targeted") for m in ("few", "exact")}
-    plain = {
-        "notmnist/tune_kron/*": count,
-        "augmentation/tune_plain/*": count,
-        **{f"{where}/{kind}_{m}/*": count for kind in ("untargeted", "targeted") for where, m in _BOTH},
-    }
+    plain = {f"augmentation/{kind}_{m}/*": count for kind in ("tune", "untargeted", "targeted") for m in _BOTH}
     return [
         *judged(results, first, ("R10", "R11"), lambda r: [_most_uncertain(r), _kept(r)]),
         *judged(results, second, ("R12", "R13"), lambda r: [_steps(r), _peak(r)]),
         *judged(results, plain, ("R14",), lambda r: [_augmented(r)]),
         *judged(results, pairs, ("R15",), lambda r: [_minibatch(r)]),
     ]
-
-
-_BOTH = (("adversarial", "kron"), ("augmentation", "plain"))
 
 
 def _by_method(results: Results, kind: str, name: str) -> dict[str, list[float]]:
@@ -199,11 +184,11 @@ def _peak(results: Results) -> Verdict:
 
 def _augmented(results: Results) -> Verdict:
     sizes = {
-        "with": results.numbers("notmnist/tune_kron/*", "mean_deviation"),
-        "without": results.numbers("augmentation/tune_plain/*", "mean_deviation"),
+        name: results.numbers(f"augmentation/tune_{m}/*", "mean_deviation")
+        for name, m in zip(("with", "without"), _BOTH, strict=True)
     }
     areas = {
-        kind: [results.numbers(f"{where}/{kind}_{m}/*", "entropy_area") for where, m in _BOTH]
+        kind: [results.numbers(f"augmentation/{kind}_{m}/*", "entropy_area") for m in _BOTH]
         for kind in ("untargeted", "targeted")
     }
     conditions = [paired(sizes["without"], sizes["with"]).lower, *(paired(a, b).higher for a, b in areas.values())]
@@ -240,7 +225,7 @@ def _minibatch(results: Results) -> Verdict:
 def figures(results: Results, folder: Path) -> dict[str, str]:
     """Figures 3 and 4 of the methods, 6 and 7 of the ways to compute the curvature, means over seeds; returns their captions."""
     methods = {f"adversarial/{{}}_{m}": n for m, n in NAMES.items()}
-    ways = {f"{'adversarial' if m == 'kron' else 'augmentation'}/{{}}_{m}": n for m, n in AUGMENTED.items()}
+    ways = {f"augmentation/{{}}_{m}": n for m, n in AUGMENTED.items()}
     captions = {}
     for number, kind, curves, what in (
         (3, "untargeted", methods, "each method"),

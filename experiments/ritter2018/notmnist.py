@@ -1,13 +1,14 @@
 """Section 5.2 and appendix F: a network that knows digits is shown letters (claims R6 to R9).
 
-The network, its curvature and its tuned posteriors are kept in the work folder; sections 5.3 and the appendices use them, too.
+The network, its curvature and its tuned posteriors are kept in the work folder; sections 5.3 and the appendices use them, too. Where only the
+numbers of a job are left (--resume on another machine), what it kept is made again from the same seeds.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -37,6 +38,12 @@ COLOURS = dict(zip(NAMES, CATEGORIES, strict=False))
 METHODS: dict[str, dict[str, str]] = {
     "kron": {"structure": "kfra", "damping": "factored"},
     "diagonal": {"structure": "diagonal", "curvature": "sampled"},
+}
+# Without augmentation (appendix C). KFRA with batches of one gives the Kronecker factors of the exact matrix.
+PLAIN: dict[str, dict[str, str]] = {
+    "plain": METHODS["kron"],
+    "few": METHODS["kron"],
+    "exact": {"structure": "kron", "curvature": "exact", "damping": "factored"},
 }
 DECAY = 1e-4
 Pair = tuple[Tensor, Tensor]
@@ -132,6 +139,8 @@ class Digits:
 
     def trained(self) -> nn.Sequential:
         """The trained network."""
+        if not self.weights.is_file():
+            print(f"notmnist/train/seed{self.seed} again: {self.train()}", flush=True)
         model = network(self.settings.width)
         model.load_state_dict(torch.load(self.weights, weights_only=True))
         return model.eval()
@@ -163,18 +172,22 @@ class Digits:
         part.unlink(missing_ok=True)
         return {"accuracy": _share(Deterministic(model.eval()), self.test), "epochs": settings.epochs}
 
-    def fit(self, name: str, data: Any, structure: dict[str, str], passes: int) -> am.Laplace:
-        """A Laplace approximation of the trained network, kept under a name before it is tuned."""
-        model = self.trained()
-        la = am.Laplace(model, "classification", **structure)
+    def fit(self, name: str) -> dict[str, Any]:
+        """The curvature of the trained network by one of the methods, kept before it is tuned."""
+        settings, passes = self.settings, 1
+        count, size = (settings.fit, settings.batch) if name in (*METHODS, "plain") else (settings.exact_fit, 100)
+        data: Any = batches(self.data("train", count), size)
+        if name in METHODS:
+            data, passes = Binarised(*self.data("train", count), size, self.generator(40)), settings.passes
+        la = am.Laplace(self.trained(), "classification", **{**METHODS, **PLAIN}[name])
         la.fit(data, passes=passes, generator=self.generator(50), progress=False)
         la.save(self.folder / f"{name}{self.seed}_untuned", overwrite=True)
-        return la
+        return {"n_data": count, "passes": passes}
 
     def tune(self, name: str) -> dict[str, Any]:
         """The grid of the paper: scale and precision by the likelihood of held-out images under weight samples."""
         settings = self.settings
-        la = self.laplace(f"{name}{self.seed}_untuned")
+        la = self.untuned(name)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", am.errors.StatisticalWarning)  # The edge of the grid is in the numbers.
             la.tune(
@@ -197,8 +210,17 @@ class Digits:
             "table": result.table,
         }
 
-    def laplace(self, folder: str) -> am.Laplace:
-        """A kept posterior."""
+    def untuned(self, name: str) -> am.Laplace:
+        """The posterior before tuning."""
+        return self._kept(f"{name}{self.seed}_untuned", partial(self.fit, name))
+
+    def laplace(self, name: str) -> am.Laplace:
+        """The tuned posterior."""
+        return self._kept(f"{name}{self.seed}", partial(self.tune, name))
+
+    def _kept(self, folder: str, make: Callable[[], Any]) -> am.Laplace:
+        if not (self.folder / folder).exists():
+            make()
         la = am.load(self.folder / folder, self.trained())
         assert isinstance(la, am.Laplace)
         return la
@@ -210,9 +232,11 @@ class Digits:
         if method == "dropout":
             return am.MCDropout(self.trained(), samples=samples)
         if method == "field":
+            if not (self.folder / f"field{self.seed}.pt").is_file():
+                self.field()
             states = torch.load(self.folder / f"field{self.seed}.pt", weights_only=True)
             return Particles(self.trained(), [_drawn(*states, self.generator(200 + k)) for k in range(samples)])
-        la = self.laplace(f"{method}{self.seed}")
+        la = self.laplace(method)
         return Particles(la.model, la.ensemble(samples, self.generator(60)))
 
     def field(self) -> dict[str, Any]:
@@ -226,13 +250,6 @@ class Digits:
         )
         torch.save((dict(field.mean), dict(field.deviation)), self.folder / f"field{self.seed}.pt")
         return {"objective": field.history}
-
-    def fit_method(self, method: str) -> dict[str, Any]:
-        """The curvature under random binarisation, then the grid."""
-        settings = self.settings
-        data = Binarised(*self.data("train", settings.fit), settings.batch, self.generator(40))
-        self.fit(method, data, METHODS[method], settings.passes)
-        return {"n_data": settings.fit, "passes": settings.passes}
 
     def evaluate(self, method: str) -> dict[str, Any]:
         """Accuracy and likelihood on digits, entropy on letters."""
@@ -276,7 +293,7 @@ def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
         digits = Digits(settings, data_dir, seed)
         yield Job(f"notmnist/train/seed{seed}", digits.train)
         for method in METHODS:
-            yield Job(f"notmnist/fit_{method}/seed{seed}", partial(digits.fit_method, method))
+            yield Job(f"notmnist/fit_{method}/seed{seed}", partial(digits.fit, method))
             yield Job(f"notmnist/tune_{method}/seed{seed}", partial(digits.tune, method))
         yield Job(f"notmnist/fit_field/seed{seed}", digits.field)
         for method in NAMES:

@@ -49,7 +49,7 @@ def _bytes(width: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model = network(width).eval()
     x, y = torch.rand(32, 784), torch.arange(32) % 10
-    start = time.monotonic()
+    start = time.process_time()
     la = am.Laplace(model, "classification", structure="kron", curvature="sampled", damping="factored")
     la.fit([(x, y)], progress=False)
     layers = [(784 + 1, width), (width + 1, width), (width + 1, 10)]  # The bias is a column of the weights.
@@ -68,19 +68,19 @@ def _bytes(width: int) -> dict[str, Any]:
         "free": entries,
         "weights": weights,
         "full": weights**2 * width_of_number,
-        "fit_seconds": time.monotonic() - start,
+        "fit_seconds": time.process_time() - start,
     }
 
 
 def _timed(predict: Callable[[], Tensor]) -> tuple[Tensor, float]:
-    start = time.monotonic()
-    return predict(), time.monotonic() - start
+    start = time.process_time()
+    return predict(), time.process_time() - start
 
 
 def _cheap(digits: Digits) -> dict[str, Any]:
     """Fresh samples for every batch, a fixed ensemble, a smaller one, and a student."""
     settings = digits.settings
-    la = digits.laplace(f"kron{digits.seed}")
+    la = digits.laplace("kron")
     x, y = digits.data("test", min(2000, settings.test))
     count, few = settings.samples, max(2, settings.samples // 5)
     fixed = la.ensemble(count, digits.generator(80))

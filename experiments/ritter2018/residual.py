@@ -161,7 +161,11 @@ class Network:
         if method == "deterministic":
             return Deterministic(model)
         if method == "dropout":
+            if not self._drop.is_file():
+                self.choose_drop()
             return am.MCDropout(model, samples=settings.samples, insert=float(self._drop.read_text()))
+        if not (work_folder("residual") / f"{method}{self.seed}").exists():
+            self.tune(method)
         la = am.load(work_folder("residual") / f"{method}{self.seed}", model)
         assert isinstance(la, am.Laplace)
         return Particles(model, la.ensemble(settings.samples, self.generator(2)))
@@ -206,7 +210,6 @@ def verdicts(results: Results) -> list[Verdict]:
     every = {f"residual/{m}/*": count for m in COMPARED}
     tuned = {
         **{f"residual/tune_{m}/*": count for m in STRUCTURES},
-        "residual/diagonal/*": count,
         "notmnist/tune_kron/*": results.settings.images.seeds,
     }
     return [
@@ -258,7 +261,8 @@ def _stronger(results: Results) -> Verdict:
     conditions = [scale >= 10 * digits_scale, precision >= 10 * digits_precision, relative <= 0.01]
     median = _mean(results.numbers("residual/tune_diagonal/*", "median_deviation"))
     ours = (
-        f"N × {scale:.3g} against {digits_scale:.3g} on MNIST, τ {precision:.3g} against {digits_precision:.3g}; "
+        f"N × {scale:.3g} against {digits_scale:.3g} on MNIST (N {geometric('residual/tune_kron/*', 'count'):.3g} against "
+        f"{digits_scale * results.settings.images.fit:.3g}), τ {precision:.3g} against {digits_precision:.3g}; "
         f"median standard deviation of the diagonal posterior {median:.2g}, {relative:.2g} of the weight's size"
     )
     parts = ("N ten times larger", "τ ten times larger", "diagonal below a hundredth of the weights")

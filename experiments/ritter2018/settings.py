@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 __all__ = ["BUDGETS", "Images", "Outlook", "Residual", "Settings", "Toy"]
@@ -25,9 +24,12 @@ class Toy:
         steps: The number of Adam steps.
         samples: The number of weight samples of a prediction.
         tuning_samples: The number of weight samples at a grid point.
+        temperatures: The number of tempered replicas of each of the four chains.
+        hottest: The least inverse temperature of the likelihood.
         warmup: The number of transitions that a chain adapts in.
-        draws: The number of kept transitions of each of the four chains.
-        trajectory: The time that a transition travels.
+        draws: The number of kept draws of each chain.
+        thin: The number of transitions for each of them.
+        leapfrogs: The number of leapfrog steps of a transition.
         scales: The data scales N / 20 of the grid.
         ratios: The ratios τ · 20 / N of the grid.
     """
@@ -40,9 +42,12 @@ class Toy:
     steps: int = 4000
     samples: int = 1000
     tuning_samples: int = 100
-    warmup: int = 150
-    draws: int = 250
-    trajectory: float = math.pi / 8
+    temperatures: int = 12
+    hottest: float = 1e-4
+    warmup: int = 1000
+    draws: int = 1000
+    thin: int = 12
+    leapfrogs: int = 16
     scales: tuple[float, ...] = _decades(0, 4)
     ratios: tuple[float, ...] = _decades(-5, 3, 2)
 
@@ -181,9 +186,11 @@ BUDGETS = {
             steps=100,
             samples=50,
             tuning_samples=10,
-            warmup=4,
+            temperatures=3,
+            warmup=12,
             draws=8,
-            trajectory=0.05,
+            thin=1,
+            leapfrogs=2,
             scales=(1.0, 100.0),
             ratios=(0.01, 1.0),
         ),

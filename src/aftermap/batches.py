@@ -212,7 +212,10 @@ def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 def _size(inputs: Any) -> int:
     sizes = [t.shape[0] for t in tensors_of(inputs) if t.dim() > 0]
     if not sizes:
-        raise DataError(f"the inputs of a batch hold no tensor with a batch dimension: they are {describe(inputs)}")
+        raise DataError(
+            f"the inputs of a batch hold no tensor with a batch dimension: they are {describe(inputs)}. Pass plain numbers as a tensor, "
+            "torch.tensor(x), or as an array"
+        )
     return sizes[0]
 
 

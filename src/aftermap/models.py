@@ -35,6 +35,7 @@ __all__ = [
     "autograd_errors_explained",
     "call_model",
     "check_device",
+    "check_is_network",
     "check_modes",
     "check_not_causal",
     "check_not_scripted",
@@ -218,8 +219,28 @@ def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterato
         except (RuntimeError, TypeError, ValueError, IndexError) as own:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(given))
             keys = f" with the keys {', '.join(map(str, given))}" if isinstance(given, Mapping) else ""
-            raise InputError(f"the model does not accept inputs{keys} of shape {shapes}: {own}") from error
+            bytes_given = any(t.dtype == torch.uint8 for t in tensors_of(given))
+            advice = (
+                ". Bytes are no numbers to multiply: pass pixels as in training, such as x.float() / 255"
+                if bytes_given
+                else ""
+            )
+            raise InputError(f"the model does not accept inputs{keys} of shape {shapes}: {own}{advice}") from error
         raise
+
+
+def check_is_network(model: object, order: str) -> None:
+    """Raises unless the first argument is a network.
+
+    Args:
+        model: The first argument.
+        order: How the call is written, for the message.
+
+    Raises:
+        InputError: It is something else.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the network, a torch.nn.Module, stands first: {order}; got {model!r:.80}")
 
 
 def check_not_causal(model: nn.Module) -> None:

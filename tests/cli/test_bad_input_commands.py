@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 
@@ -34,6 +33,11 @@ def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--device", "gpu"], "--device gpu"),
         (["--model", "somewhere.else:build"], "there is no module 'somewhere'"),
         (["--weights", "nowhere.pt"], "--weights: there is no file nowhere.pt"),
+        (["--memory", "-1"], "--memory -1 must be a number above 0"),
+        (["--seconds", "0"], "--seconds 0 must be a number above 0"),
+        (["--prior-precision", "nan"], "--prior-precision nan must be a number above 0"),
+        (["--noise", "inf"], "--noise inf must be a number above 0"),
+        (["--checkpoint", "sums", "--every", "0"], "greater than or equal to 1"),
     ],
 )
 def test_fit_finds_mistakes_before_it_reads_data(files: Files, tmp_path: Path, more: list[str], message: str) -> None:
@@ -55,11 +59,15 @@ def test_an_output_that_cannot_be_written(
     files: Files, tmp_path: Path, allowed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "notes.txt").write_text("mine")
+
+    def refuses(dir: Path) -> None:
+        raise OSError(30, "Read-only file system", str(dir))
+
     if allowed:
         place, message = tmp_path / "notes.txt" / "p", "notes.txt is a file, not a folder"
     else:
-        monkeypatch.setattr("aftermap.cli.console.os.access", lambda path, mode: mode == os.R_OK)
-        place, message = tmp_path / "new" / "p", f"the folder {tmp_path} does not allow it"
+        monkeypatch.setattr("aftermap.cli.console.tempfile.TemporaryFile", refuses)
+        place, message = tmp_path / "new" / "p", f"the folder {tmp_path} does not allow it (Read-only file system)"
     found = invoke(*files.fit(place), code=2)
     assert "cannot be written" in words(found.stderr)
     assert message in words(found.stderr)
@@ -115,8 +123,15 @@ def test_files_that_hold_no_weights(files: Files, tmp_path: Path, weights: str, 
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (np.arange(40) % 3 + 1, "labels that count from 1 are given as targets - 1"),
-        (np.arange(40) % 3 - 1, "for examples without a label"),
+        (
+            np.arange(40) % 3 + 1,
+            "holds the label 3, but the network has 3 outputs, for the classes 0 to 2: the labels count from 1",
+        ),
+        (
+            np.arange(40) % 4,
+            "the label 3, but the network has 3 outputs, for the classes 0 to 2: give the network more outputs",
+        ),
+        (np.arange(40) % 3 - 1, "holds the label -1; classes count from 0. Leave examples without a label out"),
         (np.eye(3)[np.arange(40) % 3], "--task binary"),
         ((np.arange(40) % 3).astype(np.float32), "class labels are integers"),
     ],
@@ -124,8 +139,34 @@ def test_files_that_hold_no_weights(files: Files, tmp_path: Path, weights: str, 
 def test_labels_of_another_form(files: Files, tmp_path: Path, targets: np.ndarray, message: str) -> None:
     np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(40, 2)), y=targets)
     command = ["fit", "--model", files.model, "--weights", str(files.weights), "--train", str(tmp_path / "data.npz")]
-    assert message in words(invoke(*command, "-o", str(tmp_path / "p"), code=2).stderr)
+    said = words(invoke(*command, "-o", str(tmp_path / "p"), code=2).stderr)
+    assert message in said
+    assert "Categorical" not in said
+    assert "alternatives" not in said  # before the cost is estimated
     assert not (tmp_path / "p").exists()
+
+
+def test_numbers_that_are_not_finite_are_named_by_file_and_place(files: Files, tmp_path: Path) -> None:
+    with np.load(files.train) as data:
+        x, y = data["x"].copy(), data["y"]
+    x[3, 1] = x[5, 0] = np.nan
+    np.savez(tmp_path / "data.npz", x=x, y=y)
+    command = ["fit", "--model", files.model, "--weights", str(files.weights), "--train", str(tmp_path / "data.npz")]
+    said = words(invoke(*command, "-o", str(tmp_path / "p"), code=2).stderr)
+    assert f"data.npz: x holds nan at index [3, 1]; 2 of {len(x):,} examples are not finite" in said
+
+
+def test_tuning_on_held_out_data_that_are_missing(fitted: Path, tmp_path: Path) -> None:
+    said = words(invoke("tune", str(fitted), "--method", "validation", "-o", str(tmp_path / "p"), code=2).stderr)
+    assert said == "error: --method validation needs held-out data: add --val"
+
+
+def test_the_result_of_a_grid_is_a_sentence(files: Files, fitted: Path, tmp_path: Path) -> None:
+    found = invoke("tune", str(fitted), "--val", str(files.val), "--method", "grid", "-o", str(tmp_path / "p"))
+    line = next(line for line in found.stdout.splitlines() if "grid" in line)
+    assert line.startswith("validation NLL on ")
+    assert len(line) < 200
+    assert "[(" not in found.stdout
 
 
 @pytest.mark.parametrize(
@@ -221,11 +262,33 @@ def test_an_identifier_in_new_data_where_the_training_data_had_no_columns(
 ) -> None:
     (tmp_path / "new.csv").write_text("customer,a,b\nc0,0.5,1.0\nc1,2.0,-1.0\n")
     command = ["predict", str(fitted), str(tmp_path / "new.csv"), "-o", str(tmp_path / "scored.csv")]
-    assert "leave the column out with --drop" in words(invoke(*command, code=2).stderr)
+    said = words(invoke(*command, code=2).stderr)
+    assert said.endswith("leave the column out with --drop")
     invoke(*command, "--drop", "customer")
     lines = (tmp_path / "scored.csv").read_text().splitlines()
     assert lines[0].startswith("customer,prediction")
     assert [line.partition(",")[0] for line in lines[1:]] == ["c0", "c1"]
+    epistemic = lines[0].split(",").index("epistemic")
+    assert all(
+        len(line.split(",")[epistemic].strip("0.").replace(".", "").partition("e")[0]) <= 4 for line in lines[1:]
+    )
+
+
+def test_test_data_with_an_identifier_where_the_training_data_had_no_columns(fitted: Path, tmp_path: Path) -> None:
+    rows = [f"c{i},{i % 5 - 2},{i % 7 - 3},{i % 3}" for i in range(30)]
+    (tmp_path / "test.csv").write_text("\n".join(["customer,a,b,label", *rows]) + "\n")
+    options = ["--test", str(tmp_path / "test.csv"), "--target", "label", "--drop", "customer"]
+    assert answer("where", str(fitted), *options)["layer"] == ["0", "2"]
+
+
+def test_new_inputs_in_bytes_are_told_of(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).normal(size=(60, 1, 4, 4)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, y=np.arange(60) % 2)
+    run = ["train", "--model", "builtin:mlp", "--train", str(tmp_path / "data.npz"), "--epochs", "1"]
+    invoke(*run, "-o", str(tmp_path / "run"))
+    np.savez(tmp_path / "new.npz", x=np.zeros((3, 4, 4), dtype=np.uint8))
+    found = invoke("predict", str(tmp_path / "run" / "posterior"), str(tmp_path / "new.npz"))
+    assert "new.npz holds bytes, which are taken as pixels and divided by 255" in words(found.stderr)
 
 
 def test_random_inputs_of_a_shape_that_was_said(files: Files) -> None:

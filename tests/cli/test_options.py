@@ -87,7 +87,7 @@ def test_help_has_panels_and_lists_what_is_allowed() -> None:
 
 
 def test_data_are_described_once() -> None:
-    described = o.DataOptions(image_size="28", channels=1, limit=5).format(task="binary", drop="a, b")
+    described = o.DataOptions(image_size="28", channels=1, limit=5, drop="a, b").format(task="binary")
     assert (described.image_size, described.channels, described.limit) == ((28, 28), 1, 5)
     assert (described.task, described.drop, described.batch_size) == ("binary", ("a", "b"), 256)
     for wrong, message in (

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 from typer.testing import CliRunner
 
 import aftermap.cli.training as training
 from aftermap.cli.app import app
+from aftermap.cli.console import Reporter
 from aftermap.cli.store import load_fitted
 from aftermap.cli.training import CHECKPOINT, RATES
 from aftermap.optim import TrainedPosterior
@@ -136,7 +138,7 @@ def test_mistakes(tmp_path: Path, more: list[str], message: str) -> None:
 
 def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "run"
-    command = [*BASE, "--optimizer", "adam", "-o", str(place)]
+    command = [*BASE, "--optimizer", "adam", "--checkpoint-seconds", "0", "-o", str(place)]
     real, calls = torch.save, []
 
     def fills(content: Any, file: Any, *args: Any) -> None:
@@ -150,7 +152,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert "The disk is full" in words(invoke(*command, code=2).stderr)
     monkeypatch.undo()
     assert sorted(p.name for p in place.iterdir()) == [CHECKPOINT, "history.json"]
-    assert "goes on at step 16 of 24" in words(invoke(*command).stderr)
+    assert "goes on at step 2 of 24" in words(invoke(*command).stderr)
 
 
 def test_regression_in_the_units_of_the_targets(tmp_path: Path) -> None:
@@ -231,3 +233,64 @@ def test_a_fit_on_two_processes_equals_one(tmp_path: Path) -> None:
     assert one.factors.n_data == two.factors.n_data == 360
     a, b = one.posterior.marginal_variance(), two.posterior.marginal_variance()
     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_first_run_on_a_small_table_passes_its_own_check(tmp_path: Path) -> None:
+    found = invoke("train", "--model", "builtin:mlp", "--data", "builtin:wine", "-o", str(tmp_path / "run"))
+    assert "self-check on validation data passed" in words(found.stdout)
+    assert "trained 500 epochs" in words(found.stdout)  # of one batch each
+    assert len(re.findall(r"epoch \d+/500", words(found.stderr))) == 20
+
+
+def test_a_failed_check_says_what_to_try(tmp_path: Path) -> None:
+    command = [*BASE, "--epochs", "26", "--optimizer", "vogn", "--temperature", "30", "--drop", "nothing"]
+    found = invoke(*command, "-o", str(tmp_path / "run"), code=3)
+    said = words(found.stdout)
+    assert re.findall(r"epoch (\d+)/26", words(found.stderr)) == [str(n) for n in range(2, 27, 2)]
+    assert "self-check on validation data FAILED" in said
+    weights = tmp_path / "run" / "model.safetensors"
+    again = f"aftermap fit --model builtin:mlp --weights {weights} --data toy:blobs --drop nothing -o posterior/"
+    assert again.replace(" ", "") in said.replace(" ", "")
+
+
+def test_a_run_without_draws_predicts_by_its_linear_model(tmp_path: Path) -> None:
+    attempt(*BASE, "--optimizer", "ogn", "--epochs", "1", "-o", str(tmp_path / "run"))
+    fitted = load_fitted(tmp_path / "run" / "posterior")
+    assert fitted.predict_options("auto", 8) == {"kind": "linearised", "samples": 8}
+
+
+def test_a_run_from_before_the_temperature_could_be_chosen_goes_on(tmp_path: Path) -> None:
+    command = [*BASE, "--optimizer", "adam", "-o", str(tmp_path / "run")]
+    invoke(*command)
+    place = tmp_path / "run" / CHECKPOINT
+    content = torch.load(place, weights_only=True)
+    del content["recipe"]["temperature"]
+    torch.save(content, place)
+    assert "temperature: 1.0 there, 0.1 now" in words(invoke(*command, code=2).stderr)
+    assert "is finished" in words(invoke(*command, "--temperature", "1").stderr)
+
+
+def test_a_sentence_does_not_run_into_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tqdm(total=3, file=sys.stderr, desc="training") as bar:
+        bar.update()
+        Reporter().note("epoch 1/3: loss 2")
+    said = capsys.readouterr().err
+    before, _, after = said.partition("epoch 1/3: loss 2\n")
+    assert before.endswith("\r")  # the line of the bar was wiped
+    assert "training:" in before
+    assert "training:" in after
+
+
+def test_a_run_has_one_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def shown(items: Any, *, description: str, total: int) -> Any:
+        seen.append((description, total))
+        return items
+
+    monkeypatch.setattr(training, "progress", shown)
+    invoke(*BASE, "--optimizer", "adam", "-o", str(tmp_path / "run"))
+    assert seen == [("training", 24)]

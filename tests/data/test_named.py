@@ -273,3 +273,10 @@ def test_checksums_are_whole() -> None:
     digests = [d for s in NAMED.values() for d in s.files.values()]
     assert len(digests) == len(set(digests)) == 15
     assert all(len(d) == 64 and int(d, 16) for d in digests)
+
+
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://example.org/a.bin", "data:,right", "a.bin"])
+def test_only_addresses_of_the_web_are_fetched(tmp_path: Path, url: str) -> None:
+    with pytest.raises(InputError, match=r"urls must begin with https:// or http://"):
+        fetch([url], tmp_path / "a.bin", digest(b"right"))
+    assert list(tmp_path.iterdir()) == []

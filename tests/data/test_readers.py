@@ -393,3 +393,13 @@ def test_an_image_with_far_more_pixels_than_bytes(tmp_path: Path) -> None:
         (tmp_path / "cat" / "a.pgm").write_text(header)
         with pytest.raises(DataError, match=f"a.pgm cannot be read as an image: {word}"):
             read_image_folder(tmp_path)
+
+
+def test_pixels_in_bytes_are_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("aftermap.data.readers.announce", said.append)
+    for dtype in (np.uint8, np.float32):
+        np.savez(tmp_path / "images.npz", x=np.ones((3, 4, 4), dtype=dtype), y=np.arange(3))
+        read_npz(tmp_path / "images.npz")
+    assert len(said) == 1
+    assert "images.npz holds bytes, which are taken as pixels and divided by 255" in said[0]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, run
+from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, result_of, run
 
 NAME = "antoran2022"  # It judges one claim, L10.
 
@@ -41,7 +41,8 @@ def experiment(done: list[str], **budget: Any) -> SimpleNamespace:
         return judged(results, {"part/*": results.settings.seeds}, ("L10",), judge)
 
     def figures(results: Results, folder: Path) -> dict[str, str]:
-        (folder / "figure.svg").write_text("<svg/>")
+        drawn = f"{[v.get('curves') for v in results.values.values()]}"
+        (folder / "figure.svg").write_text(f'<svg><path id="0.12345" d="M -1.23456 2.5"/>{drawn}</svg>')
         return {"figure.svg": "Nothing."}
 
     budgets = {"stated": Settings(), "small": Settings(**budget)}
@@ -80,7 +81,13 @@ def test_results_that_were_written_can_be_gone_on_with_elsewhere(tmp_path: Path)
     done: list[str] = []
     run(experiment(done, seeds=2), NAME, arguments(tmp_path))
     before = written(tmp_path)["values"]
+    figure = tmp_path / "output" / "figure.svg"
+    drawn = figure.read_text(encoding="utf-8")
+    assert '<path id="0.12345" d="M -1.23 2.5"/>' in drawn
     (tmp_path / "work").rename(tmp_path / "lost")
+    run(experiment(done, seeds=2), NAME, arguments(tmp_path, "--resume"))
+    assert figure.read_text(encoding="utf-8") == drawn  # from the digits that were written, not from more of them
+    (tmp_path / "work").rename(tmp_path / "lost again")
     run(experiment(done, seeds=4), NAME, arguments(tmp_path, "--resume"))
     assert done == ["seed0", "seed1", "seed2", "seed3"]
     assert {k: v for k, v in written(tmp_path)["values"].items() if k in before} == before
@@ -100,6 +107,23 @@ def test_a_part_does_not_replace_jobs_that_are_only_in_the_results(
     assert set(written(tmp_path)["values"]) == {"part/seed0", "part/seed1", "part/seed2"}
 
 
+def test_a_job_builds_on_the_numbers_of_another(tmp_path: Path) -> None:
+    trial = experiment([], seeds=1)
+    seen: list[float] = []
+
+    def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
+        yield Job("part/seed0", lambda: {"value": 7.0})
+        yield Job("late/seed0", lambda: {"value": seen.append(result_of("part/seed0")["value"])})
+
+    trial.jobs, trial.figures = jobs, lambda results, folder: {}
+    with pytest.raises(RuntimeError, match="needs the numbers of part/seed0"):
+        run(trial, NAME, arguments(tmp_path, "--only", "late"))
+    run(trial, NAME, arguments(tmp_path, "--only", "part", "--partial"))
+    (tmp_path / "work").rename(tmp_path / "lost")
+    run(trial, NAME, arguments(tmp_path, "--only", "late", "--resume"))
+    assert seen == [7.0]
+
+
 def test_hours_end_a_run_between_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done: list[str] = []
     assert run(experiment(done), NAME, arguments(tmp_path, "--hours", "-1")) == 0
@@ -113,6 +137,10 @@ def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "settings changed" not in capsys.readouterr().out
     run(experiment(done, size=2.0), NAME, arguments(tmp_path))
     assert "settings changed (size: 1.0 to 2.0); jobs that are done are not repeated" in capsys.readouterr().out
+    assert len(done) == 3
+    elsewhere = ["--budget", "small", "--work", str(tmp_path / "other"), "--output", str(tmp_path / "output")]
+    run(experiment(done, size=3.0), NAME, [*elsewhere, "--resume"])
+    assert "settings changed (size: 2.0 to 3.0)" in capsys.readouterr().out
     assert len(done) == 3
 
 

@@ -12,7 +12,7 @@ from experiments.framework import Results
 from experiments.osawa2019 import toy
 from experiments.osawa2019.settings import BUDGETS, TRIALS
 from experiments.osawa2019.training import Batches, at_entropy, network
-from experiments.osawa2019.verdicts import epochs_to, ranking
+from experiments.osawa2019.verdicts import epochs_to, ranking, ratios, verdicts
 
 
 def test_the_boundary_of_a_plane_is_its_line() -> None:
@@ -106,3 +106,25 @@ def test_ranks_count_ties_and_epochs_count_from_one() -> None:
     assert {found[r, n] for r in ("wide", "residual") for n in ("nll", "ece", "auroc")} == {1}
     assert epochs_to(results, "vogn") == [2.0]
     assert epochs_to(results, "no_norm") == [4.0]
+
+
+@pytest.mark.parametrize(("reached", "verdict"), [(0.5, "holds"), (0.3, "holds in part")])
+def test_an_accuracy_that_is_never_reached_is_not_reached_sooner(reached: float, verdict: str) -> None:
+    settings = replace(BUDGETS["small"], lenet=replace(BUDGETS["small"].lenet, seeds=3))
+    values = {}
+    for seed in range(3):
+        first, last = {"seconds": 1.0, "accuracy": 0.2}, {"seconds": 2.0, "accuracy": reached}
+        values[f"lenet/vogn/seed{seed}"] = {"accuracy": 0.5, "nll": 1.0, "epochs": [first, last]}
+        slow = [{"seconds": 9.0, "accuracy": 0.4}]
+        values[f"lenet/bbb/seed{seed}"] = {"accuracy": 0.4, "nll": 1.2, "epochs": slow}
+    found = {v.id: v for v in verdicts(Results(values, settings))}["V4"]
+    assert found.verdict == verdict
+    assert ("never with 3 of 3" in found.ours) == (reached < 0.4)
+
+
+def test_costs_are_medians_of_rounds() -> None:
+    values = {
+        "cost/lenet/seed0": {"adam": [1.0, 2.0, 1.0], "vogn_6": [4.0, 8.0, 100.0], "draws": 6},
+        "cost/lenet/seed1": {"adam": [1.0, 1.0, 1.0], "vogn_6": [5.0, 5.0, 5.0], "draws": 6},
+    }
+    assert ratios(Results(values), "lenet") == {"adam": [1.0, 1.0], "vogn_6": [4.0, 5.0]}

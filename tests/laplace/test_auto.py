@@ -256,3 +256,36 @@ def test_what_print_and_a_notebook_show() -> None:
     assert shown.startswith("<table>")
     assert str(laplace.report.chosen) in shown.replace("&#x27;", "'")
     assert "not fitted" in str(am.Laplace(classifier(), "classification"))
+
+
+class _Broken(nn.Module):
+    """Not a number for inputs whose first feature is far below all others."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x[:, :1] < -40, torch.nan, self.inner(x))
+
+
+def test_one_validation_input_without_an_answer_does_not_spoil_the_fit() -> None:
+    ((x, y),) = new_classes(60)
+    far = x.clone()
+    far[7, 0] = -50.0
+    with pytest.warns(
+        StatisticalWarning, match="not finite for 1 of 60 validation examples, which are left out"
+    ) as told:
+        laplace = am.fit(_Broken(classifier()).eval(), classes(300), [(far, y)], verbose=False)
+    assert len(told) == 1
+    assert laplace.report.check.n_data == 59
+    assert laplace.report.check.message.endswith("; 1 left out, whose outputs are not finite")
+    assert bool(torch.isfinite(laplace.predict(x).mean).all())
+
+
+def test_labels_of_one_class_do_not_make_a_network_one_at_chance() -> None:
+    ((x, y),) = new_classes(200)
+    with pytest.warns(StatisticalWarning, match="all validation labels are of one class") as told:
+        laplace = am.fit(classifier(), classes(300), [(x[y == 2], y[y == 2])], verbose=False)
+    assert len(told) == 1
+    assert laplace.report.check.passed

@@ -223,3 +223,25 @@ def test_samples() -> None:
             laplace.predict(classes()[0][0], link="mc", samples=count)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="whole number of at least 1"):
             laplace.function_samples(normal(2, 3), count)  # type: ignore[arg-type]
+
+
+def test_the_network_stands_first() -> None:
+    for call in (
+        lambda: Laplace("classification", nn.Linear(2, 3)),
+        lambda: am.fit("classification", nn.Linear(2, 3), []),
+    ):
+        with pytest.raises(InputError, match=r"the network, a torch.nn.Module, stands first: .*; got 'classification'"):
+            call()
+
+
+def test_bytes_that_a_network_cannot_multiply_come_with_advice() -> None:
+    x, y = torch.zeros(6, 2, dtype=torch.uint8), torch.arange(6) % 3
+    laplace = Laplace(nn.Linear(2, 3), "classification").fit([(x.float(), y)])
+    with pytest.raises(InputError, match=r"pass pixels as in training, such as x.float\(\) / 255"):
+        laplace.predict(x)
+
+
+def test_plain_numbers_come_with_advice() -> None:
+    laplace = Laplace(nn.Linear(2, 3), "classification").fit([(torch.randn(6, 2), torch.arange(6) % 3)])
+    with pytest.raises(DataError, match=r"torch.tensor\(x\)"):
+        laplace.predict([[1.0, 2.0]])

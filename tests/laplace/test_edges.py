@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.curvature import reference
-from aftermap.errors import AftermapError, DataError, InputError
+from aftermap.errors import AftermapError, DataError, InputError, NumericalError, NumericalWarning
 from aftermap.likelihoods import Categorical, Gaussian
 
 PRIOR = 2.0
@@ -97,7 +99,9 @@ def test_extreme_priors(prior: float) -> None:
     model = nn.Linear(3, 3).double().eval()
     la = am.Laplace(model, "classification", structure="full", prior_precision=prior).fit([(x, y)])
     asked = rows(5, seed=9).double()
-    found = la.predict(asked, link="probit").latent_cov
+    # The weak prior is below what the decomposition can tell from zero to more than half of the digits, and this is said.
+    with pytest.warns(NumericalWarning, match="in float64") if prior < 1 else contextlib.nullcontext():
+        found = la.predict(asked, link="probit").latent_cov
     length = asked.square().sum(1) + 1
     if prior > 1:  # The data do not matter.
         expected = length[:, None, None] * torch.eye(3, dtype=torch.float64) / prior
@@ -110,15 +114,40 @@ def test_extreme_priors(prior: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-20, 1e20])
-def test_tiny_and_huge_inputs_end_in_finite_numbers_or_a_message(size: float) -> None:
+def test_tiny_and_huge_inputs_give_the_right_answer(size: float) -> None:
     x, y = rows(9) * size, torch.arange(9) % 3
-    for structure in ("kron", "ekfac", "diagonal", "full"):
-        try:
-            prediction = am.Laplace(net(), "classification", structure=structure).fit([(x, y)]).predict(x[:3])
-        except AftermapError:
-            continue  # Any other exception fails the test.
-        assert bool(torch.isfinite(prediction.mean).all())
-        assert bool(torch.isfinite(prediction.latent_cov).all())
+    expected = dense(net(), x, y, x[:3])
+    for structure in ("full", "low_rank", "subset"):
+        la = am.Laplace(net(), "classification", structure=structure, prior_precision=PRIOR).fit([(x, y)])
+        found = la.predict(x[:3]).latent_cov.double()
+        assert float((found - expected).abs().max()) <= 1e-4 * float(expected.abs().max()), structure
+
+
+def test_inputs_whose_squares_overflow_are_refused_by_factors_in_single_precision() -> None:
+    x, y = rows(9) * 1e20, torch.arange(9) % 3
+    for structure in ("kron", "ekfac", "diagonal"):
+        with pytest.raises(NumericalError, match="not finite; check the data"):
+            am.Laplace(net(), "classification", structure=structure).fit([(x, y)])
+        double = am.Laplace(net().double(), "classification", structure=structure).fit([(x.double(), y)])
+        assert bool(torch.isfinite(double.predict(x[:3].double()).latent_cov).all())
+
+
+def test_a_prior_below_the_rounding_of_kronecker_factors_is_named() -> None:
+    """Three logits may grow alike without any change of the probabilities, so the variance of their mean is the prior's."""
+    x, y = rows(400), torch.arange(400) % 3
+    for prior in (1.0, 1e-3, 1e-9):
+        found = {}
+        for dtype in (torch.float32, torch.float64):
+            la = am.Laplace(net().to(dtype), "classification", prior_precision=prior).fit([(x.to(dtype), y)])
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                found[dtype] = la.predict(x[:3].to(dtype), link="probit").latent_cov.double()
+            lost = any("the rounding of the Kronecker factors" in str(w.message) for w in caught)
+            assert lost == (prior == 1e-9 and dtype == torch.float32)
+        error = (found[torch.float32] - found[torch.float64]).abs().max() / found[torch.float64].abs().max()
+        assert float(error) < 0.5 if prior > 1e-9 else float(error) > 0.5
+    ekfac = am.Laplace(net(), "classification", structure="ekfac", prior_precision=1e-9).fit([(x, y)])
+    assert bool(torch.isfinite(ekfac.predict(x[:3]).latent_cov).all())  # without a warning
 
 
 def test_one_class_is_refused_with_what_to_do() -> None:
@@ -242,15 +271,26 @@ class Returning(nn.Module):
             return {"logits": logits, "hidden": x}
         if self.kind == "tuple":
             return (logits,)
+        if self.kind == "ModelOutput":
+            return pytest.importorskip("transformers").utils.ModelOutput(logits=logits, hidden_states=(x,))
         return Output(logits, x) if self.kind == "dataclass" else (logits, x)
 
 
-@pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple"])
+@pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple", "ModelOutput"])
 def test_outputs_inside_something_else(kind: str) -> None:
     x, y = rows(9), torch.arange(9) % 3
     expected = am.Laplace(net(), "classification").fit([(x, y)]).predict(x[:3]).latent_cov
     found = am.Laplace(Returning(kind).eval(), "classification").fit([(x, y)]).predict(x[:3]).latent_cov
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_network_is_the_network(backend: str) -> None:
+    x, y = rows(9), torch.arange(9) % 3
+    compiled: Any = torch.compile(net(), backend=backend)
+    la = am.Laplace(compiled, "classification", structure="full", prior_precision=PRIOR).fit([(x, y)])
+    torch.testing.assert_close(la.predict(x[:3]).latent_cov.double(), dense(net(), x, y, x[:3]), rtol=1e-4, atol=1e-6)
 
 
 def test_several_heads_are_refused_with_what_to_do() -> None:

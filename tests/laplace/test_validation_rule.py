@@ -31,6 +31,12 @@ def log_softmax(z: np.ndarray) -> np.ndarray:
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
+def pairwise(f: np.ndarray, variance: np.ndarray) -> np.ndarray:
+    """Log-probabilities [n, K] by the probit approximation of all differences, whose variances are [n, K, K]."""
+    scaled = (f[:, None, :] - f[:, :, None]) / np.sqrt(1 + math.pi / 8 * variance)
+    return log_softmax(-np.log(np.exp(scaled).sum(-1)))
+
+
 def rule(f: np.ndarray, covariances: list[np.ndarray], y: np.ndarray, weight: np.ndarray) -> dict[str, Any]:
     """The point that the rule takes for logits f [n, K], covariances [n, K, K] and labels y [n] that stand for weight [n] data."""
     n, k = float(weight.sum()), f.shape[1]
@@ -58,7 +64,7 @@ def rule(f: np.ndarray, covariances: list[np.ndarray], y: np.ndarray, weight: np
     t0, least = math.exp(found.x), found.fun
     entropy = mean(-(Q * np.log(np.maximum(Q, 1e-300))).sum(1))
     budget = min(0.002, 0.02 * entropy)
-    points = normal_points(32, k, fixed=True).numpy()
+    points = normal_points(100, k, fixed=True).numpy()
     centred = np.eye(k) - 1 / k
     tried = []
     order = [(w, i) for w in (2.0, 1.0, 0.5, 0.25, 0.1) for i in range(4)]
@@ -68,8 +74,15 @@ def rule(f: np.ndarray, covariances: list[np.ndarray], y: np.ndarray, weight: np
         v = mean(np.einsum("ab,nbc,ca->n", centred, V, centred)) / (k - 1)
         noise = np.einsum("nab,sb->sna", np.linalg.cholesky(V), points) * math.sqrt(w / v)
 
-        def log_p(t: float, noise: np.ndarray = noise) -> np.ndarray:
-            return np.log(np.exp(log_softmax(f / t + noise)).mean(0))
+        diagonal = np.diagonal(V, axis1=1, axis2=2)
+        apart = (diagonal[:, :, None] + diagonal[:, None, :] - 2 * V) * w / v
+        narrow = (apart.max((1, 2)) <= 0.5) & (k <= 10)
+
+        def log_p(
+            t: float, noise: np.ndarray = noise, apart: np.ndarray = apart, narrow: np.ndarray = narrow
+        ) -> np.ndarray:
+            drawn = np.log(np.exp(log_softmax(f / t + noise)).mean(0))
+            return np.where(narrow[:, None], pairwise(f / t, apart), drawn)
 
         logs = np.linspace(math.log(t0 / (1.2 * math.sqrt(1 + math.pi * w / 8))), math.log(1.05 * t0), 5)
         costs = [loss(log_p(math.exp(s)), q) - least for s in logs]
@@ -169,7 +182,15 @@ def test_a_single_logit_is_two_classes() -> None:
     one = OutputGaussians(f[:, None], tuple(u[:, None, None] for u in variances), y[:, None], weight, 150)
     halves = torch.stack([-f / 2, f / 2], 1)
     two = OutputGaussians(halves, tuple(u[:, None, None] * sign for u in variances), y.long(), weight, 150)
-    assert search_family(one, Bernoulli()) == search_family(two, Categorical())
+    probit, of_two = search_family(one, Bernoulli(), link="probit"), search_family(two, Categorical(), link="pairwise")
+    assert len(probit.tried) == len(of_two.tried)
+    for name in ("ratio", "width", "data_scale", "output_temperature", "nll", "standard_error"):
+        assert getattr(probit, name) == pytest.approx(getattr(of_two, name), rel=1e-9), name
+    # The integral over one logit against draws of two.
+    integral, drawn = search_family(one, Bernoulli()), search_family(two, Categorical(), link="mc", samples=2**13)
+    assert (integral.ratio, integral.width) == (drawn.ratio, drawn.width)
+    assert integral.output_temperature == pytest.approx(drawn.output_temperature, rel=1e-3)
+    assert integral.nll == pytest.approx(drawn.nll, abs=1e-4)
     # The same model with the first logit at zero has another root of its covariance, and so other draws.
     zero = torch.zeros(150, dtype=torch.float64)
     other = OutputGaussians(
@@ -195,8 +216,11 @@ def test_several_labels_at_once_are_so_many_logits() -> None:
     found = search_family(OutputGaussians(f, tuple(covariances), y, weight, 50), Bernoulli())
     alone = [c.diagonal(dim1=1, dim2=2).reshape(-1, 1, 1) for c in covariances]
     flat = OutputGaussians(f.reshape(-1, 1), tuple(alone), y.reshape(-1, 1), weight.repeat_interleave(4), 200)
-    assert found == search_family(flat, Bernoulli())
-    assert found.n_data == 200
+    expected = search_family(flat, Bernoulli())
+    assert (found.ratio, found.width) == (expected.ratio, expected.width)
+    for name in ("data_scale", "output_temperature", "temperature", "network_nll", "nll", "standard_error"):
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12), name
+    assert found.n_data == expected.n_data == 200
 
 
 def test_a_temperature_of_the_likelihood_divides_first() -> None:
@@ -267,8 +291,10 @@ def test_a_datum_of_weight_two_is_there_twice_and_one_of_weight_zero_is_not() ->
 def test_every_link_is_tuned_for_itself(link: str) -> None:
     found = search_family(problem(3), Categorical(), link=link)
     assert found.tried[-1][3] <= found.budget or found.deterministic
+    assert found.nll != search_family(problem(3), Categorical()).nll
     if link == "mc":
-        assert found == search_family(problem(3), Categorical())
+        many = problem(12)
+        assert search_family(many, Categorical(), link=link) == search_family(many, Categorical())
 
 
 def test_a_width_that_nobody_can_afford_leaves_temperature_scaling() -> None:

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 import traceback
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -40,6 +39,7 @@ PRELOADED = (
     "numpy", "pytest", "hypothesis", "scipy.stats", "scipy.optimize", "sklearn.metrics", "torch", "torch.func", "torch.distributed.tensor",
     "torch.nn.parallel", "torch.utils.checkpoint", "torch._dynamo",
 )  # fmt: skip
+_PATIENCE = 20  # So many times its processor time a mutant may take by the clock, on a machine that is shared.
 _POSTERIORS = (
     "tests/curvature/test_kinds.py",
     "tests/posteriors/test_contract.py",
@@ -84,6 +84,77 @@ TESTS: dict[str, tuple[str, ...]] = {
     "metrics/regression.py": ("tests/metrics/test_regression.py", "tests/metrics/test_intervals.py"),
     "hessian_free/pushes.py": ("tests/hessian_free/test_pushes.py", "tests/hessian_free/test_oracles.py"),
     "hessian_free/objective.py": ("tests/hessian_free/test_oracles.py", "tests/hessian_free/test_minimise.py"),
+    "batches.py": ("tests/test_batches.py",),
+    "params.py": ("tests/test_params.py",),
+    "draws.py": ("tests/predictive/test_sampling.py", "tests/posteriors/test_sampling.py",),
+    "models.py": ("tests/test_models.py",),
+    "likelihoods/base.py": ("tests/test_likelihoods.py", "tests/test_likelihoods_input.py",),
+    "likelihoods/registry.py": ("tests/test_likelihoods.py", "tests/test_likelihoods_input.py",),
+    "curvature/fit.py": ("tests/curvature/test_kinds.py", "tests/curvature/test_engine_conditions.py", "tests/curvature/test_bad_input.py",),
+    "curvature/passes/backward.py": ("tests/curvature/passes/test_backward.py", "tests/curvature/test_kinds.py", "tests/curvature/test_engine_models.py",),
+    "curvature/passes/block.py": ("tests/curvature/test_kinds.py", "tests/curvature/test_engine_conditions.py",),
+    "curvature/passes/checkpoint.py": ("tests/curvature/passes/test_checkpoint.py",),
+    "curvature/passes/closure.py": ("tests/curvature/passes/test_closure.py", "tests/optim/test_first_steps.py",),
+    "curvature/passes/counts.py": ("tests/curvature/test_kinds.py", "tests/curvature/test_engine_conditions.py",),
+    "curvature/passes/fallback.py": ("tests/curvature/test_engine_conditions.py", "tests/curvature/test_engine_corners.py", "tests/curvature/test_engine_models.py",),
+    "curvature/passes/gradient_reader.py": ("tests/curvature/passes/test_closure.py", "tests/optim/test_squares.py", "tests/optim/test_first_steps.py",),
+    "curvature/passes/last_block.py": ("tests/curvature/passes/test_last_block.py",),
+    "curvature/passes/per_example.py": ("tests/curvature/test_engine_conditions.py", "tests/curvature/test_engine_models.py", "tests/posteriors/test_gradients.py",),
+    "curvature/passes/plan.py": ("tests/curvature/passes/test_plan.py", "tests/curvature/test_engine_conditions.py", "tests/curvature/test_engine_corners.py", "tests/curvature/test_engine_models.py",),
+    "curvature/passes/record.py": ("tests/curvature/passes/test_backward.py", "tests/curvature/test_engine_conditions.py", "tests/curvature/test_engine_corners.py", "tests/curvature/test_engine_models.py",),
+    "curvature/reference/curvature.py": ("tests/curvature/reference/test_reference.py", "tests/curvature/test_kinds.py",),
+    "curvature/reference/layers.py": ("tests/curvature/reference/test_reference.py", "tests/curvature/rules/test_layer_rules.py", "tests/curvature/rules/test_attention.py",),
+    "curvature/rules/attention.py": ("tests/curvature/rules/test_attention.py", "tests/curvature/rules/test_layer_rules.py",),
+    "curvature/rules/base.py": ("tests/curvature/rules/test_layer_rules.py", "tests/curvature/rules/test_attention.py", "tests/curvature/rules/test_convolution.py", "tests/curvature/test_kinds.py",),
+    "curvature/structures/assign.py": ("tests/curvature/test_bad_input.py", "tests/curvature/test_kinds.py",),
+    "curvature/structures/base.py": (*_POSTERIORS, "tests/curvature/structures/test_damping.py",),
+    "curvature/structures/flat.py": (*_POSTERIORS, "tests/curvature/structures/test_full.py",),
+    "curvature/structures/hessian.py": ("tests/curvature/structures/test_hessian.py", *_POSTERIORS,),
+    "curvature/structures/layer_parts.py": ("tests/curvature/structures/test_layer_parts.py", "tests/posteriors/test_functional.py",),
+    "curvature/structures/subnetwork.py": ("tests/laplace/test_subnetwork.py", *_POSTERIORS,),
+    "posteriors/base.py": (*_POSTERIORS, "tests/posteriors/test_functional.py", "tests/posteriors/test_gradients.py",),
+    "posteriors/consistency.py": ("tests/posteriors/test_io_damaged.py", "tests/posteriors/test_io.py",),
+    "posteriors/dual.py": ("tests/posteriors/test_dual.py",),
+    "posteriors/encoding.py": ("tests/posteriors/test_io.py", "tests/posteriors/test_io_damaged.py",),
+    "posteriors/files.py": ("tests/posteriors/test_io.py", "tests/posteriors/test_io_damaged.py", "tests/faults/test_damaged_files.py",),
+    "posteriors/io.py": ("tests/posteriors/test_io.py", "tests/posteriors/test_io_damaged.py",),
+    "posteriors/matrix_free.py": ("tests/posteriors/test_matrix_free.py", "tests/posteriors/test_matrix_free_predictive.py",),
+    "posteriors/records.py": ("tests/posteriors/test_io.py", "tests/posteriors/test_io_damaged.py",),
+    "posteriors/solver.py": ("tests/posteriors/test_matrix_free.py", "tests/posteriors/test_matrix_free_predictive.py",),
+    "predictive/functionals.py": ("tests/posteriors/test_functional.py", "tests/predictive/test_linearised.py",),
+    "predictive/prediction.py": ("tests/predictive/test_prediction.py", "tests/predictive/test_prediction_container.py",),
+    "predictive/predictor.py": ("tests/predictive/test_predictor.py", "tests/predictive/test_local.py", "tests/predictive/test_margin.py",),
+    "predictive/sampling.py": ("tests/predictive/test_sampling.py", "tests/predictive/test_sampling_gradient.py",),
+    "predictive/trained.py": ("tests/optim/test_posterior.py", "tests/predictive/test_predictor.py", "tests/laplace/test_output_temperature.py",),
+    "laplace/auto.py": ("tests/laplace/test_auto.py",),
+    "laplace/cost.py": ("tests/laplace/test_cost.py",),
+    "laplace/examples.py": ("tests/laplace/test_self_consistent.py", "tests/laplace/test_validation_tune.py",),
+    "laplace/fitted.py": ("tests/laplace/test_fit.py", "tests/laplace/test_state.py", "tests/laplace/test_tune.py",),
+    "laplace/golden.py": ("tests/laplace/test_tune.py", "tests/laplace/test_self_consistent.py",),
+    "laplace/grid.py": ("tests/laplace/test_tune.py", "tests/laplace/test_validation_tune.py",),
+    "laplace/laplace.py": ("tests/laplace/test_fit.py", "tests/laplace/test_state.py",),
+    "laplace/latents.py": ("tests/laplace/test_self_consistent.py", "tests/laplace/test_validation_tune.py",),
+    "laplace/marglik.py": ("tests/laplace/test_marglik.py",),
+    "laplace/mixture.py": ("tests/laplace/test_mixture.py",),
+    "laplace/regression.py": ("tests/laplace/test_regression_rule.py", "tests/laplace/test_tune.py", "tests/laplace/test_auto.py",),
+    "laplace/saving.py": ("tests/laplace/test_saving.py", "tests/laplace/test_saving_extras.py",),
+    "laplace/selection.py": ("tests/laplace/test_selection.py",),
+    "laplace/self_check.py": ("tests/laplace/test_self_check.py",),
+    "laplace/self_consistent.py": ("tests/laplace/test_self_consistent.py",),
+    "laplace/stationarity.py": ("tests/laplace/test_stationarity.py",),
+    "laplace/subnetwork.py": ("tests/laplace/test_subnetwork.py",),
+    "laplace/tune.py": ("tests/laplace/test_tune.py", "tests/laplace/test_evidence.py",),
+    "optim/base.py": ("tests/optim/test_contract.py", "tests/optim/test_options.py", "tests/optim/test_first_steps.py",),
+    "optim/noise.py": ("tests/optim/test_noise.py", "tests/optim/test_fixed_points.py",),
+    "optim/options.py": ("tests/optim/test_options.py", "tests/optim/test_bad_input.py",),
+    "optim/statistics.py": ("tests/optim/test_statistics.py", "tests/optim/test_squares.py", "tests/optim/test_first_steps.py",),
+    "hessian_free/amortised.py": ("tests/hessian_free/test_amortised.py",),
+    "hessian_free/hessian_free.py": ("tests/hessian_free/test_variance_of.py", "tests/hessian_free/test_oracles.py", "tests/hessian_free/test_robustness.py",),
+    "hessian_free/minimise.py": ("tests/hessian_free/test_minimise.py", "tests/hessian_free/test_oracles.py",),
+    "hessian_free/settings.py": ("tests/hessian_free/test_robustness.py", "tests/hessian_free/test_oracles.py",),
+    "metrics/bootstrap.py": ("tests/metrics/test_bootstrap.py",),
+    "metrics/streaming.py": ("tests/metrics/test_streaming.py",),
+    "metrics/tensors.py": ("tests/metrics",),
 }  # fmt: skip
 
 
@@ -103,18 +174,8 @@ def by_hand() -> list[Mutation]:
 
 
 def _sampled(mutations: list[Mutation], count: int, seed: int) -> list[Mutation]:
-    """Some mutations: files, and operators in a file, are drawn from equally often, so that long ones do not hide the others."""
-    source = random.Random(seed)
-    waiting: dict[str, dict[str, list[Mutation]]] = {}
-    for mutation in mutations:
-        waiting.setdefault(mutation.file, {}).setdefault(mutation.operator, []).append(mutation)
-    rounds: list[list[Mutation]] = []
-    for operators in waiting.values():
-        lists = [source.sample(several, len(several)) for several in operators.values()]
-        source.shuffle(lists)
-        rounds.append([m for turn in zip_longest(*lists) for m in turn if m is not None])
-    source.shuffle(rounds)
-    return [m for turn in zip_longest(*rounds) for m in turn if m is not None][:count]
+    """Some mutations, each as likely as any other: the share that is found of them estimates the share of all."""
+    return random.Random(seed).sample(mutations, len(mutations))[:count]
 
 
 def _forget_compiled(source: Path) -> None:
@@ -156,12 +217,12 @@ def _run_tests(package: Path, file: str, tests: list[str], log: Path, times: Pat
     code = 1
     try:
         for test in ["", *tests]:
-            started = time.monotonic()
+            started = time.process_time()
             code = int(pytest.main([*options, str(ROOT / test if test else package / "aftermap" / file)]))
             code = (
                 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED and not test else code
             )  # A file may have no doctests.
-            seconds[test] = round(time.monotonic() - started, 2)
+            seconds[test] = round(time.process_time() - started, 2)
             times.write_text(json.dumps(seconds))
             if code:
                 break
@@ -189,7 +250,7 @@ def _judge(package: Path, mutation: Mutation | None, file: str, tests: list[str]
             os.setsid()  # Processes that a test starts end with it.
             _run_tests(package, file, tests, log, times)
         ended, status = 0, 0
-        while not ended and time.monotonic() - started < limit:
+        while not ended and _used(child) < limit and time.monotonic() - started < _PATIENCE * limit:
             time.sleep(0.02)
             ended, status = os.waitpid(child, os.WNOHANG)
         if not ended:
@@ -208,6 +269,15 @@ def _judge(package: Path, mutation: Mutation | None, file: str, tests: list[str]
         line for line in log.read_text(errors="replace").splitlines() if line.startswith(("FAILED", "ERROR", "E  "))
     ]
     return "found", (lines[-1] if lines else f"exit code {code}").replace(str(package), "")[:160]
+
+
+def _used(process: int) -> float:
+    """The seconds of processor time of a process: on a busy machine the clock says little of what tests have done."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # There is no such folder on some systems: the clock alone decides.
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _times(package: Path) -> dict[str, float]:

@@ -70,6 +70,16 @@ class Where:
         """What the covariance between layers adds to the variance of the outputs, as a share of it; mostly negative, and 0 for independent layers."""
         return math.fsum(layer.cross_share or 0.0 for layer in self.layers)
 
+    def in_common_in_words(self) -> str:
+        """What is to be known about shares of layers that depend on each other."""
+        before = 1 - self.in_common
+        return (
+            "In this posterior layers depend on each other. Shares are those of the variances that each layer causes alone; these add up to "
+            f"{before:.3g} times the variance of the outputs, because what layers have in common "
+            + ("takes away the rest." if self.in_common < 0 else "adds the rest.")
+            + (" Most of it cancels between layers, so that no layer is uncertain by itself." if before > 2 else "")
+        )
+
     @property
     def layer_names(self) -> tuple[str, ...]:
         """The names of the layers, in the order of the network."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,15 +104,18 @@ def where(
             again = partial(_batches, inner, train, unpack)
             tested = perturbations(inner, parts, layers, again, draws, power, n_data, generator)
 
-    def maps(name: str) -> Iterator[Any]:
-        layer = next(k for k in layers if k.name == name)
-        return weight_maps(name, layer.parameters, parts, posterior.mean, prior, model)
-
+    parameters = {layer.name: layer.parameters for layer in layers}
+    maps = partial(_weights_of, parameters, parts=parts, mean=posterior.mean, prior=prior, model=model)
     weights = [summarise(maps(layer.name)) for layer in layers]
     results, information = layer_results(layers, parts, weights, seen.layers, seen.calls)
     fixed = tuple(n for n in named_parameters(model) if n not in posterior.mean)
     count, by_class = seen.inputs.seen, seen.classes.result()
     return Where(structure, seen.kind, count, results, information, by_class, inputs, tested, fixed, weights_of=maps)
+
+
+def _weights_of(parameters: Mapping[str, Sequence[str]], layer: str, **options: Any) -> Iterator[Any]:
+    """The maps of a layer's weights; a function of the module, so that a result can be pickled."""
+    return weight_maps(layer, parameters[layer], **options)
 
 
 @dataclass

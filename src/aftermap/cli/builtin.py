@@ -16,7 +16,17 @@ from torch import Tensor, nn
 
 from aftermap.errors import InputError
 
-__all__ = ["NETWORKS", "Network", "ResNet20", "Standardise", "build_network", "cnn", "lenet", "mlp"]
+__all__ = [
+    "NETWORKS",
+    "Network",
+    "ResNet20",
+    "SequentialNetwork",
+    "Standardise",
+    "build_network",
+    "cnn",
+    "lenet",
+    "mlp",
+]
 
 _CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))
 
@@ -69,7 +79,9 @@ class Network(nn.Module, ABC):
         return outputs
 
 
-class _Sequential(Network):
+class SequentialNetwork(Network):
+    """A network whose layers follow each other."""
+
     def __init__(self, channels: int, layers: Sequence[nn.Module]):
         super().__init__(channels)
         self.layers = nn.Sequential(*layers)
@@ -131,7 +143,7 @@ def mlp(shape: Sequence[int], outputs: int) -> Network:
     """
     first = [nn.Flatten()] if len(shape) > 1 else []
     layers = [*first, nn.Linear(math.prod(shape), 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs)]
-    return _Sequential(shape[0], layers)
+    return SequentialNetwork(shape[0], layers)
 
 
 def cnn(shape: Sequence[int], outputs: int) -> Network:
@@ -144,7 +156,7 @@ def cnn(shape: Sequence[int], outputs: int) -> Network:
     layers = [nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Flatten()]
     layers += [nn.Linear(32 * (height // 2) * (width // 2), 64), nn.ReLU(), nn.Linear(64, outputs)]
-    return _Sequential(channels, layers)
+    return SequentialNetwork(channels, layers)
 
 
 def lenet(shape: Sequence[int], outputs: int) -> Network:
@@ -159,7 +171,7 @@ def lenet(shape: Sequence[int], outputs: int) -> Network:
     layers = [nn.Conv2d(channels, 6, 5, padding=(32 - height) // 2), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(400, 120), nn.ReLU()]
     layers += [nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, outputs)]
-    return _Sequential(channels, layers)
+    return SequentialNetwork(channels, layers)
 
 
 def _resnet20(shape: Sequence[int], outputs: int) -> Network:

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import tempfile
 import textwrap
 import warnings
 from collections.abc import Callable, Collection, Iterator
@@ -19,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tqdm import tqdm
 
 from aftermap.distributed import launched_rank, rank
 from aftermap.errors import AftermapError, InputError, ProcessError
@@ -35,7 +37,6 @@ __all__ = [
     "confirmed",
     "guarded",
     "plain_table",
-    "replaced_file",
 ]
 
 GOOD, BAD_INPUT, CHECK_FAILED, WORSE, PROCESS_LOST, INTERRUPTED = 0, 2, 3, 4, 5, 130
@@ -96,7 +97,8 @@ def _print(console: Console, text: str, style: str | None = None, label: str = "
     marked = escape(shown)
     if label:
         marked = f"[{label_style}]{marked[: len(label)].rstrip()}[/] {marked[len(label) :]}"
-    console.print(marked, style=style, soft_wrap=True)
+    with tqdm.external_write_mode(file=console.file):  # a progress bar makes room, and comes back below
+        console.print(marked, style=style, soft_wrap=True)
 
 
 def _complain(text: str, kind: str = "error") -> None:
@@ -155,7 +157,10 @@ _FLAGS = {
     "memory_limit": "--memory",
     "time_limit": "--seconds",
     "likelihood": "--task",
-    **{name: f"--{name.replace('_', '-')}" for name in ("structure", "params", "prior_precision", "kind", "samples")},
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("structure", "params", "prior_precision", "kind", "samples", "drop", "damping", "every", "noise")
+    },
 }
 
 
@@ -238,22 +243,13 @@ def check_writable(place: Path) -> None:
             above = above.parent
         else:
             raise InputError(f"{place} cannot be written: {above} is a file, not a folder")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise InputError(
-            f"{place} cannot be written: the folder {above} does not allow it. Choose another place with -o"
-        )
-
-
-@contextmanager
-def replaced_file(file: Path) -> Iterator[Path]:
-    """A neighbour of ``file`` to write to, which takes its place when the body has ended without an exception."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
     try:
-        yield part
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+        with tempfile.TemporaryFile(dir=above):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"{place} cannot be written: the folder {above} does not allow it ({error.strerror}). Choose another place with -o"
+        ) from None
 
 
 def plain_table(*names: str, right: Collection[str] = (), **settings: Any) -> Table:

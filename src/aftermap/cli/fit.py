@@ -85,10 +85,11 @@ class PosteriorOptions:
         str,
         o.option("Which weights are uncertain: all, last_layer, last_block, or a regular expression for their names."),
     ] = "all"
-    prior_precision: Annotated[float, o.option("The prior precision, or where tuning starts from.")] = 1.0
+    prior_precision: Annotated[float, o.option("The prior precision, or where tuning starts from."), o.Positive()] = 1.0
     noise: Annotated[
         float | None,
         o.option("The standard deviation of regression noise, or where tuning starts from [that of the residuals]."),
+        o.Positive(),
     ] = None
     tune: Annotated[bool, o.option("Whether the prior (and the noise) is tuned after the fit.", "--tune/--no-tune")] = (
         True
@@ -103,10 +104,12 @@ class PosteriorOptions:
     memory: Annotated[
         float,
         o.option("The most GB that the posterior may take. Larger structures are not considered."),
+        o.Positive(),
     ] = 4.0
     seconds: Annotated[
         float | None,
         o.option("The most seconds that the fit may take. Structures that need longer are not considered."),
+        o.Positive(),
     ] = None
     false_alarms: _FalseAlarms = 0.05
     checkpoint: Annotated[
@@ -116,7 +119,7 @@ class PosteriorOptions:
             "posterior is saved."
         ),
     ] = None
-    every: Annotated[int, o.option("The number of batches after which --checkpoint is written.")] = 100
+    every: Annotated[int, o.option("The number of batches after which --checkpoint is written.", min=1)] = 100
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,9 @@ class TuneOptions:
     """How the prior of a saved posterior is tuned."""
 
     panel: ClassVar[str] = "Posterior"
-    prior_precision: Annotated[float | None, o.option("The prior precision to set, instead of searching for one.")] = (
-        None
-    )
+    prior_precision: Annotated[
+        float | None, o.option("The prior precision to set, instead of searching for one."), o.Positive()
+    ] = None
     method: Annotated[
         str,
         o.option("How the prior is tuned. auto takes validation with --val, else the evidence."),
@@ -147,6 +150,12 @@ def check_before_data(model: o.ModelOptions) -> None:
         raise InputError(f"--weights: there is no file {model.weights}")
 
 
+def _check_held_out(method: str, there: bool) -> None:
+    """Refuses a way of tuning that needs held-out data where there are none."""
+    if method in ("validation", "grid") and not there:
+        raise InputError(f"--method {method} needs held-out data: add --val")
+
+
 def build_for(
     spec: str, weights: Any, source: Source, data_format: DataFormat, device: torch.device, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -164,7 +173,7 @@ def build_for(
         targets = source.examples.targets
         classes = source.examples.is_classes and data_format.task in ("auto", "classification")
         if classes:
-            source.check_labels()
+            source.check_labels(None)
             known = source.examples.classes
             outputs = max(int(targets.max()) + 1, len(known) if known else 0)
         else:
@@ -349,11 +358,10 @@ def fit(
     """
     reporter, device = run.reporter, run.checked_device()
     overwrite = confirmed(output, force=run.force, what="fit")
-    data_format = data.format(task=model.task, drop=sets.drop)
+    data_format = data.format(task=model.task)
     check_before_data(model)
     check_structure_name(posterior.structure)
-    if posterior.method in ("validation", "grid") and sets.val is None and sets.data is None:
-        raise InputError(f"--method {posterior.method} needs held-out data: add --val")
+    _check_held_out(posterior.method, sets.val is not None or sets.data is not None)
     with process_group(device):
         training, validation = open_parts(sets.train, sets.val, sets.data, data_format)
         for note in training.notes():
@@ -363,7 +371,11 @@ def fit(
             reporter.note(f"no --weights: the weights are those that {model.model} leaves; they should be trained ones")
         task = resolve_task(model.task, network, training)
         if task == "classification":
-            spare = training.note_of_outputs(try_model(network, training)[1].shape[-1])
+            outputs = try_model(network, training)[1].shape[-1]
+            for source in (training, validation):
+                if source is not None:
+                    source.check_labels(outputs)
+            spare = training.note_of_outputs(outputs)
             if spare is not None:
                 reporter.note(spare)
         laplace = fit_posterior(network, training, validation, task, posterior, reporter, run.seed)
@@ -410,7 +422,7 @@ def _describe(laplace: Laplace) -> dict[str, Any]:
     }
 
 
-@o.command(without=("train", "data", "drop", "score"))
+@o.command(without=("train", "data", "score"))
 def tune(
     saved: o.SavedPosterior,
     output: Annotated[
@@ -432,6 +444,7 @@ def tune(
     """
     reporter = run.reporter
     confirmed(output, force=run.force, what="tune")
+    _check_held_out(tuning.method, sets.val is not None)
     fitted = saved.load(run.checked_device())
     laplace = fitted.predictor
     if not isinstance(laplace, Laplace):

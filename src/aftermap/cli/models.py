@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from aftermap import checks
 from aftermap.cli.builtin import build_network
-from aftermap.cli.console import replaced_file
 from aftermap.cli.trust import search_working_folder_first
 from aftermap.errors import InputError, UnsupportedError
+from aftermap.writing import replaced_file
 
 __all__ = ["check_device", "import_object", "load_weights", "make_model", "read_weights", "save_weights"]
 

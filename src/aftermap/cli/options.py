@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -35,6 +36,7 @@ __all__ = [
     "Fraction",
     "ModelOptions",
     "OneOf",
+    "Positive",
     "PredictiveOptions",
     "RunOptions",
     "SavedPosterior",
@@ -82,6 +84,18 @@ class Fraction:
         """Refuses another number."""
         if not 0 < value < 1:
             raise InputError(f"{flag} {value} must lie between 0 and 1; write 5 % as 0.05")
+
+
+@dataclass(frozen=True)
+class Positive:
+    """An option that must be finite and above 0, where it is given."""
+
+    help: ClassVar[str] = ""
+
+    def check(self, flag: str, value: float | None) -> None:
+        """Refuses another number."""
+        if value is not None and not 0 < value < math.inf:
+            raise InputError(f"{flag} {value:g} must be a number above 0")
 
 
 def command(
@@ -288,9 +302,6 @@ class TrainData:
             "One set for all parts, instead of --train: train, validation and test are cut from it.", metavar="DATA"
         ),
     ] = None
-    drop: Annotated[str | None, option("The columns of a csv that are neither inputs nor targets.", metavar="A,B")] = (
-        None
-    )
 
 
 @dataclass(frozen=True)
@@ -315,6 +326,13 @@ class DataOptions:
 
     panel: ClassVar[str] = "Data"
     target: Annotated[str | None, option("The column of a csv with the targets: its name or its number.")] = None
+    drop: Annotated[
+        str | None,
+        option(
+            "The columns of a csv that are neither inputs nor targets; a posterior of a csv knows its inputs by name.",
+            metavar="A,B",
+        ),
+    ] = None
     data_dir: Annotated[
         str | None,
         option("The folder of named data sets [~/.cache/aftermap].", envvar="AFTERMAP_DATA"),
@@ -327,7 +345,7 @@ class DataOptions:
     )
     batch_size: Annotated[int, option("The number of examples in a batch.", min=1)] = 256
 
-    def format(self, *, task: str = "auto", drop: str | None = None) -> DataFormat:
+    def format(self, *, task: str = "auto") -> DataFormat:
         """The options, checked.
 
         Raises:
@@ -340,7 +358,7 @@ class DataOptions:
             raise InputError(f"--image-size {self.image_size!r} must be one or two numbers, such as 28x28")
         return DataFormat(
             target=self.target,
-            drop=tuple(name.strip() for name in drop.split(",")) if drop else (),
+            drop=tuple(name.strip() for name in self.drop.split(",")) if self.drop else (),
             folder=self.data_dir,
             download=self.download,
             batch_size=self.batch_size,

@@ -17,7 +17,7 @@ from torch import Tensor
 from aftermap.baselines import Deterministic
 from aftermap.batches import Batch, iterate
 from aftermap.cli import options as o
-from aftermap.cli.console import GOOD, confirmed, replaced_file
+from aftermap.cli.console import GOOD, confirmed
 from aftermap.cli.fit import try_model
 from aftermap.cli.sources import Batches, Source, open_source
 from aftermap.cli.store import Fitted
@@ -29,12 +29,13 @@ from aftermap.likelihoods import Bernoulli, Categorical
 from aftermap.models import check_device as device_of_model
 from aftermap.predictive import Prediction
 from aftermap.progress import in_seconds
+from aftermap.writing import replaced_file
 
 __all__ = ["predict"]
 
 _LEVEL = 0.95
 _LONG = 5.0  # seconds from which the cheap way is offered
-_DIGITS = 7  # of predictions, uncertainties and scores; standard deviations have 4
+_DIGITS, _FEW = 7, 4  # of predictions and scores, and of standard deviations and nats
 
 
 @o.command(without=("target",))
@@ -49,12 +50,6 @@ def predict(
         str | None,
         o.option(
             "Further columns of a csv to copy in front; those that are no inputs are copied anyway.", metavar="A,B"
-        ),
-    ] = None,
-    drop: Annotated[
-        str | None,
-        o.option(
-            "The columns of a csv that are no inputs, where the training data had no names of columns.", metavar="A,B"
         ),
     ] = None,
     *,
@@ -76,8 +71,10 @@ def predict(
     confirmed(output, force=run.force, what="predict")
     fitted = saved.load(run.checked_device())
     score = fitted.score_name(predictive.score)
-    source = open_source(inputs, "test", fitted.complete(data.format(drop=drop)), need_targets=False, what="DATA")
+    source = open_source(inputs, "test", fitted.complete(data.format()), need_targets=False, what="DATA")
     try_model(fitted.model, source)
+    for note in source.note_of_bytes():
+        reporter.note(note)
     copied = {**_identifiers(source), **_copied_columns(inputs, keep, data.limit)}
     options = {**fitted.predict_options(predictive.kind, predictive.samples), "generator": run.generator()}
     lost = fitted.promise_lost(options)
@@ -180,8 +177,8 @@ def _class_columns(prediction: Prediction, names: Sequence[str] | None) -> dict[
         named = names and prediction.kind == "classification"
         columns[f"prediction{end}"] = [names[a] for a in answer] if names and named else answer
         columns[f"confidence{end}"] = [round(c, 5) for c in confidence[:, i].tolist()]
-    columns["epistemic"] = _rounded(prediction.epistemic.reshape(n, -1).mean(1), _DIGITS)
-    columns["aleatoric"] = _rounded(prediction.aleatoric.reshape(n, -1).mean(1), _DIGITS)
+    columns["epistemic"] = _rounded(prediction.epistemic.reshape(n, -1).mean(1), _FEW)
+    columns["aleatoric"] = _rounded(prediction.aleatoric.reshape(n, -1).mean(1), _FEW)
     return columns
 
 
@@ -200,7 +197,7 @@ def _number_columns(prediction: Prediction) -> dict[str, list[Any]]:
     flat = {name: values.reshape(n, -1) for name, values in shown.items()}
     for i, end in enumerate(_endings(flat["prediction"].shape[1])):
         for name, values in flat.items():
-            columns[f"{name}{end}"] = _rounded(values[:, i], 4 if name.endswith("sd") else _DIGITS)
+            columns[f"{name}{end}"] = _rounded(values[:, i], _FEW if name.endswith("sd") else _DIGITS)
     return columns
 
 

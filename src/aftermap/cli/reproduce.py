@@ -115,9 +115,9 @@ def _run(root: Path, place: Path, arguments: list[str], reporter: Reporter) -> i
     # Words of the experiment belong on standard error where standard output is for machines.
     out = 2 if reporter.as_json else None
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], cwd=root, stdout=out, env=environment, check=False
-    )
+    # The user asked for this script of his checkout by name; no shell reads the words.
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=root, stdout=out, env=environment, check=False)  # noqa: S603  # nosec B603
     return done.returncode
 
 
@@ -153,7 +153,9 @@ def bench(context: typer.Context) -> int:
         reporter.note(
             "there is no .venv-bench here (make bench-setup), so that libraries to compare with may be missing"
         )
-    done = subprocess.run([python, "-m", "benchmarks.run", *context.args], cwd=root, check=False)
+    # The user asked for the benchmarks of his checkout; no shell reads the words.
+    command = [python, "-m", "benchmarks.run", *context.args]
+    done = subprocess.run(command, cwd=root, check=False)  # noqa: S603  # nosec B603
     if done.returncode:
         reporter.line(
             f"the benchmarks ended with exit code {done.returncode}; `make bench` sets up what they need",

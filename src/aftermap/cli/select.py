@@ -74,7 +74,7 @@ def select(
     confirmed(output, force=run.force, what="select")
     if (sets.train is None) == (sets.data is None):
         raise InputError("say which data: --train, or --data for a set that is cut into parts")
-    data_format = data.format(task=task, drop=sets.drop)
+    data_format = data.format(task=task)
     source = open_source(sets.train or str(sets.data), "train", data_format)
     test = tests.test or sets.data
     candidates = _candidates(chosen_models, source, data_format, device)

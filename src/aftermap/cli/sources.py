@@ -30,9 +30,10 @@ from aftermap.data import (
     toy,
 )
 from aftermap.data.examples import as_inputs
+from aftermap.data.readers import about_bytes
 from aftermap.distributed import rank, world_size
 from aftermap.errors import DataError, InputError
-from aftermap.progress import progress
+from aftermap.progress import progress, showing
 
 __all__ = [
     "Batches",
@@ -141,16 +142,16 @@ class Source:
     batches: Batches
     examples: Examples | None
 
+    def note_of_bytes(self) -> list[str]:
+        """What a user should know where inputs were bytes; else nothing."""
+        return [about_bytes(self.spec)] if self.examples is not None and self.examples.rescaled else []
+
     def notes(self) -> list[str]:
-        """What a user should know about how the data were read."""
+        """What a user should know about how training data were read."""
         examples = self.examples
         if examples is None:
             return []
-        found = []
-        if examples.rescaled:
-            found.append(
-                f"{self.spec} holds bytes, which are taken as pixels and divided by 255; save floating-point numbers for another scale"
-            )
+        found = self.note_of_bytes()
         if examples.is_classes and examples.targets is not None and examples.targets.dim() == 1:
             missing = self.missing_classes(int(examples.targets.max()) + 1)
             if missing == [0]:
@@ -166,11 +167,14 @@ class Source:
             )
         return found
 
-    def check_labels(self) -> None:
-        """Refuses negative class labels, which no network has an output for.
+    def check_labels(self, outputs: int | None) -> None:
+        """Refuses class labels that the network has no output for.
+
+        Args:
+            outputs: The number of classes that the network knows; None means that it will be built for these labels.
 
         Raises:
-            DataError: There is one, other than the -100 that PyTorch ignores.
+            DataError: There is such a label, other than the -100 that PyTorch ignores.
         """
         examples = self.examples
         if examples is None or examples.targets is None or not examples.is_classes:
@@ -179,6 +183,16 @@ class Source:
         if negative.numel():
             raise DataError(
                 f"{self.spec} holds the label {int(negative.min())}; classes count from 0. Leave examples without a label out"
+            )
+        largest = int(examples.targets.max())
+        if outputs is not None and largest >= outputs:
+            advice = (
+                "the labels count from 1: save them less 1"
+                if largest == outputs and 0 not in examples.targets
+                else "give the network more outputs, or leave these examples out"
+            )
+            raise DataError(
+                f"{self.spec} holds the label {largest}, but the network has {outputs} outputs, for the classes 0 to {outputs - 1}: {advice}"
             )
 
     def missing_classes(self, outputs: int) -> list[int]:
@@ -239,10 +253,13 @@ def open_source(
         examples = part_of(toy(stem.removeprefix("toy:"), 600), named_part)
     elif is_named(stem) and not _exists(stem):
         examples = named(stem, named_part, folder=data_format.folder, download=data_format.download)
-    elif _exists(spec):
-        examples = _from_path(Path(spec).expanduser(), part, data_format, need_targets)
-    elif _exists(stem):
-        examples = _part_of_path(Path(stem).expanduser(), named_part, data_format, need_targets)
+    elif _exists(spec) or _exists(stem):
+        with showing(False):  # what is to be said, `Source.notes` says
+            examples = (
+                _from_path(Path(spec).expanduser(), part, data_format, need_targets)
+                if _exists(spec)
+                else _part_of_path(Path(stem).expanduser(), named_part, data_format, need_targets)
+            )
     elif ":" in spec and not spec.endswith((".npz", *_TABLES)):
         loader = _from_code(spec, what)
         if not isinstance(loader, Examples):

@@ -140,7 +140,9 @@ class Fitted:
 
     def predict_options(self, kind: str, samples: int) -> dict[str, Any]:
         """The options of `predict`, where the kind "auto" is what suits the posterior."""
-        suitable = "linearised" if isinstance(self.predictor, Laplace) else "sampling"
+        method = None if isinstance(self.predictor, Laplace) else self.predictor.method
+        # Only these have tried out draws of the weights in training; around other weights the network is as good as its linear model.
+        suitable = "sampling" if method in ("VOGN", "IVON", "NoisyKFAC") else "linearised"
         return {"kind": suitable if kind == "auto" else kind, "samples": samples}
 
     def complete(self, data_format: DataFormat) -> DataFormat:

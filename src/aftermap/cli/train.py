@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,21 @@ from torch import nn
 
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, Standardise
-from aftermap.cli.console import GOOD, Reporter, check_writable
+from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, check_writable
 from aftermap.cli.fit import build_for, check_before_data, likelihood_of, resolve_task
 from aftermap.cli.models import save_weights
 from aftermap.cli.sources import Source, open_parts
 from aftermap.cli.store import Fitted, describe_fit, finish
-from aftermap.cli.training import CHECKPOINT, DAMPINGS, RATES, Recipe, Run, make_optimizer, train_network
+from aftermap.cli.training import (
+    CHECKPOINT,
+    DAMPINGS,
+    RATES,
+    Recipe,
+    Run,
+    enough_epochs,
+    make_optimizer,
+    train_network,
+)
 from aftermap.data import Examples
 from aftermap.distributed import fail_together, process_group, rank, world_size
 from aftermap.errors import InputError
@@ -34,23 +44,37 @@ class TrainOptions:
     optimizer: Annotated[str, o.option("The optimiser. All but Adam end with a posterior."), o.OneOf(tuple(RATES))] = (
         "vogn"
     )
-    epochs: Annotated[int, o.option("The number of passes over the training data.", min=1)] = 10
+    epochs: Annotated[
+        int | None,
+        o.option("The number of passes over the training data [10, or as many as make 500 steps].", min=1),
+    ] = None
     lr: Annotated[
         float | None,
         o.option("The learning rate at the start; it falls to 0 along a cosine [by optimiser]."),
+        o.Positive(),
     ] = None
     prior_precision: Annotated[
         float,
         o.option("The prior precision of the weights; with Adam, N times the weight decay."),
+        o.Positive(),
     ] = 10.0
     damping: Annotated[
         float | None,
         o.option("The number added to the curvature, which steadies the optimiser [by optimiser]."),
     ] = None
     mc_samples: Annotated[int, o.option("The number of draws of the weights in each step.", min=1)] = 1
+    temperature: Annotated[
+        float,
+        o.option(
+            "The temperature of the posterior of vogn, ivon and noisy_kfac. At 1 it is that of Bayes' rule, of which networks with more weights "
+            "than data learn little; below 1 the data count for more."
+        ),
+        o.Positive(),
+    ] = 0.1
     noise: Annotated[
         float | None,
         o.option("The standard deviation of regression noise [half that of the targets]."),
+        o.Positive(),
     ] = None
     checkpoint_seconds: Annotated[float, o.option("The seconds between checkpoints within an epoch.")] = 30.0
 
@@ -74,7 +98,7 @@ def train(
     _check_folder(output, run.force)
     check_before_data(model)
     # The batches of training are cut from data in memory; these are for looking at the data.
-    data_format = replace(data.format(task=model.task, drop=sets.drop), batch_size=512)
+    data_format = replace(data.format(task=model.task), batch_size=512)
     with process_group(device):
         source, validation = open_parts(sets.train, sets.val, sets.data, data_format)
         for note in source.notes():
@@ -93,12 +117,13 @@ def train(
             task=task,
             noise=float(likelihood.noise) if isinstance(likelihood, Gaussian) else None,
             optimizer=training.optimizer,
-            epochs=training.epochs,
+            epochs=training.epochs or enough_epochs(len(examples), data.batch_size),
             batch_size=data.batch_size,
             lr=RATES[training.optimizer] if training.lr is None else training.lr,
             prior_precision=training.prior_precision,
             damping=DAMPINGS[training.optimizer] if training.damping is None else training.damping,
             mc_samples=training.mc_samples,
+            temperature=training.temperature,
             seed=run.seed,
         )
         progress = Run(output, recipe)
@@ -110,7 +135,7 @@ def train(
             examples,
             likelihood,
             validation=None if validation is None else validation.examples,
-            on_epoch=lambda numbers: reporter.note(_epoch_in_words(numbers, recipe.epochs)),
+            on_epoch=lambda numbers: _tell(reporter, numbers, recipe.epochs),
             every=training.checkpoint_seconds,
         )
         last = _epoch_in_words(progress.history[-1]).partition(": ")[2] if progress.history else "no epoch ended"
@@ -122,9 +147,7 @@ def train(
                 save_weights(network, weights)
             if recipe.optimizer == "adam":
                 reporter.line(f"weights in {weights}; next:")
-                named = [("--train", sets.train), ("--val", sets.val), ("--data", sets.data), ("--target", data.target)]
-                same = " ".join(f"{flag} {value}" for flag, value in named if value is not None)
-                reporter.line(f"  aftermap fit --model {recipe.model} --weights {weights} {same} -o posterior/")
+                reporter.line(f"  {_fit_command(recipe.model, weights, sets, data)}")
             else:
                 extras = describe_fit(model_config, source, data_format, task, run.seed)
                 fitted = Fitted(optimizer.posterior(likelihood), network, extras, {})
@@ -138,8 +161,24 @@ def train(
                     reporter=reporter,
                 )
                 content |= saved
+                if code == CHECK_FAILED:
+                    reporter.line("more --epochs or a lower --temperature may help, or a posterior of these weights:")
+                    reporter.line(f"  {_fit_command(recipe.model, weights, sets, data)}")
     reporter.result(content)
     return code
+
+
+def _tell(reporter: Reporter, numbers: Mapping[str, float], epochs: int, lines: int = 20) -> None:
+    """Says how an epoch went; of many epochs about ``lines`` are told of, and the last one."""
+    if numbers["epoch"] % math.ceil(epochs / lines) == 0 or numbers["epoch"] == epochs:
+        reporter.note(_epoch_in_words(numbers, epochs))
+
+
+def _fit_command(model: str, weights: Path, sets: o.TrainData, data: o.DataOptions) -> str:
+    """The command that makes the trained network Bayesian with the same data."""
+    named = {"train": sets.train, "val": sets.val, "data": sets.data, "target": data.target, "drop": data.drop}
+    same = "".join(f" --{flag} {value}" for flag, value in named.items() if value is not None)
+    return f"aftermap fit --model {model} --weights {weights}{same} -o posterior/"
 
 
 def _epoch_in_words(numbers: Mapping[str, float], epochs: int | None = None) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.cli.console import replaced_file
 from aftermap.data import Examples
 from aftermap.distributed import all_reduce_, broadcast_, broadcast_number, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError, NumericalError
@@ -26,6 +25,7 @@ from aftermap.likelihoods import Likelihood
 from aftermap.models import evaluation_mode
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, warmup
 from aftermap.progress import progress
+from aftermap.writing import replaced_file
 
 __all__ = [
     "CHECKPOINT",
@@ -34,11 +34,13 @@ __all__ = [
     "RATES",
     "Recipe",
     "Run",
+    "enough_epochs",
     "make_optimizer",
     "train_network",
     "validation_numbers",
 ]
 
+_LEAST_STEPS = 500  # that small data are trained for, where nobody said how long
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
 RATES = {"vogn": 3e-3, "ogn": 3e-3, "ivon": 0.5, "kfac": 3e-3, "noisy_kfac": 3e-3, "adam": 1e-3}
 DAMPINGS = {"vogn": 1e-2, "ogn": 1e-2, "ivon": 0.0, "kfac": 3e-2, "noisy_kfac": 3e-2, "adam": 0.0}
@@ -62,6 +64,7 @@ class Recipe:
         prior_precision: The prior precision δ; with Adam it is a weight decay of δ/N.
         damping: The damping γ.
         mc_samples: The number of draws of the weights in a step.
+        temperature: The temperature τ that a variational optimiser warms up to.
         seed: The seed of order, weights and noise.
     """
 
@@ -78,6 +81,7 @@ class Recipe:
     prior_precision: float
     damping: float
     mc_samples: int
+    temperature: float
     seed: int
 
     @property
@@ -91,13 +95,22 @@ class Recipe:
         return self.epochs * self.steps_per_epoch
 
 
+def enough_epochs(n_data: int, batch_size: int) -> int:
+    """The number of epochs where it was not said: 10, or as many as make 500 steps.
+
+    >>> enough_epochs(60_000, 128), enough_epochs(1000, 128)
+    (10, 63)
+    """
+    return max(10, math.ceil(_LEAST_STEPS / max(1, math.ceil(n_data / batch_size))))
+
+
 def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> torch.optim.Optimizer:
     """The optimiser of a recipe; variational ones warm their temperature up during the first half."""
     common: dict[str, Any] = {"lr": recipe.lr, "n_data": recipe.n_data, "prior_precision": recipe.prior_precision}
     common["damping"] = recipe.damping
     noise: dict[str, Any] = {
         "mc_samples": recipe.mc_samples,
-        "temperature": warmup(max(1, recipe.steps // 2)),
+        "temperature": warmup(max(1, recipe.steps // 2), 0.1 * recipe.temperature, recipe.temperature),
         "generator": torch.Generator().manual_seed(recipe.seed),
     }
     if recipe.optimizer == "adam":
@@ -141,7 +154,8 @@ class Run:
             return False
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
-            old, new = saved["recipe"], json.loads(json.dumps(asdict(self.recipe)))
+            # Before there was a choice, every run had the temperature 1.
+            old, new = {"temperature": 1.0, **saved["recipe"]}, json.loads(json.dumps(asdict(self.recipe)))
         except Exception as error:  # torch raises many kinds for a file that is not its own
             raise DataError(f"{file} is damaged: {error}. Remove it, or start anew with --force") from error
         different = [f"{k}: {old.get(k)!r} there, {new[k]!r} now" for k in new if old.get(k) != new[k]]
@@ -173,11 +187,13 @@ class Run:
                     part.write_text(json.dumps(self.history, indent=1) + "\n", encoding="utf-8")
 
 
-def _epoch(recipe: Recipe, number: int, first: int) -> Iterator[Tensor]:
-    """This process's numbers of the examples of every batch of an epoch, from batch ``first`` on."""
-    order = torch.randperm(recipe.n_data, generator=torch.Generator().manual_seed(1_000_003 * recipe.seed + number))
-    for index in list(order.tensor_split(recipe.steps_per_epoch))[first:]:
-        yield index[rank() :: world_size()]
+def _rest(recipe: Recipe, step: int) -> Iterator[Tensor]:
+    """This process's numbers of the examples of every batch that comes after ``step`` steps."""
+    number, first = divmod(step, recipe.steps_per_epoch)
+    for epoch in range(number, recipe.epochs):
+        order = torch.randperm(recipe.n_data, generator=torch.Generator().manual_seed(1_000_003 * recipe.seed + epoch))
+        for index in list(order.tensor_split(recipe.steps_per_epoch))[first if epoch == number else 0 :]:
+            yield index[rank() :: world_size()]
 
 
 def train_network(
@@ -190,7 +206,6 @@ def train_network(
     validation: Examples | None = None,
     on_epoch: Callable[[Mapping[str, float]], None] | None = None,
     every: float = 30.0,
-    stop_after: int | None = None,
 ) -> None:
     """Goes on to the end of the recipe.
 
@@ -202,8 +217,7 @@ def train_network(
         likelihood: The likelihood, whose negative logarithm is the loss.
         validation: Held-out data, on which the network is looked at after every epoch.
         on_epoch: A function that is told what the history says about each epoch that ends.
-        every: The seconds between checkpoints; one is written after every epoch anyway.
-        stop_after: The number of steps of this call after which it stops, with a checkpoint.
+        every: The seconds between checkpoints; one is written after every epoch anyway, but not more than one a second.
 
     Raises:
         NumericalError: The loss is no longer finite.
@@ -212,43 +226,31 @@ def train_network(
     if data.targets is None or len(data) < world_size():
         raise DataError(f"training needs targets, and at least one example for each of {world_size()} processes")
     device = next(model.parameters()).device
-    saved, done = time.monotonic(), 0
+    saved = time.monotonic()
+    losses: list[float] = []
     model.train()
-    while run.step < recipe.steps:
-        number, first = divmod(run.step, recipe.steps_per_epoch)
-        losses: list[float] = []
-        bar = progress(
-            _epoch(recipe, number, first),
-            description=f"epoch {number + 1}/{recipe.epochs}",
-            total=recipe.steps_per_epoch - first,
-        )
-        for index in bar:
-            x, y = data.inputs[index].to(device), data.targets[index].to(device)
-            for group in optimizer.param_groups:
-                group["lr"] = 0.5 * recipe.lr * (1 + math.cos(math.pi * run.step / recipe.steps))
-            torch.manual_seed((recipe.seed * 1_000_003 + run.step) * 4099 + rank())  # of dropout
-            losses.append(_step(model, optimizer, x, y, likelihood))
-            if not math.isfinite(losses[-1]):
-                raise NumericalError(f"the loss became {losses[-1]} at step {run.step}: lower --lr, or raise --damping")
-            run.step += 1
-            done += 1
-            stopping = stop_after is not None and done >= stop_after
-            if run.step % recipe.steps_per_epoch == 0:
-                numbers = {"epoch": number + 1, "loss": sum(losses) / len(losses)}
-                run.history.append({**numbers, **validation_numbers(model, validation, likelihood)})
-                if on_epoch is not None:
-                    on_epoch(run.history[-1])
-            due = time.monotonic() - saved > every
-            if world_size() > 1:  # all processes save together: process 0 looks at its clock now and then
-                due = run.step % 20 == 0 and bool(broadcast_number(int(due)))
-            if stopping or due:
-                run.save(model, optimizer)
-                saved = time.monotonic()
-            if stopping:
-                model.eval()
-                return
-        run.save(model, optimizer)
-        saved = time.monotonic()
+    for index in progress(_rest(recipe, run.step), description="training", total=recipe.steps - run.step):
+        x, y = data.inputs[index].to(device), data.targets[index].to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * recipe.lr * (1 + math.cos(math.pi * run.step / recipe.steps))
+        torch.manual_seed((recipe.seed * 1_000_003 + run.step) * 4099 + rank())  # of dropout
+        losses.append(_step(model, optimizer, x, y, likelihood))
+        if not math.isfinite(losses[-1]):
+            raise NumericalError(f"the loss became {losses[-1]} at step {run.step}: lower --lr, or raise --damping")
+        run.step += 1
+        epochs, steps = divmod(run.step, recipe.steps_per_epoch)
+        if not steps:
+            numbers = {"epoch": epochs, "loss": sum(losses) / len(losses)}
+            run.history.append({**numbers, **validation_numbers(model, validation, likelihood)})
+            losses = []
+            if on_epoch is not None:
+                on_epoch(run.history[-1])
+        due = time.monotonic() - saved > (every if steps else min(every, 1.0))
+        if world_size() > 1:  # all processes save together: process 0 looks at its clock now and then
+            due = (not steps or run.step % 20 == 0) and bool(broadcast_number(int(due)))
+        if due or run.step >= recipe.steps:
+            run.save(model, optimizer)
+            saved = time.monotonic()
     model.eval()
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from rich.table import Table
 
+from aftermap.analysis import Where
 from aftermap.analysis import where as find_where
 from aftermap.analysis.result import LEVELS
 from aftermap.cli import options as o
@@ -56,10 +57,13 @@ def where(
     )
     reporter.line()
     columns = result.table(level)
-    reporter.table(_table(columns, top if level == "filter" else None, reporter.width))
-    hidden = len(columns) - len(_fitting(columns, reporter.width))
+    shown = _for_people(result, columns) if level == "layer" else dict(columns)
+    reporter.table(_table(shown, top if level == "filter" else None, reporter.width))
+    hidden = [name for name in shown if name not in _fitting(shown, reporter.width)]
     if hidden:
-        reporter.line(f"{hidden} more columns: widen the window, or use --json")
+        reporter.line(f"not shown for lack of room: {', '.join(hidden)}; widen the window, or use --json")
+    if level == "layer" and result.crosses:
+        reporter.line(result.in_common_in_words())
     if level == "layer" and result.certain:
         reporter.line(f"not in the posterior, so certain: {', '.join(result.certain[:6])}")
     if output is not None:
@@ -68,6 +72,19 @@ def where(
         reporter.line(f"written to {output}")
     reporter.result(to_plain(dict(columns)))
     return GOOD
+
+
+def _for_people(result: Where, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The table of layers with shares between 0 and 100 %; where layers depend on each other, those of their own variances."""
+    if not result.crosses:
+        return dict(columns)
+    return {
+        "own share" if name == "predictive share" else name: list(result.own_shares)
+        if name == "predictive share"
+        else values
+        for name, values in columns.items()
+        if "cross" not in name and name != "epistemic share"
+    }
 
 
 def _table(columns: dict[str, list[Any]], most: int | None, width: int) -> Table:
@@ -80,13 +97,14 @@ def _table(columns: dict[str, list[Any]], most: int | None, width: int) -> Table
     for name in names:
         left = any(isinstance(v, str) for v in columns[name])
         table.add_column(name, justify="left" if left else "right", width=_room(name, columns[name]))
-    bar = "predictive share" in columns and width >= _WIDE
+    share = next((name for name in ("own share", "predictive share") if name in columns), None)
+    bar = share is not None and width >= _WIDE
     if bar:
         table.add_column("")
     for i in order:
         cells = [_cell(name, columns[name][i]) for name in names]
-        if bar:
-            cells.append("█" * round(20 * min(1.0, max(0.0, columns["predictive share"][i] or 0.0))))
+        if share is not None and bar:
+            cells.append("█" * round(20 * min(1.0, max(0.0, columns[share][i] or 0.0))))
         table.add_row(*cells)
     return table
 

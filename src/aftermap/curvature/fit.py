@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -140,77 +140,91 @@ def fit_curvature(
     entry = find_structure(structure)
     entry.check_options(curvature, damping="exact")
     checks.choice("approach", approach, APPROACHES)
-    samples, passes = checks.count("samples", samples), checks.count("passes", passes)
-    directions, small_block = entry.check_rank(rank), checks.count("small_block", small_block)
-    subset_size = checks.count("subset_size", subset_size)
-    chunk = None if chunk is None else checks.count("chunk", chunk)
     if accumulate is not None and not accumulate.is_floating_point:
         raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
     if isinstance(data, Iterable):  # Anything else is refused with the first batch.
         checks.repeatable("data", data, f"a fit with structure={structure!r}")
+    options: dict[str, Any] = {
+        "curvature": curvature,
+        "approach": approach,
+        "samples": checks.count("samples", samples),
+        "passes": checks.count("passes", passes),
+        "chunk": None if chunk is None else checks.count("chunk", chunk),
+        "rank": entry.check_rank(rank),
+        "subset_size": checks.count("subset_size", subset_size),
+        "small_block": checks.count("small_block", small_block),
+        "sums_dtype": accumulate or _sums_dtype(check_device(model)[1]),
+    }
     parsed = parse_likelihood(likelihood)
+    names, plan = _select_and_plan(model, data, params, entry, unpack)
+    problem = CurvatureProblem(
+        model, data, parsed, names, plan, unpack=unpack, generator=generator, show_progress=progress, **options
+    )
+    if check_layers is not None:
+        check_layers(PlannedLayers.of(entry, plan, problem.shapes))
+    if checkpoint is not None:
+        problem = _with_checkpoint(problem, entry, checkpoint, every)
+    problem, blocks, counts = _fit_as_planned(problem, entry, strict)
+    if counts.probabilities:
+        _warn_of_probabilities(parsed)
+    treatment = _treatment(entry, problem.plan, blocks, counts, problem.shapes)
+    factors = Factors(
+        structure, blocks, tuple(names), counts.n_data, counts.loss, counts.kind, treatment, counts.n_outputs
+    )
+    return factors.all_reduced(counts_only=entry.blocks_are_global)
+
+
+def _sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The model's own precision, but for half precision, in which sums stop growing after a few hundred data."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _select_and_plan(
+    model: nn.Module, data: Iterable[Any], params: Selection, entry: Structure, unpack: Unpack | None
+) -> tuple[list[str], ModelPlan]:
+    """Returns the names of the selected parameters, and how their layers are read: the same on every process."""
     if params == "last_block":
         batch = first_batch(model, data, unpack, together=True)
         with fail_together("looking for the last block"):
             params = find_last_block(model, batch)
     names = select(model, params)
     parameters = named_parameters(model)
-    shapes = {n: tuple(parameters[n].shape) for n in names}
-    entry.check_size(shapes)
+    entry.check_size({n: tuple(parameters[n].shape) for n in names})
     batch = first_batch(model, data, unpack, together=True)
     with fail_together("looking at the first batch"):
         plan = plan_model(model, names, batch)
-    del batch
-    plan = plan.agree_over_processes(names)
-    if check_layers is not None:
-        check_layers(PlannedLayers.of(entry, plan, shapes))
-    dtype = check_device(model)[1]
-    # Sums in half precision stop growing after a few hundred data.
-    sums_dtype = accumulate or (torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
-    kept: Checkpoint | None = None
-    if checkpoint is not None:
-        _check_resumable(entry, passes)
-        identity = _identity(model, parsed, entry, names, curvature, approach, samples, small_block, sums_dtype)
-        kept = Checkpoint.open(checkpoint, every, identity)
-        plan = plan.without({n: why for n, why in kept.given_up.items() if n in plan.layers_of_parameter})
-        generator = generator or _generator(identity, check_device(model)[0])
+    return names, plan.agree_over_processes(names)
+
+
+def _fit_as_planned(
+    problem: CurvatureProblem, entry: Structure, strict: bool
+) -> tuple[CurvatureProblem, tuple[Block, ...], DataCounts]:
+    """Fits, and begins again without the rules that a batch contradicts; the problem it returns is the one that held."""
     while True:
         if strict:
-            _check_strict(plan, shapes)
-        problem = CurvatureProblem(
-            model,
-            data,
-            parsed,
-            names,
-            plan,
-            curvature,
-            approach,
-            samples,
-            chunk,
-            passes,
-            directions,
-            subset_size,
-            small_block,
-            sums_dtype,
-            unpack,
-            generator,
-            progress,
-            kept,
-        )
+            _check_strict(problem.plan, problem.shapes)
         try:
-            blocks, counts = entry.fit(problem)
-            break
+            return problem, *entry.fit(problem)
         except PlanContradicted as contradicted:
-            plan = plan.without(contradicted.reasons)
-            kept = None if kept is None else kept.without_rules(contradicted.reasons)
+            kept = problem.checkpoint
+            problem = replace(
+                problem,
+                plan=problem.plan.without(contradicted.reasons),
+                checkpoint=None if kept is None else kept.without_rules(contradicted.reasons),
+            )
             _warn_of_new_start(contradicted)
-    if counts.probabilities:
-        _warn_of_probabilities(parsed)
-    treatment = _treatment(entry, plan, blocks, counts, shapes)
-    factors = Factors(
-        structure, blocks, tuple(names), counts.n_data, counts.loss, counts.kind, treatment, counts.n_outputs
-    )
-    return factors.all_reduced(counts_only=entry.blocks_are_global)
+
+
+def _with_checkpoint(
+    problem: CurvatureProblem, entry: Structure, folder: str | os.PathLike[str], every: int
+) -> CurvatureProblem:
+    """Returns the problem with the checkpoint of a folder: its sums, the rules it gave up, and its random numbers."""
+    _check_resumable(entry, problem.passes)
+    identity = _identity(problem, entry)
+    kept = Checkpoint.open(folder, every, identity)
+    given_up = {n: why for n, why in kept.given_up.items() if n in problem.plan.layers_of_parameter}
+    generator = problem.generator or _generator(identity, problem.device)
+    return replace(problem, plan=problem.plan.without(given_up), checkpoint=kept, generator=generator)
 
 
 def _check_resumable(entry: Structure, passes: int) -> None:
@@ -228,18 +242,19 @@ def _check_resumable(entry: Structure, passes: int) -> None:
         )
 
 
-def _identity(
-    model: nn.Module, likelihood: Likelihood, entry: Structure, names: Sequence[str], *options: object
-) -> dict[str, str]:
+def _identity(problem: CurvatureProblem, entry: Structure) -> dict[str, str]:
     """What must be the same when a fit goes on: in words, by which a difference is told."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    words = ("curvature", "approach", "samples", "small_block", "dtype of the sums")
+    state = {**dict(problem.model.named_parameters()), **dict(problem.model.named_buffers())}
     return {
         "weights": weights_hash(state),
         "structure": entry.name,
-        "parameters": " ".join(names),
-        "likelihood": json.dumps(likelihood.config(), sort_keys=True, default=str),
-        **{word: str(option) for word, option in zip(words, options, strict=True)},
+        "parameters": " ".join(problem.names),
+        "likelihood": json.dumps(problem.likelihood.config(), sort_keys=True, default=str),
+        "curvature": problem.curvature,
+        "approach": problem.approach,
+        "samples": str(problem.samples),
+        "small_block": str(problem.small_block),
+        "dtype of the sums": str(problem.sums_dtype),
     }
 
 
@@ -265,7 +280,7 @@ def _warn_of_new_start(contradicted: PlanContradicted) -> None:
             f"{contradicted}. {len(contradicted.reasons)} parameters are treated by exact per-example gradients instead of "
             f"their layer rules, and the fit starts again (noticed on batch {contradicted.batch})",
             StatisticalWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -115,6 +115,13 @@ def _numbers(values: npt.NDArray[np.generic], where: str) -> Tensor:
         largest = np.abs(finite).max() if finite.size else 0
         if largest > limits.max:
             raise DataError(f"{where} holds {largest:g}, a number too large for {np.dtype(wanted)}; scale the numbers")
+    if wanted is np.float32 and not np.isfinite(values).all():
+        bad = np.argwhere(~np.isfinite(values))
+        rows = len(np.unique(bad[:, 0]))
+        raise DataError(
+            f"{where} holds {values[tuple(bad[0])]} at index {bad[0].tolist()}; {rows:,} of {len(values):,} examples are not finite. "
+            "Fill or correct these numbers, or leave the examples out"
+        )
     return torch.from_numpy(np.ascontiguousarray(values, dtype=wanted))
 
 

@@ -24,8 +24,10 @@ from aftermap import checks
 from aftermap.data.examples import Examples, as_inputs, as_targets, existing_file
 from aftermap.errors import DataError
 from aftermap.lazy import optional
+from aftermap.progress import announce
 
 __all__ = [
+    "about_bytes",
     "array_names",
     "csv_rows",
     "own_parts",
@@ -255,7 +257,7 @@ def _cell(file: Path, number: int, column: str, cell: str) -> float:
             got = f"{cell.strip()[:80]!r} is too large for a number of 32 bits"
         raise DataError(
             f"{file}, row {number}, column {column!r}: {got}. Inputs are numbers: fill or correct the cell, "
-            "turn words into numbers, or leave the column out with --drop (drop=)"
+            "turn words into numbers, or leave the column out with drop="
         )
     return value
 
@@ -290,6 +292,11 @@ def _targets(
     return torch.tensor([index[c] for c in cells]), names
 
 
+def about_bytes(source: object) -> str:
+    """What a user should know where inputs are bytes."""
+    return f"{source} holds bytes, which are taken as pixels and divided by 255; save floating-point numbers for another scale"
+
+
 def read_npz(path: str | Path, *, part: str | None = None, need_targets: bool = True) -> Examples:
     """Reads inputs and targets from an .npz file.
 
@@ -300,7 +307,7 @@ def read_npz(path: str | Path, *, part: str | None = None, need_targets: bool = 
         need_targets: Whether to refuse a file without targets.
 
     Returns:
-        The examples; bytes are pixels and become numbers from 0 to 1.
+        The examples; bytes are pixels and become numbers from 0 to 1, which is said on a terminal, and in `Examples.rescaled`.
 
     Raises:
         DataError: There is no such file, it is no .npz file, it has Python objects inside, or no array has a known
@@ -326,6 +333,8 @@ def read_npz(path: str | Path, *, part: str | None = None, need_targets: bool = 
     arrays = read_arrays(file, [name for name in (x, y) if name is not None])
     targets = None if y is None else as_targets(arrays[y], f"{file}: {y}")
     rescaled = arrays[x].dtype == np.uint8
+    if rescaled:
+        announce(about_bytes(file))
     return Examples(as_inputs(arrays[x], f"{file}: {x}"), targets, file.stem, rescaled=rescaled)
 
 

@@ -262,57 +262,27 @@ def evaluate(
     (1.0, 0.551)
     """
     check_predictor_object(predictor)
-    if isinstance(n_resamples, bool) or not isinstance(n_resamples, int) or n_resamples < 0 or n_resamples == 1:
-        raise InputError(f"n_resamples must be 0 (no intervals) or at least 2, got {n_resamples!r}")
-    for attack in attacks:
-        if not isinstance(attack, Attack):
-            raise InputError(f"attacks must be FGSM, TargetedAttack or PGD objects, got {type(attack).__name__}")
-    if reference is not None and not isinstance(reference, Reference):
-        raise InputError(
-            f"reference must be a Reference, as Reference.from_predictions(…) makes it, got {type(reference).__name__}"
-        )
-    if scores is not None:
-        check_scores(scores, reference=reference is not None)
-    if ood is not None and not isinstance(ood, Mapping):
-        raise InputError(
-            f"ood is {describe(ood)}, but must be a mapping from names to data, such as ood={{'other': loader}} or ood={{'other': x}}"
-        )
-    ood = {n: _as_batches(n, d) for n, d in (ood or {}).items()}
-    if "test" in ood:
-        raise InputError('an OOD set cannot be called "test": that is what the rows of the data themselves are called')
+    ood = _checked_sets(ood)
+    _check_options(n_resamples, attacks, reference, scores)
     named = check_detectors(detectors)
     scored = {key: DetectorScores(named) for key in ("test", *ood)}
-    started = time.perf_counter()
     chosen = dict(options or {})
     if accepts(predictor, "generator"):
         chosen.setdefault("generator", torch.Generator().manual_seed(seed))
+    started = time.perf_counter()
     inside = predict_all(predictor, data, options=chosen, unpack=unpack, on_inputs=scored["test"].add)
     seconds = time.perf_counter() - started - scored["test"].seconds
     _check_task(named, inside.prediction)
     outside = {n: _outside(predictor, n, d, inside, chosen, unpack, scored[n]) for n, d in ood.items()}
+    others = {key: detected.scores() for key, detected in scored.items()}
+
     boot = Bootstrap(n_resamples, level, seed)
     numbers, curves = _measure(inside, boot)
-    others = {key: detected.scores() for key, detected in scored.items()}
     numbers.update(_errors_found(inside, others["test"], boot))
-    for key, collected in (("", inside), *outside.items()):
-        numbers.update(_parts_compared(key, collected.prediction, boot))
-    by_set = detections(
-        inside.prediction,
-        {n: c.prediction for n, c in outside.items()},
-        scores=scores,
-        others=others,
-        reference=reference,
-        n_resamples=n_resamples,
-        level=level,
-        generator=torch.Generator().manual_seed(seed),
-    )
-    detection_metrics = {
-        d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in by_set.items()
-    }
     if reference is not None:
         numbers["flagged"] = _share(reference.flag(inside.prediction), level)
-    for key, other in outside.items():
-        _add_shares(detection_metrics[key], inside.prediction, other.prediction, reference, level)
+    for key, collected in (("", inside), *outside.items()):
+        numbers.update(_parts_compared(key, collected.prediction, boot))
     for key, collected in (("test", inside), *outside.items()):
         if collected.prediction.kind in ("classification", "binary"):
             curves[f"entropy/{key}"] = inverse_ecdf(collected.prediction.score("entropy"))
@@ -324,7 +294,7 @@ def evaluate(
         inside.prediction.kind,
         len(inside.prediction),
         numbers,
-        detection_metrics,
+        _detect(inside, outside, scores, others, reference, boot),
         attacked,
         _table(inside, outside, scores, others, reference) if table else {},
         curves,
@@ -340,6 +310,59 @@ def evaluate(
             options=options,
         ),
     )
+
+
+def _checked_sets(ood: Mapping[str, Iterable[Any]] | None) -> dict[str, Iterable[Any]]:
+    """Returns the sets of unusual inputs as batches, by name."""
+    if ood is not None and not isinstance(ood, Mapping):
+        raise InputError(
+            f"ood is {describe(ood)}, but must be a mapping from names to data, such as ood={{'other': loader}} or ood={{'other': x}}"
+        )
+    if ood is not None and "test" in ood:
+        raise InputError('an OOD set cannot be called "test": that is what the rows of the data themselves are called')
+    return {n: _as_batches(n, d) for n, d in (ood or {}).items()}
+
+
+def _check_options(
+    n_resamples: int, attacks: Sequence[Attack], reference: Reference | None, scores: Sequence[str] | None
+) -> None:
+    """Raises where an option is not what it must be, before anything is predicted."""
+    if isinstance(n_resamples, bool) or not isinstance(n_resamples, int) or n_resamples < 0 or n_resamples == 1:
+        raise InputError(f"n_resamples must be 0 (no intervals) or at least 2, got {n_resamples!r}")
+    for attack in attacks:
+        if not isinstance(attack, Attack):
+            raise InputError(f"attacks must be FGSM, TargetedAttack or PGD objects, got {type(attack).__name__}")
+    if reference is not None and not isinstance(reference, Reference):
+        raise InputError(
+            f"reference must be a Reference, as Reference.from_predictions(…) makes it, got {type(reference).__name__}"
+        )
+    if scores is not None:
+        check_scores(scores, reference=reference is not None)
+
+
+def _detect(
+    inside: PredictedData,
+    outside: Mapping[str, PredictedData],
+    scores: Sequence[str] | None,
+    others: Mapping[str, Mapping[str, Tensor]],
+    reference: Reference | None,
+    boot: Bootstrap,
+) -> dict[str, dict[str, dict[str, Metric]]]:
+    """How well each score tells each set of unusual inputs from the test data."""
+    by_set = detections(
+        inside.prediction,
+        {n: c.prediction for n, c in outside.items()},
+        scores=scores,
+        others=others,
+        reference=reference,
+        n_resamples=boot.n_resamples,
+        level=boot.level,
+        generator=torch.Generator().manual_seed(boot.seed),
+    )
+    metrics = {d: {s: _metrics(detection) for s, detection in by_score.items()} for d, by_score in by_set.items()}
+    for key, other in outside.items():
+        _add_shares(metrics[key], inside.prediction, other.prediction, reference, boot.level)
+    return metrics
 
 
 def _as_batches(name: str, data: Any) -> Iterable[Any]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.lazy import lazy_attribute
 from aftermap.predictive.display import html_table, text_table
+from aftermap.writing import replaced_file
 
 __all__ = ["SCHEMA", "Comparison", "Metric", "Results", "Table", "compare", "provenance", "to_plain", "write_json"]
 
@@ -99,10 +100,8 @@ def write_json(content: Mapping[str, Any], path: str | Path | None) -> str:
     """Returns JSON text, and writes it to ``path`` if given (first to a neighbouring file, which is then moved into place)."""
     text = json.dumps(content, indent=2, allow_nan=False)
     if path is not None:
-        target = Path(path)
-        part = target.with_name(target.name + ".part")
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(target)
+        with replaced_file(path) as part:
+            part.write_text(text + "\n", encoding="utf-8")
     return text
 
 

@@ -22,7 +22,7 @@ from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Likelihood, infer_task, parse_likelihood
-from aftermap.models import call_model, check_device, check_modes, explain_model_errors
+from aftermap.models import call_model, check_device, check_is_network, check_modes, explain_model_errors
 from aftermap.params import Selection
 from aftermap.posteriors.base import has_noise
 from aftermap.predictive.display import html_table
@@ -30,6 +30,7 @@ from aftermap.progress import announce, showing
 
 __all__ = ["FitReport", "fit", "predictions_after_fit"]
 
+_ORDER = "fit(model, likelihood, train_loader, val_loader)"
 _SMALL = 1500  # up to this many parameters the full matrix is cheap and keeps cross-layer covariance
 _SMALL_REGRESSION = 3000  # the same of a regression, for parameters or for data times outputs
 _CHECKED = 1000  # validation data that tuning and the check look at
@@ -124,6 +125,7 @@ def fit(
     Warns:
         StatisticalWarning: The predictive is worse than the network, or the data cannot decide what they should.
     """
+    check_is_network(model, _ORDER)
     if isinstance(params, Subnetwork):
         raise InputError(
             "fit chooses among structures of whole layers; for a subnetwork use Laplace(..., params=Subnetwork(...))"
@@ -212,7 +214,7 @@ def _arranged(
     Raises:
         InputError: One is given twice or missing, or the likelihood does not stand second.
     """
-    rest, order = list(arguments), "fit(model, likelihood, train_loader, val_loader)"
+    rest, order = list(arguments), _ORDER
     if len(rest) == 3 and _is_likelihood(rest[2]) and not _is_likelihood(rest[0]):
         warnings.warn(f"the likelihood stands second now, as in Laplace: {order}", DeprecationWarning, stacklevel=3)
         rest.insert(0, rest.pop())
@@ -288,6 +290,6 @@ def _choose(
     least = min(costs, key=lambda c: c.bytes)
     raise InputError(
         f"nothing fits into {memory_limit / 2**30:.1f} GB"
-        + (f" and {time_limit:g} s" if time_limit else "")
+        + (f" and {time_limit:g} s" if time_limit is not None else "")
         + f"; the smallest is {least}. Raise memory_limit= or time_limit=, or choose fewer parameters with params="
     )

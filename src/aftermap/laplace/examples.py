@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,53 @@ from torch import Tensor, nn
 
 from aftermap.batches import Batch
 from aftermap.draws import uniform_like
-from aftermap.errors import DataError
+from aftermap.errors import DataError, StatisticalWarning, warn_caller
 from aftermap.likelihoods import Likelihood
 from aftermap.models import call_model, evaluating
 
-__all__ = ["informative_examples", "random_examples"]
+__all__ = ["FiniteExamples", "informative_examples", "random_examples"]
 
+_TOLERATED = 0.05  # share of examples whose outputs may be not finite
 _Part = tuple[Tensor, Tensor, Batch]  # priorities, weights of the choice, examples
+
+
+class FiniteExamples:
+    """Batches without the examples for which a network's outputs are not finite; those are counted, and told at the end.
+
+    Args:
+        model: The network.
+        batches: The data.
+        what: What the data are called in messages.
+        quiet: Whether nothing is said of a few such examples, because it was said before.
+
+    Raises:
+        DataError: The outputs are not finite for more than one example in twenty.
+
+    Warns:
+        StatisticalWarning: The outputs are not finite for a few examples.
+    """
+
+    def __init__(self, model: nn.Module, batches: Iterable[Batch], what: str, *, quiet: bool = False):
+        self.model, self.batches, self.what, self.quiet = model, batches, what, quiet
+        self.seen = self.left_out = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self.batches:
+            with torch.no_grad():
+                outputs = call_model(self.model, batch.inputs)
+            finite = torch.isfinite(outputs).flatten(1).all(1).cpu()
+            count = int(finite.sum())
+            self.seen, self.left_out = self.seen + batch.size, self.left_out + batch.size - count
+            if count:
+                yield batch if count == batch.size else batch.take(torch.nonzero(finite)[:, 0])
+        self._tell()
+
+    def _tell(self) -> None:
+        problem = f"the network's outputs are not finite for {self.left_out} of {self.seen} {self.what} examples"
+        if self.left_out > _TOLERATED * self.seen:
+            raise DataError(f"{problem}. Look at these inputs and at the weights of the network")
+        if self.left_out and not self.quiet:
+            warn_caller(f"{problem}, which are left out. Look at them", StatisticalWarning)
 
 
 def random_examples(batches: Iterable[Batch], limit: int, generator: torch.Generator | None = None) -> list[Batch]:

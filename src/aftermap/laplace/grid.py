@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from aftermap.predictive.sampling import weight_samples
 
 __all__ = ["GridResult", "search_grid"]
 
+_EQUAL = 1e-9  # nats of the mean loss, relative to its size, by which no two grid points differ
 _KINDS = ("linearised", "sampling")  # A cheap prediction is made with what was tuned for the exact one.
 
 
@@ -45,6 +46,12 @@ class GridResult:
     nll: float
     table: list[tuple[float, float, float]]
     n_data: int
+
+    def __str__(self) -> str:
+        return (
+            f"validation NLL on {self.n_data:,} examples: {self.nll:.4f} at data scale {self.data_scale:.3g} and prior precision "
+            f"{self.precision:.3g}, the best of {len(self.table)} points of a grid"
+        )
 
 
 def search_grid(
@@ -83,11 +90,15 @@ def search_grid(
     if precisions is not None:
         ratios = list(precisions)
         result = _stage(predictor, validation, base_scale, ratios, cs, kind, link, samples)
+        if _is_flat(result):
+            return _undecided(result)
         _warn_at_edge(result, cs, (min(ratios), max(ratios)) if len(ratios) > 2 else (0.0, math.inf))
         return result
     coarse = [10.0**k for k in range(-6, 6)]
     some = _limited(validation, first_stage)
     first = _stage(predictor, some, base_scale, coarse, cs, kind, link, samples)
+    if _is_flat(first):
+        return _undecided(first)
     centre = math.log10(first.precision / first.data_scale)
     fine = [10 ** (centre + d) for d in (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)]
     near = cs if scales is not None else [first.data_scale * 10 ** (k / 4) for k in range(-4, 5)]
@@ -162,6 +173,23 @@ def _stage(
     return GridResult(best[0], best[1], best[2], table, count)
 
 
+def _is_flat(result: GridResult) -> bool:
+    """Whether no two points of the grid differ by more than rounding."""
+    values = [nll for _, _, nll in result.table]
+    return len(values) > 1 and max(values) - min(values) <= _EQUAL * (1 + abs(result.nll))
+
+
+def _undecided(result: GridResult) -> GridResult:
+    """The point of the grid that is nearest to data scale and precision one, where the data prefer none."""
+    warn_caller(
+        f"all {len(result.table)} grid points are equally good on {result.n_data} validation examples, so that these decide nothing: the "
+        "posterior has no variance there. Look whether the network is constant, and choose other parameters with params=",
+        StatisticalWarning,
+    )
+    c, precision, nll = min(result.table, key=lambda row: abs(math.log(row[0])) + abs(math.log(row[1])))
+    return replace(result, data_scale=c, precision=precision, nll=nll)
+
+
 def _linearised(
     predictor: PosteriorPredictor,
     posterior: GaussianPosterior,
@@ -182,7 +210,6 @@ def _linearised(
                 latent_var=latent.var / c if latent.cov is None else None,
                 link=link,
                 samples=samples,
-                generator=torch.Generator().manual_seed(0),
             )
             values[i, j] = -prediction.log_prob(batch.targets).sum().to(torch.float64)
     return values

@@ -31,7 +31,7 @@ from aftermap.laplace.subnetwork import (
 )
 from aftermap.laplace.tune import choose_method, tune_by, tune_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
-from aftermap.models import check_not_causal, check_not_sharded, explain_model_errors
+from aftermap.models import check_is_network, check_not_causal, check_not_sharded, explain_model_errors
 from aftermap.params import Params, Selection, named_parameters
 from aftermap.posteriors import CurvaturePosterior, GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters, has_noise, likelihood_with, split_noise
@@ -104,6 +104,7 @@ class Laplace(NotebookView):
             structure = subnetwork_structure(structure, damping)
         entry = find_structure(structure)
         entry.check_options(curvature, damping)
+        check_is_network(model, "Laplace(model, likelihood)")
         check_not_causal(model)
         check_not_sharded(model.parameters())
         self.model = model
@@ -417,7 +418,7 @@ class Laplace(NotebookView):
                 given), else self_consistent or leave_one_out where they apply, else evidence.
             kind: The predictive whose log-likelihood the grid maximises: "linearised" or "sampling".
             link: How the linearised predictive turns the Gaussian over logits into probabilities; see `predict`.
-            samples: The number of draws that the predictive of the grid averages over. More draws give a smoother objective.
+            samples: The number of draws that the predictive averages over, as in `predict`.
             per_layer: Whether the evidence finds one prior precision for each layer (True) or one for all weights (False).
             noise: Whether the noise of a regression is tuned, too.
             precisions: The ratios precision / data scale that method="grid" tries.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from aftermap.batches import Batch
-from aftermap.errors import DataError, StatisticalWarning, warn_caller
-from aftermap.laplace.examples import random_examples
+from aftermap.errors import DataError
+from aftermap.laplace.examples import FiniteExamples, random_examples
 from aftermap.likelihoods import Categorical, Likelihood
 from aftermap.models import call_model
 from aftermap.posteriors import Posterior
@@ -22,7 +22,6 @@ __all__ = ["OutputGaussians", "output_gaussians"]
 
 _NUMBERS = 10**8  # of covariances that are held at once
 _LEAST_EXAMPLES = 50
-_TOLERATED = 0.05  # share of examples whose outputs may be not finite
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def output_gaussians(
     chosen: list[Batch] = []
     means: list[Tensor] = []
     covariances: list[list[Tensor]] = [[] for _ in posteriors]
-    targets, weights, examples, left_out = [], [], 0, 0
+    targets, weights, examples = [], [], 0
     labelled = (batch for batch in batches if isinstance(batch.targets, Tensor))
     first = next(labelled, None)
     if first is None:
@@ -93,11 +92,8 @@ def output_gaussians(
     positions, wide = math.prod(outputs.shape[1:-1]), outputs.shape[-1]
     most = min(limit, max(_LEAST_EXAMPLES, _NUMBERS // (len(posteriors) * wide**2)))
     chosen = random_examples(_with_first(first, labelled), max(1, math.ceil(most / positions)), generator)
-    for whole in progress(chosen, description=f"tuning: {what} data"):
-        batch = _finite(predictor, whole)
-        left_out += whole.size - (0 if batch is None else batch.size)
-        if batch is None:
-            continue
+    finite = FiniteExamples(predictor.model, chosen, what)
+    for batch in progress(finite, description=f"tuning: {what} data", total=len(chosen)):
         latents = latent_gaussians(predictor.plan(batch), predictor.posterior, batch, variants=posteriors)
         likelihood.check(latents[0].mean, batch.targets)
         counted = _counted(likelihood, batch.targets, latents[0].mean)
@@ -110,16 +106,6 @@ def output_gaussians(
             assert latent.cov is not None  # diagonal=False
             covariances[place].append(latent.cov[counted].cpu())
         examples += batch.size
-    if left_out > _TOLERATED * (left_out + examples):
-        raise DataError(
-            f"the network's outputs are not finite for {left_out} of {left_out + examples} {what} examples. Look at these inputs and at "
-            "the weights of the network"
-        )
-    if left_out:
-        warn_caller(
-            f"the network's outputs are not finite for {left_out} of {left_out + examples} {what} examples, which are left out. Look at them",
-            StatisticalWarning,
-        )
     mean, weight = torch.cat(means).double(), torch.cat(weights).double()
     if not len(mean) or not float(weight.sum()) > 0:
         raise DataError(f"the {what} data have no labelled position with a positive weight")
@@ -131,16 +117,6 @@ def output_gaussians(
 def _with_first(first: Batch, rest: Iterable[Batch]) -> Iterable[Batch]:
     yield first
     yield from rest
-
-
-def _finite(predictor: PosteriorPredictor, batch: Batch) -> Batch | None:
-    """The examples of a batch whose outputs are finite, or None if there are none."""
-    with torch.no_grad():
-        outputs = call_model(predictor.model, batch.inputs)
-    finite = torch.isfinite(outputs).flatten(1).all(1)
-    if bool(finite.all()):
-        return batch
-    return batch.take(torch.nonzero(finite)[:, 0].cpu()) if bool(finite.any()) else None
 
 
 def _counted(likelihood: Likelihood, targets: Tensor, mean: Tensor) -> Tensor:

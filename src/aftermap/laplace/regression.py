@@ -21,7 +21,9 @@ from aftermap.curvature.structures.base import flatten_batch
 from aftermap.distributed import all_reduce_, broadcast_, fail_together
 from aftermap.errors import DataError, InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.evidence import squared_error
+from aftermap.laplace.examples import FiniteExamples
 from aftermap.laplace.fitted import Fitted, Tuned
+from aftermap.laplace.overlap import warn_if_trained_on
 from aftermap.laplace.regression_rule import LinearModel, RegressionResult, apply_rule, fit_scale, match_width
 from aftermap.laplace.subnetwork import is_subnetwork
 from aftermap.likelihoods import Gaussian, Likelihood
@@ -42,6 +44,7 @@ _LABELS = 1000
 _OUTPUTS = 30  # numbers of one example that are used, at most
 _NUMBERS = 2.5e8  # of the rows, all together
 _PASS_NUMBERS = 2.5e7  # of the rows of one pass through the network
+_FEW_LABELS = 10  # as many as what is known without labels counts for
 _LEAST = 30  # examples below which the rows of all parameters are too dear, or the result is uncertain
 _RATIO_WORK = 1000  # multiplications for each entry of the matrix of rows that the search for the best ratio is worth
 _SAME = 0.02  # by how much leverages of the same covariance may differ
@@ -113,7 +116,7 @@ def tune_regression(
             tuned = _applied(plain, result)
     if val_data is not None:
         validation = iterate(val_data, device=device, dtype=dtype, unpack=fitted.unpack)
-        result = _with_labels(result, tuned, likelihood, predictor, validation, seed)
+        result = _with_labels(result, tuned, plain, likelihood, predictor, validation, seed)
         tuned = _applied(plain, result)
     agreed = _agreed(result)
     if agreed is not result:
@@ -425,6 +428,7 @@ def _is_same(leverage: Tensor, linear: LinearModel, result: RegressionResult) ->
 def _with_labels(
     result: RegressionResult,
     tuned: Tuned,
+    fitted: Fitted,
     likelihood: Gaussian,
     predictor: PosteriorPredictor,
     validation: Iterable[Batch],
@@ -434,16 +438,25 @@ def _with_labels(
     sample = draw_examples(validation, _LABELS, seed)
     if not sample.size:
         raise DataError("no validation example has a positive weight")
-    chosen = _Chosen.of(call_outputs(predictor.model, sample.batches[0]), likelihood)
-    residuals = []
-    for batch in sample.batches:
+    warn_if_trained_on(sample.batches, fitted)
+    batches = list(FiniteExamples(predictor.model, sample.batches, "validation"))
+    chosen = _Chosen.of(call_outputs(predictor.model, batches[0]), likelihood)
+    residuals, targets = [], []
+    for batch in batches:
         with torch.no_grad():
             outputs = call_model(predictor.model, batch.inputs)
         likelihood.check(outputs, batch.targets)
         y = aligned(outputs, batch.targets, outputs.shape[-1], "Gaussian").to(torch.float64)
+        targets.append(chosen.whitened(y))
         residuals.append(chosen.whitened(y - outputs.to(torch.float64)))
-    leverage = _leverage(tuned, likelihood, predictor, sample.batches, result)
-    weights = torch.cat([_weights(b) for b in sample.batches])
+    values = torch.cat(targets)
+    if len(values) > 1 and bool((values == values[0]).all()):
+        warn_caller(
+            "all validation targets are the same, so that they say little about others. Hold out data that are like those to come",
+            StatisticalWarning,
+        )
+    leverage = _leverage(tuned, likelihood, predictor, batches, result)
+    weights = torch.cat([_weights(b) for b in batches])
     factor, width = fit_scale(torch.cat(residuals), leverage, result.noise, weights)
     return replace(
         result,
@@ -452,7 +465,7 @@ def _with_labels(
         narrowing=result.narrowing / width,
         factor=factor,
         width=width,
-        n_labels=sample.size,
+        n_labels=sum(b.size for b in batches),
     )
 
 
@@ -470,6 +483,12 @@ def _agreed(result: RegressionResult) -> RegressionResult:
 def _warn(result: RegressionResult) -> None:
     if result.alarm and not result.n_labels:
         warn_caller(result.sentence(), StatisticalWarning)
+    elif 0 < result.n_labels < _FEW_LABELS:
+        only = f"there {'is' if result.n_labels == 1 else 'are'} only {result.n_labels} validation {'example' if result.n_labels == 1 else 'examples'}"
+        warn_caller(
+            f"{only}, so that the noise {result.noise:.3g} is mostly what training data say of it. Hold out more data that are like those to come",
+            StatisticalWarning,
+        )
     elif result.n_data < 10 and result.n_labels < 10:
         warn_caller(
             f"{result.n_data} training examples say little about the noise and the prior of a regression; check the intervals on "

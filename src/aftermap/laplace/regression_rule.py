@@ -115,8 +115,8 @@ class RegressionResult:
         parts = [origin]
         if self.n_labels:
             parts.append(
-                f"{self.n_labels:,} validation examples multiplied the predictive variance by {self.factor:.3g} and left "
-                f"{self.width:.3g} of the posterior's share"
+                f"{self.n_labels:,} validation examples multiplied the predictive variance by {self.factor:.3g}"
+                + ("" if self.width == 1 else f" and the posterior's part of it by {self.width:.3g}")
             )
         if self.at_edge:
             parts.append(

@@ -231,7 +231,7 @@ def _score(training: EvidenceTraining, test: Iterable[Any], unpack: Unpack | Non
     device, dtype = check_device(training.model)
     values: list[Tensor] = []
     for batch in iterate(test, device=device, dtype=dtype, unpack=unpack):
-        prediction = training.laplace.predict(batch.inputs, generator=torch.Generator().manual_seed(0))
+        prediction = training.laplace.predict(batch.inputs)
         values.append(prediction.log_prob(batch.targets).to(torch.float64).reshape(batch.size, -1).sum(1))
     return float(torch.cat(values).mean())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from aftermap.batches import Batch
 from aftermap.errors import DataError
+from aftermap.laplace.examples import FiniteExamples
 from aftermap.predictive import PosteriorPredictor, Prediction, TrainedPosterior
 from aftermap.progress import progress
 
@@ -102,17 +103,21 @@ def check_predictive(
     bayes: list[Prediction] = []
     targets: list[Tensor] = []
     count = 0
-    for batch in progress(batches, description="check"):
+    finite = FiniteExamples(predictor.model, batches, "labelled", quiet=True)
+    for batch in progress(finite, description="check"):
         if count >= limit:
             break
         plain.append(predictor.map_prediction(batch.inputs))
-        seeded = torch.Generator().manual_seed(0)
+        seeded = torch.Generator().manual_seed(0) if kind == "sampling" else None
         bayes.append(laplace.predict(batch.inputs, kind=kind, link=link, samples=samples, generator=seeded))
         targets.append(batch.targets)
         count += batch.size
     if not count:
         raise DataError("there are no labelled data to check the predictive on")
-    return _compare(Prediction.concatenate(plain), Prediction.concatenate(bayes), torch.cat(targets))
+    found = _compare(Prediction.concatenate(plain), Prediction.concatenate(bayes), torch.cat(targets))
+    if not finite.left_out:
+        return found
+    return replace(found, message=f"{found.message}; {finite.left_out} left out, whose outputs are not finite")
 
 
 def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck:
@@ -171,12 +176,13 @@ def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
     """Whether a network knows no more than the frequencies of these labels, or the mean of these targets.
 
     Both must hold of classes: it is right no more often than the most frequent class, and its likelihood (with a temperature, if one
-    was found) is not above that of the frequencies. Where one class is rare, the first alone says little.
+    was found) is not above that of the frequencies. Where one class is rare, the first alone says little. Labels that are all the same
+    cannot tell: nothing beats them.
     """
     if prediction.kind == "regression":
         y = targets.reshape(prediction.mean.shape).double()
         spread = (y - y.mean(0)).square().sum()
-        return len(y) >= _FEW and bool((y - prediction.mean.double()).square().sum() >= spread)
+        return len(y) >= _FEW and bool(spread > 0) and bool((y - prediction.mean.double()).square().sum() >= spread)
     if prediction.kind not in _NLL_RISE or len(targets) < _FEW:
         return False
     hits = _hits(prediction, targets)
@@ -191,7 +197,7 @@ def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
         labels = targets[(targets >= 0) & (targets < prediction.mean.shape[-1])]
         shares = torch.unique(labels, return_counts=True)[1].double() / max(1, len(labels))
         right, entropy = float(shares.max()), float(torch.special.entr(shares).sum()) * len(labels) / len(targets)
-    return float(hits.double().mean()) <= right and nll >= entropy
+    return entropy > 0 and float(hits.double().mean()) <= right and nll >= entropy
 
 
 def _adds_nothing(plain: Prediction, bayes: Prediction) -> bool:

@@ -231,8 +231,6 @@ class Cavities:
             self.mean,
             latent_cov=cov,
             latent_var=None if cov is not None else torch.zeros_like(self.mean),
-            samples=2 * _DRAWS,
-            generator=torch.Generator().manual_seed(0),
         )
         return -prediction.log_prob(self.targets).double().reshape(len(self.mean), -1).sum(-1)
 

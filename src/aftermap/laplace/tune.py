@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Subset
 
 from aftermap import checks
-from aftermap.batches import Batch, iterate, tensors_of
+from aftermap.batches import Batch, iterate
 from aftermap.curvature import Factors
 from aftermap.distributed import fail_together, rank, world_size
 from aftermap.errors import InputError, StatisticalWarning, warn_caller
@@ -24,6 +24,7 @@ from aftermap.laplace.examples import random_examples
 from aftermap.laplace.fitted import Fitted, Tuned
 from aftermap.laplace.grid import search_grid
 from aftermap.laplace.latents import output_gaussians
+from aftermap.laplace.overlap import warn_if_trained_on
 from aftermap.laplace.regression import tune_regression
 from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.self_consistent import (
@@ -38,6 +39,7 @@ from aftermap.models import check_device
 from aftermap.posteriors import GaussianPosterior, Posterior
 from aftermap.posteriors.base import has_noise, with_noise
 from aftermap.predictive import PosteriorPredictor
+from aftermap.predictive.links import check_link
 from aftermap.prior import Prior
 
 __all__ = [
@@ -55,7 +57,6 @@ METHODS = ("validation", "self_consistent", "leave_one_out", "evidence", "lbfgs"
 _CHECKED = 200  # training data on which the matched predictive is compared with the network
 _VALIDATION_INPUTS = 1000
 _TRAINING_INPUTS = 500
-_LOOKED_AT = 5000  # training data that validation inputs are looked for among
 _FEW_LABELS = 20
 
 
@@ -156,7 +157,7 @@ def tune_by(
         )
     if has_noise(likelihood):
         return tune_regression(fitted, likelihood, predictor, val_data=data)
-    return tune_by_validation(fitted, likelihood, predictor, data, link=link, generator=generator)
+    return tune_by_validation(fitted, likelihood, predictor, data, link=link, samples=samples, generator=generator)
 
 
 def tune_by_evidence(
@@ -301,6 +302,7 @@ def tune_by_validation(
     val_loader: Iterable[Any],
     *,
     link: str,
+    samples: int,
     generator: torch.Generator | None,
 ) -> Tuned:
     """The temperature of the outputs that validation labels ask for, with width and shape of the posterior by rule (`search_family`).
@@ -311,23 +313,26 @@ def tune_by_validation(
         predictor: A predictor of the same network.
         val_loader: The validation data; at most 1,000 of them are used.
         link: The link that predictions will use.
+        samples: The number of draws that the predictions will average over.
         generator: The source of the choice of these; None takes the same every time.
 
     Warns:
-        StatisticalWarning: The labels are few or all the same, or the validation data are training data.
+        StatisticalWarning: The labels are few or all the same, the validation data are training data, or the posterior has no variance on them.
     """
     posterior = _in_blocks(fitted.posterior)
+    check_link(likelihood, link)
+    samples = checks.count("samples", samples)
     device, dtype = check_device(predictor.model)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     chosen = random_examples(
         iterate(val_loader, device=device, dtype=dtype, unpack=fitted.unpack), _VALIDATION_INPUTS, generator
     )
-    _warn_if_trained_on(chosen, fitted)
+    warn_if_trained_on(chosen, fitted)
     hyperparameters = fitted.hyperparameters
     scale = replace(hyperparameters, data_scale=1.0).curvature_scale(fitted.factors.curvature)
     variants = [posterior.with_prior(r, scale=scale) for r in RATIOS]
     gaussians = output_gaussians(predictor, chosen, likelihood, variants, limit=_VALIDATION_INPUTS, generator=generator)
-    result = search_family(gaussians, likelihood, link=link)
+    result = search_family(gaussians, likelihood, link=link, samples=samples)
     _warn_of_labels(result)
     prior = Prior.make(result.precision, dict(posterior.prior.mean), posterior.layers, posterior.shapes)
     tuned = replace(
@@ -353,52 +358,23 @@ def _warn_of_labels(result: ValidationResult) -> None:
     problems = []
     if result.n_data < _FEW_LABELS:
         problems.append(
-            f"there are only {result.n_data} validation labels, so that the temperature {result.output_temperature:.3g} is mostly a guess "
+            f"there {'is only 1 validation label' if result.n_data == 1 else f'are only {result.n_data} validation labels'}, so that the temperature {result.output_temperature:.3g} is mostly a guess "
             "from other networks"
         )
     if result.n_classes < 2:
         problems.append("all validation labels are of one class, so that they say little about the others")
-    if result.deterministic and not result.tried:
-        problems.append(
-            "the posterior has no variance on the validation inputs; the network's outputs do not depend on its parameters there"
-        )
     if problems:
-        warn_caller(
-            f"{'; '.join(problems)}. Hold out more data that are like those to come",
-            StatisticalWarning,
-        )
+        warn_caller(f"{'; '.join(problems)}. Hold out more data that are like those to come", StatisticalWarning)
+    if result.deterministic and not result.tried:
+        _warn_of_no_variance("validation")
 
 
-def _warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
-    """Looks for the validation inputs among the first training data: as training data their labels would promise too much."""
-    if fitted.data is None or not validation:
-        return
-    wanted = [key for batch in validation for key in _keys(batch)]
-    among: set[int] = set()
-    seen = 0
-    for batch in iterate(fitted.data, device=torch.device("cpu"), unpack=fitted.unpack):
-        among.update(_keys(batch))
-        seen += batch.size
-        if seen >= _LOOKED_AT:
-            break
-    shared = sum(key in among for key in wanted)
-    expected = min(1.0, seen / max(fitted.factors.n_data, 1.0)) * len(wanted)
-    if shared >= 3 and shared > 0.5 * expected:
-        warn_caller(
-            f"{shared} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
-            "What they say of the predictive is too good, and the posterior will be too sure. Hold out data that the network has not seen",
-            StatisticalWarning,
-        )
-
-
-def _keys(batch: Batch) -> list[int]:
-    """A number for each example that equal inputs share."""
-    columns = [
-        [hash(row.numpy().tobytes()) for row in t.detach().cpu().contiguous().reshape(batch.size, -1).view(torch.uint8)]
-        for t in tensors_of(batch.inputs)
-        if t.dim() and len(t) == batch.size and t.numel()
-    ]
-    return [hash(parts) for parts in zip(*columns, strict=True)]
+def _warn_of_no_variance(what: str) -> None:
+    warn_caller(
+        f"the posterior has no variance on the {what} inputs: the network's outputs do not depend on its parameters there, so that predictions "
+        "are the network's own. Look whether the network is constant, and choose other parameters with params=",
+        StatisticalWarning,
+    )
 
 
 def tune_self_consistently(
@@ -457,6 +433,8 @@ def tune_self_consistently(
     # The sample of a process stands for all of its data, which may be more than another one's.
     gaussians = replace(gaussians, weight=gaussians.weight * (counted.seen / gaussians.n_examples))
     curvature, converged = self_consistent_scale(gaussians, likelihood, dimension)
+    if not any(bool(cov.any()) for cov in gaussians.covariances):
+        _warn_of_no_variance("training")
     # A posterior that was meant to be warm holds less of each datum; a data scale below 1 is a mistake that shows in the check.
     held = min(1.0, 1 / hyperparameters.temperature)
     cavities = Cavities.of(gaussians, likelihood, dimension * curvature, held)
@@ -531,9 +509,11 @@ def tune_by_grid(
     # Not the likelihood of the last tuning: its noise and its temperature are not those that the grid starts from.
     predictor = PosteriorPredictor(predictor.model, posterior, hyperparameters.likelihood(likelihood), predictor)
     device, dtype = check_device(predictor.model)
+    batches = list(iterate(val_loader, device=device, dtype=dtype, unpack=fitted.unpack))
+    warn_if_trained_on(batches, fitted)
     result = search_grid(
         predictor,
-        iterate(val_loader, device=device, dtype=dtype, unpack=fitted.unpack),
+        batches,
         float(replace(hyperparameters, data_scale=1.0).curvature_scale(fitted.factors.curvature)),
         kind=kind,
         link=link,

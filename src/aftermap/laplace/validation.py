@@ -23,8 +23,9 @@ from torch import Tensor
 
 from aftermap.laplace.golden import golden_section
 from aftermap.laplace.latents import OutputGaussians
-from aftermap.likelihoods import Bernoulli, Categorical, Likelihood
-from aftermap.predictive.links import Latent, check_link, draw, gaussian_prediction
+from aftermap.likelihoods import Categorical, Likelihood, temperature_of
+from aftermap.predictive.links import Latent, draw, log_probabilities, uses_draws
+from aftermap.predictive.prediction import PROBABILITY_FLOOR
 from aftermap.predictive.quadrature import normal_points
 
 __all__ = ["RATIOS", "WIDTHS", "ValidationResult", "search_family"]
@@ -36,7 +37,6 @@ _TEMPERATURES = tuple(1.1**k for k in range(-10, 17))
 _LOG_TEMPERATURE, _LOG_DEVIATION = 0.2, 0.5  # of the prior of log T: trained networks are rather too sure than not
 _PSEUDO_LABELS = 300.0  # how many labels the smoothing is worth
 _BUDGET, _SHARE_OF_ENTROPY = 0.002, 0.02  # nats, and a share of the mean entropy
-_DRAWS = 32
 _NO_WIDTH = 1e-10  # the width of a posterior that gives nothing
 
 
@@ -98,68 +98,108 @@ class ValidationResult:
 
 @dataclass(frozen=True)
 class _Logits:
-    """Logits over K classes with their posterior draws; a single logit is written as two classes.
+    """Labels over K classes with the logits for them; a single logit is written as two classes.
 
     Attributes:
         mean: [M, K].
         labels: The probabilities that the labels give [M, K].
         weight: [M], with sum 1.
         count: How many data the positions stand for.
-        covariances: [M, K, K] for each ratio, at c = 1.
-        deviations: Draws from these covariances around zero [S, M, K].
-        variances: v_r, the mean variance of a contrast at c = 1, for each ratio.
-        binary: Whether the two classes are those of a single logit.
     """
 
     mean: Tensor
     labels: Tensor
     weight: Tensor
     count: float
-    covariances: tuple[Tensor, ...]
-    deviations: tuple[Tensor, ...]
-    variances: tuple[float, ...]
-    binary: bool
 
-    def loss(self, log_p: Tensor, labels: Tensor | None = None) -> Tensor:
-        """−Σ_k y_k log p_k of each position [M], under the labels themselves or smoothed ones."""
-        return -((self.labels if labels is None else labels) * log_p.clamp_min(-700.0)).sum(-1)
+    def loss(self, log_p: Tensor, labels: Tensor) -> Tensor:
+        """−Σ_k y_k log p_k of each position [M] under smoothed labels."""
+        return -(labels * log_p.clamp_min(-700.0)).sum(-1)
+
+    def nll(self, log_p: Tensor) -> Tensor:
+        """The negative log-likelihood of the label of each position [M], as predictions and metrics report it."""
+        return -(self.labels * log_p.clamp_min(math.log(PROBABILITY_FLOOR))).sum(-1)
 
     def average(self, values: Tensor) -> float:
         return float((self.weight * values).sum())
 
 
+class _Family:
+    """The predictive probabilities of a point (T, w, r) of the family, by the link that makes predictions.
+
+    Args:
+        gaussians: The Gaussians over outputs at c = 1, one for each ratio.
+        likelihood: The likelihood.
+        link: The link.
+        samples: The number of its draws, which are the same at every point.
+    """
+
+    def __init__(self, gaussians: OutputGaussians, likelihood: Likelihood, link: str, samples: int):
+        self.likelihood, self.link = likelihood, link
+        base = temperature_of(likelihood) or 1.0
+        self.mean = gaussians.mean / base
+        self.covariances = [c / base**2 for c in gaussians.covariances]
+        self.variances = [self._mean_contrast(cov, gaussians.weight) for cov in self.covariances]
+        self._points = normal_points(samples, self.mean.shape[-1], fixed=True)
+        self._drawn: dict[int, Tensor] = {}
+        self._scaled: tuple[tuple[float, int], Tensor, Tensor | None] | None = None
+
+    def _mean_contrast(self, cov: Tensor, weight: Tensor) -> float:
+        """v_r, the mean variance of a contrast of two logits; half that of a single logit, which is the difference of two."""
+        variance = cov.diagonal(dim1=-2, dim2=-1)
+        if isinstance(self.likelihood, Categorical):
+            k = cov.shape[-1]
+            contrast = (variance.sum(-1) - cov.sum((-2, -1)) / k) / (k - 1)
+        else:
+            contrast = variance.clamp_min(0.0).mean(-1) / 2
+        return float((weight * contrast).sum() / weight.sum())
+
+    def _deviations(self, i: int) -> Tensor:
+        """Draws around zero [S, N, C] under the i-th ratio."""
+        if i not in self._drawn:
+            cov = self.covariances[i]
+            latent = Latent(torch.zeros_like(self.mean), cov, cov.diagonal(dim1=-2, dim2=-1))
+            self._drawn[i] = draw(latent, self._points).float()
+        return self._drawn[i]
+
+    def _at(self, width: float, i: int) -> tuple[Tensor, Tensor | None]:
+        """The covariance of the logits over T at a width, and draws around zero where the link has any: the same for every T."""
+        if self._scaled is None or self._scaled[0] != (width, i):
+            scale, drawn = width / self.variances[i], None
+            if uses_draws(self.likelihood, self.link):
+                drawn = math.sqrt(scale) * self._deviations(i)
+            self._scaled = (width, i), scale * self.covariances[i], drawn
+        return self._scaled[1], self._scaled[2]
+
+    def log_p(self, t: float, width: float, i: int) -> Tensor:
+        """Log-probabilities [M, K]."""
+        mean, (cov, deviations) = self.mean / t, self._at(width, i)
+        drawn = None if deviations is None else mean.float() + deviations
+        latent = Latent(mean, cov, cov.diagonal(dim1=-2, dim2=-1).clamp_min(0.0))
+        return log_probabilities(self.likelihood, latent, self.link, drawn).double().flatten(0, -2)
+
+
 def _as_logits(gaussians: OutputGaussians, likelihood: Likelihood) -> _Logits:
-    base = likelihood.temperature if isinstance(likelihood, Categorical | Bernoulli) else 1.0
-    mean = gaussians.mean / base
+    mean = gaussians.mean / (temperature_of(likelihood) or 1.0)
+    weight = gaussians.weight
     if isinstance(likelihood, Categorical):
-        covariances = [c / base**2 for c in gaussians.covariances]
         labels = F.one_hot(gaussians.targets.long(), mean.shape[-1]).to(mean)
-        weight = gaussians.weight
     else:
         one = (gaussians.targets.to(mean).reshape(-1), mean.reshape(-1))
         labels, mean = (torch.stack([low, high], -1) for low, high in ((1 - one[0], one[0]), (-one[1] / 2, one[1] / 2)))
-        sign = torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=mean.dtype) / 4
-        variances = [c.diagonal(dim1=-2, dim2=-1).reshape(-1) / base**2 for c in gaussians.covariances]
-        covariances = [v[:, None, None].clamp_min(0.0) * sign for v in variances]
-        weight = gaussians.weight.repeat_interleave(len(mean) // gaussians.size)
-    k = mean.shape[-1]
-    points = normal_points(_DRAWS, k, fixed=True)
-    deviations, contrasts = [], []
-    for cov in covariances:
-        drawn = draw(Latent(torch.zeros_like(mean), cov, cov.diagonal(dim1=-2, dim2=-1)), points)
-        deviations.append(drawn.float())
-        trace = cov.diagonal(dim1=-2, dim2=-1).sum(-1) - cov.sum((-2, -1)) / k
-        contrasts.append(float((weight * trace).sum() / weight.sum()) / (k - 1))
-    binary, count = not isinstance(likelihood, Categorical), float(weight.sum())
-    parts = (tuple(covariances), tuple(deviations), tuple(contrasts))
-    return _Logits(mean, labels, weight / count, count, *parts, binary)
+        weight = weight.repeat_interleave(len(mean) // gaussians.size)
+    count = float(weight.sum())
+    return _Logits(mean, labels, weight / count, count)
 
 
 def _averaged_temperature(logits: _Logits) -> Tensor:
     """Temperature scaling averaged over the posterior of its temperature: probabilities [M, K]."""
     temperatures = torch.tensor(_TEMPERATURES, dtype=torch.float64)
     fits = torch.stack(
-        [-logits.count * (logits.weight * logits.loss(F.log_softmax(logits.mean / t, -1))).sum() for t in temperatures]
+        [
+            -logits.count * (logits.weight * logits.loss(F.log_softmax(logits.mean / t, -1), logits.labels)).sum()
+            for t in temperatures
+        ]
     )
     prior = -0.5 * ((temperatures.log() - _LOG_TEMPERATURE) / _LOG_DEVIATION).square()
     probabilities = torch.softmax(fits + prior, 0)
@@ -187,6 +227,7 @@ def search_family(
     *,
     ratios: Sequence[float] = RATIOS,
     link: str = "auto",
+    samples: int = 100,
 ) -> ValidationResult:
     r"""The widest predictive of the family (r, c, T) whose smoothed validation loss is within a small budget of temperature scaling.
 
@@ -199,8 +240,8 @@ def search_family(
         likelihood: The likelihood that the curvature is of: a `Categorical` or a `Bernoulli`.
         ratios: The ratios of prior precision to data scale.
         link: The link that predictions will use; see `gaussian_prediction`.
+        samples: The number of its draws. They are those of a prediction without a generator.
     """
-    check_link(likelihood, link)
     logits = _as_logits(gaussians, likelihood)
     count = logits.count
     averaged = _averaged_temperature(logits)
@@ -209,9 +250,9 @@ def search_family(
     least = logits.average(logits.loss(F.log_softmax(logits.mean / t0, -1), smoothed))
     entropy = logits.average(-(averaged * averaged.clamp_min(1e-300).log()).sum(-1))
     budget = min(_BUDGET, _SHARE_OF_ENTROPY * entropy)
-    predictive = _Predictive(logits, link)
+    family = _Family(gaussians, likelihood, link, samples)
     order = sorted(
-        ((w, i) for w in WIDTHS for i in range(len(ratios)) if logits.variances[i] > 0),
+        ((w, i) for w in WIDTHS for i in range(len(ratios)) if family.variances[i] > 0),
         key=lambda point: math.log(point[0]) - _RATIO_EXPONENT * math.log(ratios[point[1]]),
         reverse=True,
     )
@@ -219,7 +260,7 @@ def search_family(
     chosen: tuple[float, int, float] | None = None
     for width, i in order:
         cost, t = _cheapest_temperature(
-            lambda t, w=width, i=i: logits.average(logits.loss(predictive.log_p(t, w, i), smoothed)) - least,  # type: ignore[misc]
+            lambda t, w=width, i=i: logits.average(logits.loss(family.log_p(t, w, i), smoothed)) - least,  # type: ignore[misc]
             t0 / (1.2 * math.sqrt(1 + math.pi * width / 8)),
             1.05 * t0,
         )
@@ -230,16 +271,16 @@ def search_family(
     deterministic = chosen is None
     width, i, t = (_NO_WIDTH, len(ratios) - 1, t0) if chosen is None else chosen
     losses = {
-        "network": logits.loss(F.log_softmax(logits.mean, -1)),
-        "temperature": logits.loss(F.log_softmax(logits.mean / t0, -1)),
+        "network": logits.nll(F.log_softmax(logits.mean, -1)),
+        "temperature": logits.nll(F.log_softmax(logits.mean / t0, -1)),
     }
-    losses["posterior"] = losses["temperature"] if deterministic else logits.loss(predictive.log_p(t, width, i))
+    losses["posterior"] = losses["temperature"] if deterministic else logits.nll(family.log_p(t, width, i))
     nlls = {name: logits.average(value) for name, value in losses.items()}
     differences = losses["posterior"] - losses["temperature"]
     spread = logits.weight.square() * (differences - logits.average(differences)).square()
-    base = likelihood.temperature if isinstance(likelihood, Categorical | Bernoulli) else 1.0
+    base = temperature_of(likelihood) or 1.0
     # Under a posterior without any variance on these inputs every scale is as good.
-    scale = logits.variances[i] / (width * t**2) if logits.variances[i] > 0 else 1.0
+    scale = family.variances[i] / (width * t**2) if family.variances[i] > 0 else 1.0
     return ValidationResult(
         ratio=ratios[i],
         width=0.0 if deterministic else width,
@@ -258,24 +299,6 @@ def search_family(
         temperature=t0 * base,
         tried=tuple(tried),
     )
-
-
-@dataclass(frozen=True)
-class _Predictive:
-    """The predictive probabilities of a point (T, w, r) of the family."""
-
-    logits: _Logits
-    link: str
-
-    def log_p(self, t: float, width: float, i: int) -> Tensor:
-        """Log-probabilities [M, K] by the link of the predictions; draws are the same at every point."""
-        logits, scale = self.logits, width / self.logits.variances[i]
-        if self.link in ("auto", "mc"):
-            drawn = (logits.mean / t).float() + math.sqrt(scale) * logits.deviations[i]
-            return (torch.logsumexp(F.log_softmax(drawn, -1), 0) - math.log(len(drawn))).double()
-        # The probit of one logit is that of the difference of its two classes.
-        link = "pairwise" if self.link == "probit" and logits.binary else self.link
-        return gaussian_prediction(Categorical(), logits.mean / t, scale * logits.covariances[i], link=link).mean.log()
 
 
 def _cheapest_temperature(cost: Callable[[float], float], low: float, high: float) -> tuple[float, float]:

@@ -45,6 +45,7 @@ from aftermap.posteriors.files import (
     unsealed,
 )
 from aftermap.posteriors.records import ADVICE, Anything, ListOf, MapOf, OrNone, Record, Text, Whole, shown
+from aftermap.writing import flush, give_permissions
 
 __all__ = [
     "FORMAT",
@@ -96,6 +97,7 @@ def replaced_folder(target: str | os.PathLike[str], *, overwrite: bool, known: C
     """Yields a temporary folder beside ``target`` that takes its place when the body has ended without an exception.
 
     Whatever is raised inside, or while flushing and moving, leaves an old ``target`` as it was and no temporary folder.
+    The folder is the user's alone while it is written; then it has the permissions of what it replaces, or those of the umask.
 
     Args:
         target: The path that the folder shall have; missing parents are made.
@@ -118,13 +120,14 @@ def replaced_folder(target: str | os.PathLike[str], *, overwrite: bool, known: C
     temporary = place.parent / f".{place.name}.{uuid.uuid4().hex}.tmp"
     try:
         temporary.mkdir()
-        yield temporary
+        with give_permissions(temporary, place):
+            yield temporary
         for file in temporary.iterdir():
-            _flush(file)
-        _flush(temporary)
+            flush(file)
+        flush(temporary)
         _check_replaceable(place, overwrite, known)
         _move(temporary, place)
-        _flush(place.parent)
+        flush(place.parent)
     finally:
         # After an exchange this is what was replaced.
         shutil.rmtree(temporary, ignore_errors=True)
@@ -148,17 +151,6 @@ def _check_replaceable(place: Path, overwrite: bool, known: Collection[str]) -> 
             f"{place} holds files that do not belong to a saved posterior ({', '.join(foreign[:5])}), so it is not "
             f"replaced; a posterior's folder holds only {', '.join(known)}. Choose another folder, or move them away"
         )
-
-
-def _flush(path: Path) -> None:
-    """Makes the disk hold what was written; folders cannot be opened for this on Windows."""
-    if path.is_dir() and os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _move(source: Path, place: Path) -> None:

@@ -117,7 +117,8 @@ class OutputSet(FunctionalSet):
     Args:
         batch: The inputs of the batch.
         width: The number of outputs of one input.
-        start, stop: The range within the Q functionals; all by default.
+        start: The first of the Q functionals.
+        stop: The end of their range; all by default.
     """
 
     def __init__(self, batch: Batch, width: int, start: int = 0, stop: int | None = None):

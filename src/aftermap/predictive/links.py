@@ -30,9 +30,11 @@ __all__ = [
     "draw",
     "gaussian_prediction",
     "laplace_bridge",
+    "log_probabilities",
     "pairwise_probit",
     "probit",
     "samples_prediction",
+    "uses_draws",
 ]
 
 _ROUNDING = 1e-6  # a negative variance of this size relative to the largest is rounding
@@ -41,6 +43,7 @@ _LINKS_OF: dict[type[Likelihood], tuple[str, ...]] = {Categorical: LINKS, Bernou
 _PAIRWISE_MAX_CLASSES = 10
 _PAIRWISE_MAX_VARIANCE = 0.5  # of a difference of two logits; beyond it sampling is clearly more accurate
 _BRIDGE_LEAST = 1e-12  # a variance of this size relative to the largest is zero up to rounding
+_SAFE = 1e-30  # a mean probability above this has lost nothing to underflow
 _LEAST_SHARE = 0.1  # a drawn natural parameter keeps at least this share of its mean: the noise stays finite
 _MAX_LOG_CONCENTRATION = 300.0  # the digamma function of e^300 is still exact
 
@@ -264,16 +267,15 @@ def gaussian_prediction(
     - classification: ``mc`` averages the probabilities of S even-spread (scrambled Sobol) draws; ``probit``,
       ``pairwise`` and ``bridge`` are closed forms; ``auto`` is ``pairwise`` at positions with at most 10 classes where no
       difference of two logits has a variance above 0.5, and ``mc`` elsewhere. Of a closed form the mutual information comes from
-      S **fixed** draws, the same in every call, and the expected entropy is the entropy of the mean less that;
-      the bridge's is that of its Dirichlet.
+      S **fixed** draws, and the expected entropy is the entropy of the mean less that; the bridge's is that of its Dirichlet.
     - binary: ``auto`` integrates numerically, to 1e-12; ``probit``, ``mc``.
     - regression: exact for Gaussian noise; a predicted log-variance s gives E eˢ = exp(m_s + v_s/2); natural parameters
       are drawn, with η₂ kept below a tenth of its mean, since the expectation of 1/η₂ does not exist.
     - counts: rate exp(m + v/2), and Var = (eᵛ − 1) rate² + rate.
     - a likelihood of your own: drawn, through its ``mean`` and ``variance``.
 
-    Draws are shared by all positions: splitting a batch changes nothing. The mean is differentiable in m, V and v
-    (through a singular covariance only in m, if drawn).
+    Draws are shared by all positions: splitting a batch changes nothing. Without a generator they are the same in every call, and those
+    that a posterior is tuned with. The mean is differentiable in m, V and v (through a singular covariance only in m, if drawn).
 
     Args:
         likelihood: The likelihood p(y | f).
@@ -283,7 +285,7 @@ def gaussian_prediction(
         latent_var: The variances v [N, ..., C], which are not used where ``latent_cov`` is given.
         link: The link, one of ``LINKS``.
         samples: The number S of draws.
-        generator: The source of the random draws. None means torch's default generator. Closed forms leave it alone.
+        generator: The source of the random draws. None takes the same draws in every call. Closed forms leave it alone.
 
     Returns:
         The prediction, with the latent Gaussian in it: of the outputs, or of the logits f/T for a likelihood with a temperature.
@@ -318,6 +320,50 @@ def gaussian_prediction(
     else:
         prediction = _drawn(likelihood, latent, samples, generator)
     return replace(prediction, latent_mean=latent.mean, latent_cov=latent.cov, latent_var=latent.var)
+
+
+def log_probabilities(likelihood: Likelihood, latent: Latent, link: str, drawn: Tensor | None) -> Tensor:
+    """Returns the logarithms of the mean probabilities under a Gaussian over logits: the `mean` of a prediction, to all its digits.
+
+    The rules of tuning judge a predictive by this function, and predictions are made of the same parts.
+
+    Args:
+        likelihood: A `Categorical` or a `Bernoulli`. The logits have its temperature in them already.
+        latent: The Gaussian over logits [N, ..., C].
+        link: The link, one of those of the likelihood.
+        drawn: Logits that were drawn from the Gaussian [S, N, ..., C]; None where `uses_draws` says that nobody looks at them.
+
+    Returns:
+        The logarithms [N, ..., C], or [N, ..., C, 2] for a `Bernoulli`: of zero, then of one.
+
+    >>> latent = check_latent(torch.zeros(1, 1), None, torch.ones(1, 1))
+    >>> log_probabilities(Bernoulli(), latent, "auto", None).exp()
+    tensor([[[0.5000, 0.5000]]], dtype=torch.float64)
+    """
+    if isinstance(likelihood, Categorical):
+        return _class_means(latent, link, None if drawn is None else _log_mean_softmax(drawn))
+    if drawn is not None:
+        means = [F.logsigmoid(logits).logsumexp(0) - math.log(len(logits)) for logits in (-drawn, drawn)]
+        return torch.stack(means, -1)
+    one, zero, _ = _binary_means(latent, link)
+    return torch.stack([zero, one], -1).log()
+
+
+def _log_mean_softmax(outputs: Tensor) -> Tensor:
+    """Returns the logarithms of the mean probabilities [N, ..., C] of outputs [S, N, ..., C]."""
+    mean = F.softmax(outputs, -1).mean(0)
+    if bool((mean > _SAFE).all()):
+        return mean.log()
+    return F.log_softmax(outputs, -1).logsumexp(0) - math.log(len(outputs))  # twice as dear, but nothing underflows
+
+
+def uses_draws(likelihood: Likelihood, link: str) -> bool:
+    """Tells whether a link of a `Categorical` or a `Bernoulli` averages draws, at least at some positions.
+
+    >>> uses_draws(Categorical(), "auto"), uses_draws(Bernoulli(), "auto")
+    (True, False)
+    """
+    return link == "mc" or (link == "auto" and isinstance(likelihood, Categorical))
 
 
 def samples_prediction(likelihood: Likelihood, outputs: Tensor, *, weights: Tensor | None = None) -> Prediction:
@@ -409,7 +455,7 @@ def _pair_variance(cov: Tensor) -> Tensor:
 
 
 def _drawn(likelihood: Likelihood, latent: Latent, samples: int, generator: torch.Generator | None) -> Prediction:
-    outputs = draw(latent, normal_points(samples, latent.mean.shape[-1], generator))
+    outputs = draw(latent, normal_points(samples, latent.mean.shape[-1], generator, fixed=generator is None))
     if isinstance(likelihood, HeteroscedasticGaussian) and likelihood.parametrisation == "natural":
         width = likelihood.mean(latent.mean).shape[-1]
         eta = latent.mean[..., width:]
@@ -447,26 +493,36 @@ def _class_average(log_p: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
     return log_mean, _entropy(log_mean) - expected
 
 
+def _class_means(latent: Latent, link: str, drawn: Tensor | None) -> Tensor:
+    """Returns the logarithms of the mean probabilities [N, ..., C], where ``drawn`` [N, ..., C] are those of draws, if the link has any."""
+    if link == "bridge":
+        return F.log_softmax(laplace_bridge(latent.mean.double(), latent.full().double()), -1)
+    if link == "probit":
+        return F.log_softmax(probit(latent.mean, latent.var), -1)
+    if link == "pairwise":
+        return pairwise_probit(latent.mean, latent.full())
+    assert drawn is not None  # uses_draws
+    if link == "mc" or latent.mean.shape[-1] > _PAIRWISE_MAX_CLASSES:
+        return drawn
+    # decided for each position on its own: the other examples of a batch must not matter
+    narrow = _pair_variance(latent.full()).amax((-2, -1)) <= _PAIRWISE_MAX_VARIANCE
+    return torch.where(narrow.unsqueeze(-1), pairwise_probit(latent.mean, latent.full()), drawn)
+
+
 def _classification(latent: Latent, link: str, samples: int, generator: torch.Generator | None) -> Prediction:
     n_classes = latent.mean.shape[-1]
     if n_classes < 2:
         raise ShapeError(f'latent_mean has {n_classes} class; for one logit per example use Bernoulli() or "binary".')
     if link == "bridge":
         return _bridge(latent)
-    points = normal_points(samples, n_classes, generator, fixed=link in ("probit", "pairwise"))
+    closed_form = not uses_draws(Categorical(), link)
+    points = normal_points(samples, n_classes, generator, fixed=closed_form or generator is None)
     log_p = F.log_softmax(draw(latent, points), -1)
-    log_mean, information = _class_average(log_p, shares(log_p, None))
+    drawn, information = _class_average(log_p, shares(log_p, None))
+    log_mean = _class_means(latent, link, drawn)
     if link == "auto" and n_classes > _PAIRWISE_MAX_CLASSES:
         link = "mc"
-    if link == "probit":
-        log_mean = F.log_softmax(probit(latent.mean, latent.var), -1)
-    elif link == "pairwise":
-        log_mean = pairwise_probit(latent.mean, latent.full())
-    elif link == "auto":
-        # decided for each position on its own: the other examples of a batch must not matter
-        narrow = _pair_variance(latent.full()).amax((-2, -1)) <= _PAIRWISE_MAX_VARIANCE
-        log_mean = torch.where(narrow.unsqueeze(-1), pairwise_probit(latent.mean, latent.full()), log_mean)
-    probabilities = log_p.exp() if link in ("mc", "auto") else None
+    probabilities = None if closed_form else log_p.exp()
     parts = _split(_entropy(log_mean), information)
     return Prediction("classification", log_mean.exp(), *parts, samples=probabilities, link=link)
 
@@ -484,16 +540,24 @@ def _bridge(latent: Latent) -> Prediction:
     return Prediction("classification", mean, *_split(total, information), concentration=alpha, link="bridge")
 
 
-def _binary(latent: Latent, link: str) -> Prediction:
-    exact, expected = bernoulli_gaussian(latent.mean, latent.var)
-    information = _binary_entropy(exact, 1 - exact) - expected
+def _binary_means(latent: Latent, link: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the mean probabilities of one and of zero, and the mutual information, [N, ..., C] in float64."""
+    # Of the two probabilities the smaller one is integrated, and keeps all its digits.
+    likely = latent.mean > 0
+    smaller, expected = bernoulli_gaussian(torch.where(likely, -latent.mean, latent.mean), latent.var)
+    one, zero = torch.where(likely, 1 - smaller, smaller), torch.where(likely, smaller, 1 - smaller)
+    information = _binary_entropy(one, zero) - expected
     if link == "probit":
         logits = probit(latent.mean, latent.var).double()
-        exact, other = logits.sigmoid(), (-logits).sigmoid()
-    else:
-        link, other = "quadrature", 1 - exact
-    parts = _split(_binary_entropy(exact, other), information)
-    mean, epistemic, aleatoric = (value.to(latent.mean.dtype) for value in (exact, *parts[:2]))
+        one, zero = logits.sigmoid(), (-logits).sigmoid()
+    return one, zero, information
+
+
+def _binary(latent: Latent, link: str) -> Prediction:
+    one, zero, information = _binary_means(latent, link)
+    parts = _split(_binary_entropy(one, zero), information)
+    mean, epistemic, aleatoric = (value.to(latent.mean.dtype) for value in (one, *parts[:2]))
+    link = "probit" if link == "probit" else "quadrature"
     return Prediction("binary", mean, epistemic, aleatoric, epistemic + aleatoric, link=link)
 
 

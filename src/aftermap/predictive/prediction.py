@@ -28,12 +28,12 @@ from aftermap.predictive.quadrature import (
     weighted_quantile,
 )
 
-__all__ = ["KINDS", "SCORES", "Prediction"]
+__all__ = ["KINDS", "PROBABILITY_FLOOR", "SCORES", "Prediction"]
 
 KINDS = ("classification", "binary", "regression", "counts", "custom")
 SCORES = ("entropy", "mutual_information", "variance", "max_probability")
 
-_FLOOR = 1e-12  # The metrics use the same floor of a probability inside a logarithm.
+PROBABILITY_FLOOR = 1e-12  # The metrics use the same floor of a probability inside a logarithm.
 _BY_SAMPLE = ("samples", "sample_variance")  # The first dimension of these fields is the sample, not the example.
 _MAX_COUNT_PARAMETER = 1e8  # A negative binomial beyond this is a Poisson to eight digits.
 
@@ -414,13 +414,13 @@ class Prediction:
             Categorical(ignore_index=ignore_index).check(self.mean, targets)
             ignored = (targets == ignore_index).unsqueeze(-1)
             picked = self.mean.gather(-1, torch.where(ignored, 0, targets.unsqueeze(-1)).long())
-            values = torch.where(ignored, 0.0, picked.double().clamp_min(_FLOOR).log())
+            values = torch.where(ignored, 0.0, picked.double().clamp_min(PROBABILITY_FLOOR).log())
         else:
             parse_likelihood(self.kind).check(self.mean, targets)
             y = aligned(self.mean, targets, self.mean.shape[-1], "Prediction.log_prob")
             if self.kind == "binary":
                 p = self.mean.double()
-                values = y * p.clamp_min(_FLOOR).log() + (1 - y) * (1 - p).clamp_min(_FLOOR).log()
+                values = y * p.clamp_min(PROBABILITY_FLOOR).log() + (1 - y) * (1 - p).clamp_min(PROBABILITY_FLOOR).log()
             elif self.kind == "counts" and self.samples is None:
                 values = poisson_lognormal_log_prob(y, *self._latent())
             else:

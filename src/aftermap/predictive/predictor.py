@@ -141,7 +141,8 @@ class PosteriorPredictor:
                 their weights (`locally_sampled_outputs`). There is less noise in averages over inputs, but there are no
                 common weights.
             differentiable: Whether to keep the gradient in x (small batches).
-            generator: The source of the random samples.
+            generator: The source of the random samples. None takes torch's default generator for kind="sampling"; the draws of a link are then
+                the same in every call, those that the posterior was tuned with.
             unpack: What turns a batch of an unusual form into (inputs, targets).
             progress: Whether to show a bar over several pieces; None shows it on a terminal.
         """
@@ -220,12 +221,12 @@ class PosteriorPredictor:
         **options: Any,
     ) -> Prediction:
         """Predicts piece by piece. The same draws answer for all inputs, however they are cut; only local noise is each input's own."""
-        if generator is None:
+        if generator is None and options["kind"] == "sampling":
             generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        state, kept = generator.get_state(), 0
+        state, kept = None if generator is None else generator.get_state(), 0
         found: list[Prediction] = []
         for piece in pieces:
-            if not options["local"]:
+            if generator is not None and state is not None and not options["local"]:
                 generator.set_state(state)
             start = time.perf_counter()
             found.append(self.predict(piece, generator=generator, progress=False, **options))
@@ -246,9 +247,7 @@ class PosteriorPredictor:
         with torch.no_grad():
             outputs = call_model(self.model, self.inputs(x).inputs)
         check_outputs(outputs, len(outputs))
-        nowhere = torch.Generator().manual_seed(0)  # without variance every draw is the mean
-        zero = torch.zeros_like(outputs)
-        return gaussian_prediction(self.network_likelihood, outputs, latent_var=zero, generator=nowhere)
+        return gaussian_prediction(self.network_likelihood, outputs, latent_var=torch.zeros_like(outputs))
 
     @torch.inference_mode(False)
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -40,7 +41,9 @@ def test_single_precision_agrees_with_double_under_a_weak_prior(precision: float
     net = network(x, y)
     options = {"likelihood": Gaussian(noise=0.1), "structure": "full", "prior_precision": precision}
     exact = Laplace(copy.deepcopy(net).double(), **options).fit([(x.double(), y.double())]).predict(x[:200].double())
-    single = Laplace(net, **options).fit([(x, y)]).predict(x[:200])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)  # about half of the digits are left under the weakest prior
+        single = Laplace(net, **options).fit([(x, y)]).predict(x[:200])
     assert single.epistemic.dtype == torch.float32
     assert_close(single.epistemic.double(), exact.epistemic, rtol=1e-3, atol=0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -46,7 +47,9 @@ def test_single_precision_finds_the_small_eigenvalues_that_the_prior_makes_relev
     options = {"likelihood": Gaussian(noise=0.1), "prior_precision": precision}
     exact = Laplace(net, structure="full", **options).fit([(x, y)]).predict(x[:100]).epistemic
     single = Laplace(copy.deepcopy(net).float(), structure="low_rank", rank=51, **options).fit([(x.float(), y.float())])
-    variance = single.predict(x[:100].float()).epistemic
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NumericalWarning)  # about half of the digits are left under the weakest prior
+        variance = single.predict(x[:100].float()).epistemic
     assert_close(variance.double(), exact, rtol=2e-3, atol=0)
 
 

@@ -22,6 +22,7 @@ from aftermap.errors import DataError, InputError
 from aftermap.evaluation.results import Results
 from aftermap.evaluation.selective import EITHER, Threshold
 from aftermap.lazy import optional
+from aftermap.writing import replaced_file
 
 __all__ = ["render_report", "write_report"]
 
@@ -98,12 +99,8 @@ def write_report(
         neighbours=neighbours,
         notes=notes,
     )
-    part = target.with_name(target.name + ".part")
-    try:
+    with replaced_file(target) as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
     return target
 
 

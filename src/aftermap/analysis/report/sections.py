@@ -385,13 +385,7 @@ def _notes(where: Where) -> list[str]:
         f"the data gave {where.information:,.0f} nats of information about them (a nat is 1.44 bits)."
     ]
     if where.crosses:
-        before = 1 - where.in_common
-        notes.append(
-            "In this posterior layers depend on each other. Shares are those of the variances that each layer causes alone; these add up to "
-            f"{before:.3g} times the variance of the outputs, because what layers have in common "
-            + ("takes away the rest." if where.in_common < 0 else "adds the rest.")
-            + (" Most of it cancels between layers, so that no layer is uncertain by itself." if before > 2 else "")
-        )
+        notes.append(where.in_common_in_words())
     elif where.kind == "classification" and "epistemic share" in _layer_table(where):
         notes.append(
             "Two shares stand in the table. That of the variance of the outputs counts every change of a logit. That of the epistemic "

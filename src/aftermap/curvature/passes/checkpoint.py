@@ -31,12 +31,13 @@ from aftermap.curvature.passes.counts import DataCounts
 from aftermap.distributed import all_reduce_, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError
 from aftermap.params import weights_hash
+from aftermap.writing import replaced_file
 
 __all__ = ["Checkpoint", "HasState", "ResumablePass", "clear_checkpoint", "example_hashes"]
 
 _FORMAT = "aftermap checkpoint 1"
 _NAME = re.compile(r"(?P<what>\w+)-g(?P<generation>\d{4})-(?P<rank>\d+)of(?P<world>\d+)\.safetensors")
-_OURS = re.compile(r"\.?\w+-(g\d{4}-\d+of\d+|kept)\.safetensors(\.tmp)?")
+_OURS = re.compile(r"\.?\w+-(g\d{4}-\d+of\d+|kept)\.safetensors(\.tmp|\.part)?")
 
 
 class HasState(Protocol):
@@ -414,15 +415,8 @@ def _write(file: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor])
     text = json.dumps({"format": _FORMAT, **record})
     # Sums may share memory with each other; the file wants each for itself.
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
-    temporary = file.with_name(f".{file.name}.tmp")
-    save_file(plain, temporary, {"record": text, "checksum": _checksum(text, plain)})
-    with temporary.open("rb+") as stream:
-        os.fsync(stream.fileno())
-    os.replace(temporary, file)
-    if os.name != "nt":
-        handle = os.open(file.parent, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    with replaced_file(file) as part:
+        save_file(plain, part, {"record": text, "checksum": _checksum(text, plain)})
 
 
 def _read(file: Path) -> _Saved:

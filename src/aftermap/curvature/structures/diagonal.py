@@ -39,9 +39,9 @@ from aftermap.curvature.structures.base import (
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
 from aftermap.draws import normal_like
-from aftermap.errors import UnsupportedError
+from aftermap.errors import NumericalError, UnsupportedError
 from aftermap.likelihoods import Likelihood
-from aftermap.linalg import RunningSum, take_under
+from aftermap.linalg import RunningSum, all_finite, take_under
 from aftermap.params import Params
 from aftermap.prior import Prior
 
@@ -93,6 +93,11 @@ class DiagonalBlock(Block):
     def posterior(
         self, prior: Prior, scale: Tensor, eigen: Sequence[Eigen], *, damping: str, dtype: torch.dtype, n_data: float
     ) -> DiagonalBlockPosterior:
+        if not all(all_finite(v) for v in self.values.values()):
+            raise NumericalError(
+                f"the diagonal curvature of {self.name} has entries that are not finite; check the data and the model's outputs, or "
+                "compute in double precision (model.double() and data in float64)"
+            )
         device = next(iter(self.values.values())).device
         precision = {n: prior.precision[n].to(device) for n in self.shapes}
         return DiagonalBlockPosterior(self, precision, scale.to(device), dtype)
@@ -104,7 +109,8 @@ class DiagonalAccumulator(Accumulator):
     Args:
         layer: The layer's number.
         layout: The way in which its parameters form a block.
-        dtype, device: The dtype and the device of the sums.
+        dtype: The dtype of the sums.
+        device: The device of the sums.
     """
 
     def __init__(self, layer: int, layout: Layout, dtype: torch.dtype, device: torch.device):

@@ -9,7 +9,6 @@ s reuse V and l; another shape of D costs one decomposition.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,8 +27,9 @@ from aftermap.curvature.structures.base import (
 )
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.curvature.structures.layer_parts import DenseLayerParts, LayerParts
+from aftermap.curvature.structures.rounding import CurvatureSize, VarianceErrors, unit_roundoff
 from aftermap.draws import normal_like
-from aftermap.errors import NumericalError, NumericalWarning
+from aftermap.errors import NumericalError
 from aftermap.linalg import GramSum, psd_eigh, symmetrise
 from aftermap.params import Params
 from aftermap.prior import Prior
@@ -41,42 +41,10 @@ __all__ = [
     "FullSum",
     "PriorRatio",
     "coarser_dtype",
-    "warn_of_rounding",
 ]
 
 
 MAX_FULL = 20_000  # A dense matrix has at most this many parameters: 3 GiB in double precision.
-# Rounding of the gradients may make up this share of a variance before a warning says so.
-_ROUNDING_SHARE = 0.01
-
-
-def warn_of_rounding(posterior: BlockPosterior, gradients: Tensor, prior: Tensor, variance: Tensor) -> None:
-    """Warns where the rounding of gradients may make up much of the variance of an output.
-
-    Entry j of a gradient is known to a relative error of eps, which adds about eps² · Σ_j J_j² Σ_jj to the variance.
-
-    Args:
-        posterior: The posterior, which gives the marginal variances Σ_jj.
-        gradients: The gradients J [v, b, p] as they were computed.
-        prior: The precisions of the prior [p].
-        variance: The variances J Σ Jᵀ [b, v].
-    """
-    squares, share = gradients.detach().to(torch.float64).square(), _ROUNDING_SHARE * variance.detach().T
-    eps = torch.finfo(gradients.dtype).eps
-    # No variance is above the prior's, which is at hand; marginal variances are computed only where they matter.
-    if not bool((eps**2 * (squares @ (1 / prior.detach())) > share).any()):
-        return
-    marginal = torch.cat([v.reshape(-1) for v in posterior.marginal_variance().values()])
-    unclear = eps**2 * (squares @ marginal) > share
-    if bool(unclear.any()):
-        name = str(gradients.dtype).removeprefix("torch.")
-        warnings.warn(
-            f"the variance of {int(unclear.sum())} of {unclear.numel()} outputs is so much smaller than that of the weights that the "
-            f"rounding of {name} gradients may change it. Compute in double precision (model.double() and data in "
-            "float64), or use a larger prior precision",
-            NumericalWarning,
-            stacklevel=2,
-        )
 
 
 @dataclass(frozen=True)
@@ -298,8 +266,24 @@ class FullBlockPosterior(BlockPosterior):
         rows = gradients.to(torch.float64).transpose(0, 1)  # [b, v, p]
         turned = rows @ self._deviation()
         variance = turned.square().sum(-1)
-        warn_of_rounding(self, gradients, self.prior, variance)
+        self._warn_of_lost_digits(gradients, rows, turned, variance)
         return (variance if diagonal else turned @ turned.transpose(1, 2)).to(gradients.dtype)
+
+    def _warn_of_lost_digits(self, gradients: Tensor, rows: Tensor, turned: Tensor, variance: Tensor) -> None:
+        """Warns where rounding may have taken more than half of the digits of a variance [b, v]."""
+        size, arithmetic = CurvatureSize.of(self._gain - 1), self.source_block.matrix.dtype
+        decomposition, prior = unit_roundoff(arithmetic), self.prior.detach()
+        if not VarianceErrors.may_matter(size, gradients, prior, variance, decomposition, 0.0):
+            return
+        products = turned.detach() @ self._deviation().detach().T
+        marginal, curvature = (
+            torch.cat([v.reshape(-1) for v in by_name.values()])
+            for by_name in (self.marginal_variance(), self.source_block.diagonal())
+        )
+        curvature = float(self.scale.detach()) * curvature
+        errors = VarianceErrors.of_gradients(size, gradients.dtype, rows.detach(), products, prior, marginal, curvature)
+        errors.errors["decomposition"] = decomposition * size.largest * (products.square() @ prior)
+        errors.warn(arithmetic)
 
     def _joined(self, values: Params) -> Tensor:
         name = self.names[0]

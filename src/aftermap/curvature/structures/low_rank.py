@@ -30,8 +30,9 @@ from aftermap.curvature.structures.base import (
     split_flat,
 )
 from aftermap.curvature.structures.eigenbasis import Eigen
-from aftermap.curvature.structures.full import PriorRatio, warn_of_rounding
+from aftermap.curvature.structures.full import PriorRatio
 from aftermap.curvature.structures.layer_parts import CovarianceCollector, LayerCovariances, LayerParts, rows_of
+from aftermap.curvature.structures.rounding import CurvatureSize, VarianceErrors, digits_tolerance
 from aftermap.distributed import broadcast_number, is_distributed
 from aftermap.draws import normal_like
 from aftermap.errors import NumericalWarning
@@ -41,6 +42,8 @@ from aftermap.prior import Prior
 
 # Gradients of some examples in one parameter that a covariance is made from at once (16 MB in float64).
 _COVARIANCE_NUMBERS = 1 << 21
+# The share of the prior's variance that a difference in float64 must leave: ten digits of it are right then.
+_LEAST_SHARE = 1e-6
 
 __all__ = ["LowRankBlock", "LowRankBlockPosterior", "low_rank_ggn"]
 
@@ -310,13 +313,29 @@ class LowRankBlockPosterior(BlockPosterior):
     def output_covariance(self, gradients: Tensor, diagonal: bool) -> Tensor:
         """Sums squares in float64: k numbers per output in the informed directions, and the prior's variance of the rest."""
         white = gradients.to(torch.float64).transpose(0, 1) / self._root  # [b, v, p]
-        inside, outside = self.informed_parts(white)
-        inside = inside * self._gain.rsqrt()
+        coordinates, outside = self.informed_parts(white)
+        inside = coordinates * self._gain.rsqrt()
         variance = inside.square().sum(-1) + outside.square().sum(-1)
-        warn_of_rounding(self, gradients, self.prior, variance)
+        self._warn_of_lost_digits(gradients, coordinates.detach(), outside.detach(), variance)
         if diagonal:
             return variance.to(gradients.dtype)
         return (inside @ inside.transpose(1, 2) + outside @ outside.transpose(1, 2)).to(gradients.dtype)
+
+    def _warn_of_lost_digits(self, gradients: Tensor, inside: Tensor, outside: Tensor, variance: Tensor) -> None:
+        """Warns where rounding may have taken more than half of the digits of a variance [b, v]."""
+        gain, root, dtype = self._gain.detach(), self._root.detach(), gradients.dtype
+        size, prior = CurvatureSize.of(gain - 1), self.prior.detach()
+        if not VarianceErrors.may_matter(size, gradients, prior, variance, 0.0, size.product_noise(dtype)):
+            return
+        informed = ((inside / gain) @ self.basis.T) / root
+        marginal = torch.cat([v.reshape(-1) for v in self.marginal_variance().values()])
+        curvature = (self.basis.square() @ (gain - 1)) * prior
+        rows = gradients.detach().to(torch.float64).transpose(0, 1)
+        products = informed + outside / root
+        errors = VarianceErrors.of_gradients(size, dtype, rows, products, prior, marginal, curvature, informed)
+        away = outside.square().sum(-1)
+        errors.errors["eigenpairs"] = size.residual_errors(dtype, gain - 1, inside, away, self.size - len(gain))
+        errors.warn()
 
     def functional_covariance(
         self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
@@ -357,13 +376,13 @@ class _Explained:
     Attributes:
         prior: The covariance of the outputs under the prior of the decomposition [b, v, v], or the variance [b, v].
         inside: The coordinates in the directions that data inform [b, v, k].
-        tolerance: The share of the prior's variance above which a difference has digits enough.
+        dtype: The precision of the gradients.
         diagonal: Whether only the variances are wanted.
     """
 
     prior: Tensor
     inside: Tensor
-    tolerance: float
+    dtype: torch.dtype
     diagonal: bool
 
     @staticmethod
@@ -388,12 +407,14 @@ class _Explained:
                 inside.addmm_(white.flatten(0, 1), posterior.basis[rows[name]], alpha=common)
                 square = white.square().sum(-1) if diagonal else white @ white.transpose(1, 2)
                 prior.add_(square, alpha=common**2)
-        # Rounding of the gradients is looked at where sums of squares are made.
-        tolerance = max(1e-6, 100 * torch.finfo(gradients.vectors.dtype).eps ** 2)
-        return _Explained(prior, inside.unflatten(0, (length, vectors)), tolerance, diagonal)
+        return _Explained(prior, inside.unflatten(0, (length, vectors)), gradients.vectors.dtype, diagonal)
 
     def covariance(self, posterior: LowRankBlockPosterior) -> Tensor | None:
-        """J Σ Jᵀ under a prior and a scale; None where it has lost its digits."""
+        """J Σ Jᵀ under a prior and a scale; None where the difference, or rounding of the gradients, may have taken its digits."""
+        size = CurvatureSize.of(posterior._gain - 1)
+        tolerance = digits_tolerance(self.dtype)
+        if size.data_rounding(self.dtype) > tolerance:
+            return None
         shrunk = self.inside * (1 - 1 / posterior._gain)
         if self.diagonal:
             variance = covariance = self.prior - (shrunk * self.inside).sum(-1)
@@ -401,8 +422,16 @@ class _Explained:
         else:
             covariance = self.prior - shrunk @ self.inside.transpose(1, 2)
             variance, whole = (m.diagonal(dim1=1, dim2=2) for m in (covariance, self.prior))
-        if bool((variance.detach() < self.tolerance * whole).any()):
+        # With a larger share than eps the rounding of the gradient, at most 2u/√share of the variance, leaves half of the digits.
+        least = max(_LEAST_SHARE, torch.finfo(self.dtype).eps)
+        if bool((variance.detach() < least * whole).any()):
             return None
+        eigenvalues, inside = posterior._gain.detach() - 1, self.inside.detach()
+        if 2 * size.product_noise(self.dtype) * math.sqrt(size.largest) > tolerance:
+            outside = whole.detach() - inside.square().sum(-1)
+            directions = posterior.size - len(eigenvalues)
+            residual = size.residual_errors(self.dtype, eigenvalues, inside, outside, directions)
+            VarianceErrors(self.dtype, variance.detach(), {"eigenpairs": residual}).warn()
         return covariance / posterior.ratio
 
 

@@ -1,0 +1,107 @@
+"""Files of users: the umask is respected whatever program writes, strangers never write, and what was private stays so."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import aftermap as am
+from aftermap.posteriors.io import replaced_folder
+from aftermap.writing import replaced_file
+from tests.cli.common import invoke, make_files
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no umask")
+
+
+@contextmanager
+def umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("mask, expected", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0o002, 0o664), (0, 0o664)])
+def test_a_new_file_has_the_permissions_of_the_umask(tmp_path: Path, mask: int, expected: int) -> None:
+    with umask(mask):
+        with replaced_file(tmp_path / "a.safetensors") as part:
+            assert mode(part) == 0o600
+            save_file({"a": torch.zeros(2)}, part)  # It writes a file that only its owner may read.
+        with replaced_file(tmp_path / "a.txt") as part:
+            part.write_text("done")
+    assert [mode(tmp_path / name) for name in ("a.safetensors", "a.txt")] == [expected, expected]
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "a.txt"]
+
+
+@pytest.mark.parametrize("mask, folder, file", [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0, 0o775, 0o664)])
+def test_a_new_folder_has_the_permissions_of_the_umask(tmp_path: Path, mask: int, folder: int, file: int) -> None:
+    with umask(mask), replaced_folder(tmp_path / "new", overwrite=False, known=["a.safetensors"]) as place:
+        assert mode(place) == 0o700
+        save_file({"a": torch.zeros(2)}, place / "a.safetensors")
+    assert (mode(tmp_path / "new"), mode(tmp_path / "new" / "a.safetensors")) == (folder, file)
+
+
+def test_what_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    file, folder = tmp_path / "a.txt", tmp_path / "old"
+    for wanted, expected in ((0o600, 0o600), (0o640, 0o640), (0o666, 0o664)):
+        file.write_text("old")
+        file.chmod(wanted)
+        with umask(0o022), replaced_file(file) as part:
+            part.write_text("new")
+        assert (file.read_text(), mode(file)) == ("new", expected)
+    for wanted in (0o700, 0o750):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(wanted)
+        with umask(0o022), replaced_folder(folder, overwrite=True, known=["a.txt"]) as place:
+            (place / "a.txt").write_text("new")
+        assert (mode(folder), mode(folder / "a.txt")) == (wanted, wanted & 0o664)
+
+
+def test_a_body_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("old")
+    with pytest.raises(UnicodeEncodeError), replaced_file(file) as part:
+        part.write_text("half é", encoding="ascii")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.txt", "old")]
+
+
+def test_a_link_under_the_temporary_name_is_not_followed(tmp_path: Path) -> None:
+    """Who may write to the folder could lay one there to have another file of the user overwritten."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".a.txt.part").symlink_to(tmp_path / "precious")
+    with replaced_file(tmp_path / "a.txt") as part:
+        part.write_text("new")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "a.txt").read_text() == "new"
+    assert not (tmp_path / "a.txt").is_symlink()
+
+
+def test_whatever_the_library_and_the_commands_write_can_be_read_as_the_umask_says(tmp_path: Path) -> None:
+    files = make_files(tmp_path)
+    out = tmp_path / "out"
+    with umask(0o027):
+        torch.manual_seed(0)
+        data = [(torch.randn(12, 2), torch.arange(12) % 3)]
+        am.Laplace(nn.Linear(2, 3), "classification").fit(data, checkpoint=out / "kept", every=1).save(out / "saved")
+        posterior = str(out / "posterior")
+        invoke(*files.fit(out / "posterior", "--structure", "diagonal", "--prior-precision", "3"))
+        invoke("predict", posterior, str(files.test), "-o", str(out / "scored.csv"))
+        invoke("evaluate", posterior, "--test", str(files.test), "--resamples", "0", "-o", str(out / "results.json"))
+    written = sorted(out.rglob("*"))
+    names = {p.name for p in written}
+    assert {"config.json", "posterior.safetensors", "scored.csv", "results.json"} <= names
+    wrong = {str(p.relative_to(out)): oct(mode(p)) for p in written if mode(p) != (0o750 if p.is_dir() else 0o640)}
+    assert wrong == {}
