@@ -79,8 +79,9 @@ def spread(prediction: Prediction) -> Tensor:
 
 
 def rank_correlation(a: Tensor, b: Tensor) -> float:
-    """Spearman's."""
-    ranks = torch.stack([v.argsort().argsort().double() for v in (a, b)])
+    """Spearman's, over the entries that both have."""
+    known = a.isfinite() & b.isfinite()
+    ranks = torch.stack([v[known].argsort().argsort().double() for v in (a, b)])
     return float(torch.corrcoef(ranks)[0, 1])
 
 
@@ -156,6 +157,7 @@ def wide_network(
             "strict": False,
             "tolerance": tolerance,
             "method": "newton_cg",
+            "max_steps": 50,  # of Newton; what has not ended then is running away, and is flagged
         }
         hfl, _ = _timed(lambda: am.HessianFree(model, problem.likelihood, **options).fit(data))
         queried, per_query = _timed(lambda: hfl.predict(x).epistemic[:, 0])

@@ -82,7 +82,7 @@ class Settings:
     gap_rows: int = 200
     gap_hidden: int = 10
     wide: int = 220
-    wide_rows: int = 40
+    wide_rows: int = 20
     wide_queries: int = 12
     wide_seeds: int = 3
     steps: int = 1000
@@ -329,11 +329,12 @@ def _h5(results: Results) -> Verdict:
         return f"{sum(values) / len(values):.2g}"
 
     weights = int(results.numbers("wide/*", "weights")[0])
+    flagged, asked = (int(sum(results.numbers("wide/*", name))) for name in ("flagged", "functionals"))
     means = {m: sum(rank(m)) / len(rank(m)) for m in ("hfl", "amortised_sign")}
     return Verdict.of(
         "H5",
         [means["hfl"] >= 0.9, means["amortised_sign"] >= 0.9],
-        f"{weights:,} weights; rank correlation: two fine-tunings per query {mean_and_error(rank('hfl'), 2)}, amortised over the training "
+        f"{weights:,} weights; rank correlation: two fine-tunings per query {mean_and_error(rank('hfl'), 2)} ({flagged} of {asked} queries flagged), amortised over the training "
         f"data {mean_and_error(rank('amortised_sign'), 2)} (all signs positive {mean_and_error(rank('amortised_ones'), 2)}, over the queries "
         f"{mean_and_error(rank('amortised_queries'), 2)}), Kronecker {mean_and_error(rank('kron'), 2)}, Gauss-Newton "
         f"{mean_and_error(rank('ggn'), 2)}. Seconds per query: {seconds('hfl')}; amortised {seconds('amortised')} after {seconds('amortised_once')} "

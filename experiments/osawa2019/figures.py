@@ -69,7 +69,8 @@ def _convergence(results: Results) -> Any:
     shown = {"vogn": "momentum and BatchNorm", **{k: v for k, v in VARIANTS.items() if k.startswith("no_")}}
     for colour, (method, label) in zip(CATEGORIES, shown.items(), strict=False):
         curve = _curve(results, "residual", method)
-        ax.plot(range(1, len(curve) + 1), curve, lw=1.2, color=colour, label=label)
+        if curve:
+            ax.plot(range(1, len(curve) + 1), curve, lw=1.2, color=colour, label=label)
     finish(ax, title="VOGN, residual network", x="epoch", legend=True)
     return figure
 

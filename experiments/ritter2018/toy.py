@@ -185,7 +185,7 @@ def _laplace(settings: Toy, prior: float, seed: int) -> dict[str, Any]:
         for other in ("diagonal", "full"):  # The pair of the other, in the same Kronecker posterior.
             scale, precision = found[other]["scale"], found[other]["precision"]
             found[f"width_of_{base}_with_{other}"] = _width(_made(network, train, base, precision, seed, scale))
-    for key, value in found.items():  # Curves of all methods go to one place, which results.json leaves out.
+    for key, value in found.items():  # Curves of all methods go to one place, which results.json has with four digits.
         if key != "curves" and isinstance(value, dict):
             found["curves"][key] = value.pop("curves")
     return found
@@ -303,6 +303,17 @@ def _chains(results: Results) -> str:
     return said + ("" if max(worst, far) < 1.01 else "; above the wanted 1.01")
 
 
+def _widths(results: Results) -> str:
+    """How wide the tuned posteriors are, seed by seed: the likelihood of twenty validation data decides it."""
+
+    def row(values: list[float]) -> str:
+        return ", ".join(f"{v:.1f}" for v in values)
+
+    found = [f"{NAMES[m]} {row([la[m]['mean_deviation'] for la, _ in _pairs(results)])}" for m in PAPER]
+    hmc = row([hmc["mean_deviation"] for _, hmc in _pairs(results)])
+    return f"the mean standard deviation differs between seeds, as twenty validation data happen to decide: {'; '.join(found)}; HMC's is {hmc}"
+
+
 def _agreement(results: Results) -> Verdict:
     inside = GRID[:, 0].abs() <= 4
     conditions, words, failed = [], [], []
@@ -318,7 +329,8 @@ def _agreement(results: Results) -> Verdict:
             f"{NAMES[method]}: ratio {float(mean.min()):.2f} to {float(mean.max()):.2f}, log-likelihood {mean_and_error(gap, 2)} above HMC's"
         )
     words.append(_chains(results))
-    return Verdict.of("R1", conditions, "; ".join(words), "outside: " + ", ".join(failed), len(_pairs(results)))
+    reason = f"outside: {', '.join(failed)}; {_widths(results)}"
+    return Verdict.of("R1", conditions, "; ".join(words), reason, len(_pairs(results)))
 
 
 def _of(values: list[float]) -> Paired:
@@ -342,7 +354,7 @@ def _growth(results: Results) -> Verdict:
         words.append(
             f"{NAMES[method]}: ratio {math.exp(_of(near).mean):.2f} on the data, {math.exp(_of(far).mean):.2f} at |x| = 6"
         )
-    reason = f"not by more than two standard errors of the log ratio: {', '.join(failed)}"
+    reason = f"not by more than two standard errors of the log ratio: {', '.join(failed)}; see R1"
     return Verdict.of("R2", conditions, "; ".join(words), reason, len(_pairs(results)))
 
 

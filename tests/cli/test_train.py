@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tqdm import tqdm
 from typer.testing import CliRunner
 
 import aftermap.cli.training as training
 from aftermap.cli.app import app
+from aftermap.cli.console import Reporter
 from aftermap.cli.store import load_fitted
 from aftermap.cli.training import CHECKPOINT, RATES
 from aftermap.optim import TrainedPosterior
@@ -267,3 +269,28 @@ def test_a_run_from_before_the_temperature_could_be_chosen_goes_on(tmp_path: Pat
     torch.save(content, place)
     assert "temperature: 1.0 there, 0.1 now" in words(invoke(*command, code=2).stderr)
     assert "is finished" in words(invoke(*command, "--temperature", "1").stderr)
+
+
+def test_a_sentence_does_not_run_into_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tqdm(total=3, file=sys.stderr, desc="training") as bar:
+        bar.update()
+        Reporter().note("epoch 1/3: loss 2")
+    said = capsys.readouterr().err
+    before, _, after = said.partition("epoch 1/3: loss 2\n")
+    assert before.endswith("\r")  # the line of the bar was wiped
+    assert "training:" in before
+    assert "training:" in after
+
+
+def test_a_run_has_one_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def shown(items: Any, *, description: str, total: int) -> Any:
+        seen.append((description, total))
+        return items
+
+    monkeypatch.setattr(training, "progress", shown)
+    invoke(*BASE, "--optimizer", "adam", "-o", str(tmp_path / "run"))
+    assert seen == [("training", 24)]

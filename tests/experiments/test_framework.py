@@ -41,7 +41,8 @@ def experiment(done: list[str], **budget: Any) -> SimpleNamespace:
         return judged(results, {"part/*": results.settings.seeds}, ("L10",), judge)
 
     def figures(results: Results, folder: Path) -> dict[str, str]:
-        (folder / "figure.svg").write_text(f"<svg>{[v['curves'] for v in results.values.values()]}</svg>")
+        drawn = f"{[v.get('curves') for v in results.values.values()]}"
+        (folder / "figure.svg").write_text(f'<svg><path id="0.12345" d="M -1.23456 2.5"/>{drawn}</svg>')
         return {"figure.svg": "Nothing."}
 
     budgets = {"stated": Settings(), "small": Settings(**budget)}
@@ -82,6 +83,7 @@ def test_results_that_were_written_can_be_gone_on_with_elsewhere(tmp_path: Path)
     before = written(tmp_path)["values"]
     figure = tmp_path / "output" / "figure.svg"
     drawn = figure.read_text(encoding="utf-8")
+    assert '<path id="0.12345" d="M -1.23 2.5"/>' in drawn
     (tmp_path / "work").rename(tmp_path / "lost")
     run(experiment(done, seeds=2), NAME, arguments(tmp_path, "--resume"))
     assert figure.read_text(encoding="utf-8") == drawn  # from the digits that were written, not from more of them
@@ -113,7 +115,7 @@ def test_a_job_builds_on_the_numbers_of_another(tmp_path: Path) -> None:
         yield Job("part/seed0", lambda: {"value": 7.0})
         yield Job("late/seed0", lambda: {"value": seen.append(result_of("part/seed0")["value"])})
 
-    trial.jobs = jobs
+    trial.jobs, trial.figures = jobs, lambda results, folder: {}
     with pytest.raises(RuntimeError, match="needs the numbers of part/seed0"):
         run(trial, NAME, arguments(tmp_path, "--only", "late"))
     run(trial, NAME, arguments(tmp_path, "--only", "part", "--partial"))

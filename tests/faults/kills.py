@@ -345,6 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--jobs", nargs="*", choices=[kind.name for kind in JOBS], help="only these; others keep what is known"
     )
+    parser.add_argument("--again", action="store_true", help="forget what an earlier run with the same numbers counted")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
     import torch
@@ -355,7 +356,9 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)  # Threads do not survive a fork.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found: dict[str, Any] = {}
-    if options.output.exists():  # Jobs of an earlier run with the same numbers are not done again.
+    if (
+        options.output.exists() and not options.again
+    ):  # Jobs of an earlier run with the same numbers are not done again.
         kept = json.loads(options.output.read_text(encoding="utf-8"))
         found = kept["by_job"] if (kept["seed"], kept["asked"]) == (options.seed, options.kills) else {}
     with tempfile.TemporaryDirectory() as folder:

@@ -10,11 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from aftermap.curvature.structures.rounding import digits_tolerance
 from aftermap.posteriors.files import MAX_DEPTH, MAX_JSON_BYTES
 from aftermap.posteriors.io import SCHEMA
+from tests.faults.digits import OUTPUT as DIGITS
 from tests.faults.harness import MEMORY, RESULTS
 from tests.faults.kills import JOBS
+from tests.faults.processes import PARTS
+from tests.faults.soak import OUTPUT as SOAK
 from tests.mutants.__main__ import TESTS, summary
+from tests.mutants.mutations import BY_HAND
 
 __all__ = ["PAGE", "page_of", "results"]
 
@@ -24,6 +31,7 @@ FOLDERS = ROOT / "benchmarks" / "results" / "faults_folders.json"
 DATA = ROOT / "benchmarks" / "results" / "faults_data.json"
 
 KILLS = ROOT / "benchmarks" / "results" / "faults_kills.json"
+PROCESSES = ROOT / "benchmarks" / "results" / "faults_processes.json"
 MUTANTS = ROOT / "benchmarks" / "results" / "mutants.json"
 
 TEXT = """# Reliability
@@ -86,7 +94,7 @@ By the kind of damage:
 
 `tests/faults/test_hostile_specs.py` puts names such as `evil.py:build`, `os:system`, `builtin:../x`, absolute paths, and names with line breaks and control signs, into
 the places where a folder says how its network is built and what it was trained on, in a working folder that has code under each of these names. `predict`, `evaluate`,
-`report`, `tune` and `where` refuse them, and nothing runs. [What may run, and when](how_to/command_line.md#folders-from-somebody-else).
+`report`, `tune` and `where` refuse them, and nothing runs; the slow test tries every name with every command. [What may run, and when](how_to/command_line.md#folders-from-somebody-else).
 
 ## Data files
 
@@ -116,18 +124,92 @@ A [fit that is killed](how_to/distributed.md#a-fit-that-is-killed-goes-on) goes 
 come in another one or are shared out among another number of processes (`tests/curvature/passes/test_checkpoint.py`).
 """
 
+PROCESSES_TEXT = """
+## Processes
+
+`python -m tests.faults.processes` shares data out over 2 and 4 processes (gloo) by chance, {cases} times: uneven parts, and {empty} processes without any. What every process finds is compared with
+what one process finds with all data, relative to the largest number; KFRA, whose recursion averages inside a batch, gets batches of one. Commands run with a network in float32.
+
+| what | of which | compared | equal to {bound:g} | largest difference |
+|---|---|---|---|---|
+{compared}
+
+{facts}"""
+
 MUTANTS_TEXT = """
 ## Errors that the tests must find
 
 `make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
-tests that belong to the file, until one fails ({seconds:.0f} seconds for a mutant on average). Of {all:,} such mutants in {core} files,
-{tried} in {tried_files} files, drawn with seed {seed}, have been tried so far; what the tests find in other files is not known. {equivalent} of them cannot be told from the original. The tests found {found_at_first} at first, {share_at_first:.1%} of those that can be found, and {found}
-({share:.1%}) after tests had been written for what they had missed. Errors that the program does not make itself are written out in `tests/mutants/by_hand.json`.
+tests that belong to the file, until one fails. Of {all:,} such mutants in all {core} files of the core, {tried} in {tried_files} files, drawn with seed {seed} and each as likely as any other,
+have been tried so far. {equivalent} of them cannot be told from the original. The tests found {found_at_first} at first, {share_at_first:.1%} of those that can be found, and {found}
+({share:.1%}) after tests had been written for what they had missed: the first share says what to expect of mutants that were not drawn. Errors that the program does not make itself are written out in `tests/mutants/by_hand.json`.
 
 {table}
 
 {survivors}
 """
+
+
+FEW_MUTANTS_TEXT = """
+## Errors that the tests must find
+
+`make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
+tests that belong to the file, until one fails. Of {all:,} such mutants in all {core} files of the core {tried} have been tried so far: too few to say which share is found (this page says it from {enough} on).
+Of {by_hand} errors that are written out in `tests/mutants/by_hand.json` the tests find {by_hand_found}.
+"""
+ENOUGH = 100
+
+SOAK_TEXT = """
+## A long time, many threads, copies
+
+`python -m tests.faults.soak` works in one process: {soak_growth}. A leak of a kilobyte per prediction would be 9 MB.
+Eight threads that predict at once with one object differ from one thread by at most {threads:.0e} in probabilities and covariances ({structures}). A posterior that is sent
+to worker processes gives there what it gives here, to {workers}. Deep copies and pickles of {copied} objects that calls of the library return (predictors, posteriors, predictions,
+factors, likelihoods, detectors, results) equal the originals in every number{other}.
+"""
+
+DIGITS_TEXT = """
+## Digits
+
+A variance that has lost more than half of the digits of single precision (a relative error above {tolerance:.1e}) comes with a `NumericalWarning`. The estimate behind it follows from the
+arithmetic (`aftermap.curvature.structures.rounding`): gradients are rounded to the network's precision, a decomposition is that of a matrix off by rounding, and products
+with the curvature have residuals. `python -m tests.faults.digits` compares variances of inputs near and far from the data with exact ones, from a QR decomposition of
+the data's gradients in float64. The largest relative error for each prior precision, **bold** where there was a warning:
+
+{digits_table}
+
+"low_rank" is compared with the exact posterior of as many directions as it found. Kronecker factors are compared with the same factors in double precision. They hold small
+eigenvalues only to the rounding of the largest one, so that they lose digits under much stronger priors than the other structures, and no estimate for single outputs was sharp enough to be
+useful: they are warned of only where the prior is below that rounding, so that no digit need be left. `aftermap doctor` says which priors this concerns. `ekfac`, whose eigenvalues are measured one by one, does not have this limit.
+"""
+
+
+def _soak(counted: Mapping[str, Any]) -> str:
+    growth = [
+        f"{entry['count']:,} {'predictions' if work == 'predict' else 'fits with tuning and a prediction'} change the memory it holds by {entry['megabytes']:+.1f} MB (after the first tenth)"
+        for work, entry in counted["growth"].items()
+    ]
+    other = sorted({name for entry in counted["copies"].values() for name in entry["other"]})
+    return SOAK_TEXT.format(
+        soak_growth=" and ".join(growth),
+        threads=max(counted["threads"].values()),
+        structures=", ".join(counted["threads"]),
+        workers=" and ".join(f"{error:.0e} ({way})" for way, error in counted["workers"].items()),
+        copied=max(entry["objects"] for entry in counted["copies"].values()),
+        other=f", but for {', '.join(other)}" if other else "",
+    )
+
+
+def _digits(counted: Mapping[str, Any]) -> str:
+    lines = [
+        f"| data | structure | {' | '.join(f'{prior:.0e}' for prior in counted['priors'])} |",
+        "|---" * (len(counted["priors"]) + 2) + "|",
+    ]
+    for row in counted["rows"]:
+        errors = [f"**{error:.0e}**" if warned else f"{error:.0e}" for _, error, warned in row["found"]]
+        name = f"{row['structure']}, {row['dtype'].removeprefix('torch.')}"
+        lines.append(f"| {row['count']}, {row['task']} | {name} | {' | '.join(errors)} |")
+    return DIGITS_TEXT.format(tolerance=digits_tolerance(torch.float32), digits_table="\n".join(lines))
 
 
 def _table(first: str, rows: Mapping[str, Mapping[str, int]]) -> str:
@@ -165,7 +247,55 @@ def _mutants(results: dict[str, Any]) -> str:
         "core": len(TESTS),
     }
     shown["tried_files"] = len(counted["files"])
+    if counted["tried"] < ENOUGH:
+        found, tried, _ = counted["by_operator"].get(BY_HAND, (0, 0, 0))
+        few = {"all": results["of"], "core": len(TESTS), "tried": counted["tried"], "enough": ENOUGH}
+        return FEW_MUTANTS_TEXT.format(**few, by_hand=tried, by_hand_found=found)
     return MUTANTS_TEXT.format(**{**counted, **shown})
+
+
+def _processes(told: Mapping[str, Any]) -> str:
+    rows = [
+        f"| {name} | {len(row['names'])} | {row['compared']} | {row['equal']} | {row['largest']:.1e} |"
+        for name, row in told["compared"].items()
+    ]
+    library, writers, lost, again = (told.get(key) for key in PARTS)
+    facts, missing = (
+        [],
+        [name for name, part in (("commands", writers), ("kills", lost), ("restarts", again)) if not part],
+    )
+    if library:
+        sharded = library["sharded"]
+        facts.append(
+            f"**Weights that are cut into parts** (FSDP2): {sharded['refused']} of {sharded['asked']} ways in refuse them with a clear error."
+        )
+    if writers:
+        facts.append(
+            f"**Only process 0 writes**: {writers['only_process_0']} of {writers['runs']} runs of commands; the others, each in a folder of its own, wrote no file and said nothing."
+        )
+    if lost:
+        facts.append(
+            f"**A process that is killed** while training: in {lost['one_line']} of {lost['runs']} runs the others ended with one line and exit code 5; "
+            f"the same command, started again, ended with the same bits in {lost['went_on']}."
+        )
+    if again:
+        facts.append(
+            f"**Started again by torchrun** (`--max-restarts=1`, with nothing to remember): {again['equal']} of {again['runs']} runs ended with the same bits."
+        )
+    facts += [
+        f"**Failed**: {' '.join(str(text).split())}"
+        for part in (writers, lost, again)
+        if part
+        for text in part["failed"]
+    ]
+    if missing:
+        facts.append(
+            f"Not counted by this program yet: {', '.join(missing)}; slow tests try some of them (`tests/cli/test_processes.py`, `tests/optim/test_distributed.py`)."
+        )
+    return PROCESSES_TEXT.format(
+        cases=told["cases"], empty=library["empty"] if library else 0, bound=told["bound"], compared="\n".join(rows),
+        facts="".join(f"- {fact}\n" for fact in facts),
+    )  # fmt: skip
 
 
 def _change(results: dict[str, Any], name: str) -> str:
@@ -175,13 +305,19 @@ def _change(results: dict[str, Any], name: str) -> str:
 
 
 def results() -> tuple[Any, ...]:
-    """What was counted for folders, for data, for kills and for mutants; None for a program that was not run yet."""
-    files = (FOLDERS, DATA, KILLS, MUTANTS)
+    """What was counted for folders, data, kills, processes, mutants, soak and digits; None for a program that was not run yet."""
+    files = (FOLDERS, DATA, KILLS, PROCESSES, MUTANTS, SOAK, DIGITS)
     return tuple(json.loads(f.read_text(encoding="utf-8")) if f.exists() else None for f in files)
 
 
 def page_of(
-    folders: Mapping[str, Any], data: Mapping[str, Any], kills: Mapping[str, Any] | None, mutants: dict[str, Any] | None
+    folders: Mapping[str, Any],
+    data: Mapping[str, Any],
+    kills: Mapping[str, Any] | None,
+    processes: Mapping[str, Any] | None,
+    mutants: dict[str, Any] | None,
+    soak: Mapping[str, Any] | None,
+    digits: Mapping[str, Any] | None,
 ) -> str:
     """The page as Markdown."""
     parts = [_files_text(folders, data)]
@@ -195,8 +331,14 @@ def page_of(
                 kill_missing=f"Not counted yet: {missing}.\n\n" if missing else "",
             )
         )
+    if processes is not None:
+        parts.append(_processes(processes))
     if mutants is not None:
         parts.append(_mutants(mutants))
+    if soak is not None:
+        parts.append(_soak(soak))
+    if digits is not None:
+        parts.append(_digits(digits))
     return "".join(parts)
 
 

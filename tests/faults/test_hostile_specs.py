@@ -96,6 +96,19 @@ def test_no_network_that_a_folder_names_runs_code(files: Files, posterior: Path,
         assert found.stdout == ""
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_no_command_runs_code_under_any_name(
+    verb: str, files: Files, posterior: Path, work: Path, tmp_path: Path
+) -> None:
+    for spec in specs(work, 60):
+        edit(posterior, lambda config, spec=spec: config["laplace"]["extras"]["model"].update(spec=spec))  # type: ignore[misc]
+        found = invoke(verb, str(posterior), *arguments(verb, files), code=2)
+        assert not (tmp_path / "marker").exists(), spec
+        assert words(found.stderr).startswith("error:"), spec
+        assert "Traceback" not in found.stderr, spec
+
+
 def test_no_data_that_a_folder_names_run_code(files: Files, posterior: Path, work: Path, tmp_path: Path) -> None:
     """`evaluate` and `report` look for the test part of the training data where no --test is given."""
     for number, spec in enumerate(specs(work, 10)):

@@ -196,8 +196,10 @@ def test_damping_is_left_out_of_the_next_prior_unless_asked_for() -> None:
         expected = 11 * opt.state[p]["curvature"] + 2.0
         assert_close(bare[name], expected)
         assert_close(half[name], expected + 0.5 * 11 * 0.3)
-    with pytest.raises(InputError, match="damping=2 is the share that is kept"):
-        post.as_prior(damping=2)
+    assert_close(post.as_prior(damping=1.0)[1][name], expected + 11 * 0.3)
+    for share in (1.01, -0.01):
+        with pytest.raises(InputError, match=f"damping={share} is the share that is kept"):
+            post.as_prior(damping=share)
 
 
 def test_a_saved_posterior_comes_back_as_what_it_was(tmp_path: Path) -> None:

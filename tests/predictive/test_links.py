@@ -136,6 +136,10 @@ def test_a_normalised_bridge_does_not_depend_on_the_scale() -> None:
     small = laplace_bridge(mean, cov, normalise=True)
     assert_close(laplace_bridge(3.0 * mean, 9.0 * cov, normalise=True), small)
     assert not torch.allclose(laplace_bridge(3.0 * mean, 9.0 * cov), small)
+    alpha = torch.tensor([5.0, 3.0, 2.0, 4.0, 1.0], dtype=F64)
+    mean, cov = dirichlet_latent(alpha)
+    scale = cov.diagonal().mean() / (5 / 2) ** 0.5
+    assert_close(laplace_bridge(mean, cov, normalise=True), laplace_bridge(mean / scale.sqrt(), cov / scale))
 
 
 @pytest.mark.parametrize("link", LINKS)

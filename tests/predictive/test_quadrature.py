@@ -85,6 +85,11 @@ def test_normal_points_have_the_moments_of_a_normal() -> None:
     assert_close(points.T @ points / 4096, torch.eye(3, dtype=torch.float64), rtol=0, atol=1e-2)
 
 
+def test_normal_points_are_centres_of_cells() -> None:
+    share = 2**31 * torch.special.ndtr(normal_points(64, 3, seeded()))
+    assert_close(share, 2 * (share / 2).floor() + 1, rtol=0, atol=1e-3)  # Odd numbers: halves of cells of 2⁻³⁰.
+
+
 def test_normal_points_follow_the_generator() -> None:
     assert_close(normal_points(9, 4, seeded(3)), normal_points(9, 4, seeded(3)), rtol=0, atol=0)
     assert not torch.equal(normal_points(9, 4, seeded(3)), normal_points(9, 4, seeded(4)))

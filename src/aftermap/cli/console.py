@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from tqdm import tqdm
 
 from aftermap.distributed import launched_rank, rank
 from aftermap.errors import AftermapError, InputError, ProcessError
@@ -96,7 +97,8 @@ def _print(console: Console, text: str, style: str | None = None, label: str = "
     marked = escape(shown)
     if label:
         marked = f"[{label_style}]{marked[: len(label)].rstrip()}[/] {marked[len(label) :]}"
-    console.print(marked, style=style, soft_wrap=True)
+    with tqdm.external_write_mode(file=console.file):  # a progress bar makes room, and comes back below
+        console.print(marked, style=style, soft_wrap=True)
 
 
 def _complain(text: str, kind: str = "error") -> None:

@@ -187,11 +187,13 @@ class Run:
                     part.write_text(json.dumps(self.history, indent=1) + "\n", encoding="utf-8")
 
 
-def _epoch(recipe: Recipe, number: int, first: int) -> Iterator[Tensor]:
-    """This process's numbers of the examples of every batch of an epoch, from batch ``first`` on."""
-    order = torch.randperm(recipe.n_data, generator=torch.Generator().manual_seed(1_000_003 * recipe.seed + number))
-    for index in list(order.tensor_split(recipe.steps_per_epoch))[first:]:
-        yield index[rank() :: world_size()]
+def _rest(recipe: Recipe, step: int) -> Iterator[Tensor]:
+    """This process's numbers of the examples of every batch that comes after ``step`` steps."""
+    number, first = divmod(step, recipe.steps_per_epoch)
+    for epoch in range(number, recipe.epochs):
+        order = torch.randperm(recipe.n_data, generator=torch.Generator().manual_seed(1_000_003 * recipe.seed + epoch))
+        for index in list(order.tensor_split(recipe.steps_per_epoch))[first if epoch == number else 0 :]:
+            yield index[rank() :: world_size()]
 
 
 def train_network(
@@ -204,7 +206,6 @@ def train_network(
     validation: Examples | None = None,
     on_epoch: Callable[[Mapping[str, float]], None] | None = None,
     every: float = 30.0,
-    stop_after: int | None = None,
 ) -> None:
     """Goes on to the end of the recipe.
 
@@ -217,7 +218,6 @@ def train_network(
         validation: Held-out data, on which the network is looked at after every epoch.
         on_epoch: A function that is told what the history says about each epoch that ends.
         every: The seconds between checkpoints; one is written after every epoch anyway, but not more than one a second.
-        stop_after: The number of steps of this call after which it stops, with a checkpoint.
 
     Raises:
         NumericalError: The loss is no longer finite.
@@ -226,43 +226,29 @@ def train_network(
     if data.targets is None or len(data) < world_size():
         raise DataError(f"training needs targets, and at least one example for each of {world_size()} processes")
     device = next(model.parameters()).device
-    saved, done = time.monotonic(), 0
+    saved = time.monotonic()
+    losses: list[float] = []
     model.train()
-    while run.step < recipe.steps:
-        number, first = divmod(run.step, recipe.steps_per_epoch)
-        losses: list[float] = []
-        bar = progress(
-            _epoch(recipe, number, first),
-            description=f"epoch {number + 1}/{recipe.epochs}",
-            total=recipe.steps_per_epoch - first,
-        )
-        for index in bar:
-            x, y = data.inputs[index].to(device), data.targets[index].to(device)
-            for group in optimizer.param_groups:
-                group["lr"] = 0.5 * recipe.lr * (1 + math.cos(math.pi * run.step / recipe.steps))
-            torch.manual_seed((recipe.seed * 1_000_003 + run.step) * 4099 + rank())  # of dropout
-            losses.append(_step(model, optimizer, x, y, likelihood))
-            if not math.isfinite(losses[-1]):
-                raise NumericalError(f"the loss became {losses[-1]} at step {run.step}: lower --lr, or raise --damping")
-            run.step += 1
-            done += 1
-            stopping = stop_after is not None and done >= stop_after
-            if run.step % recipe.steps_per_epoch == 0:
-                numbers = {"epoch": number + 1, "loss": sum(losses) / len(losses)}
-                run.history.append({**numbers, **validation_numbers(model, validation, likelihood)})
-                if on_epoch is not None:
-                    on_epoch(run.history[-1])
-            due = time.monotonic() - saved > every
-            if world_size() > 1:  # all processes save together: process 0 looks at its clock now and then
-                due = run.step % 20 == 0 and bool(broadcast_number(int(due)))
-            if stopping or due:
-                run.save(model, optimizer)
-                saved = time.monotonic()
-            if stopping:
-                model.eval()
-                return
-        due = time.monotonic() - saved > min(every, 1.0)
-        if run.step >= recipe.steps or bool(broadcast_number(int(due))):
+    for index in progress(_rest(recipe, run.step), description="training", total=recipe.steps - run.step):
+        x, y = data.inputs[index].to(device), data.targets[index].to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.5 * recipe.lr * (1 + math.cos(math.pi * run.step / recipe.steps))
+        torch.manual_seed((recipe.seed * 1_000_003 + run.step) * 4099 + rank())  # of dropout
+        losses.append(_step(model, optimizer, x, y, likelihood))
+        if not math.isfinite(losses[-1]):
+            raise NumericalError(f"the loss became {losses[-1]} at step {run.step}: lower --lr, or raise --damping")
+        run.step += 1
+        epochs, steps = divmod(run.step, recipe.steps_per_epoch)
+        if not steps:
+            numbers = {"epoch": epochs, "loss": sum(losses) / len(losses)}
+            run.history.append({**numbers, **validation_numbers(model, validation, likelihood)})
+            losses = []
+            if on_epoch is not None:
+                on_epoch(run.history[-1])
+        due = time.monotonic() - saved > (every if steps else min(every, 1.0))
+        if world_size() > 1:  # all processes save together: process 0 looks at its clock now and then
+            due = (not steps or run.step % 20 == 0) and bool(broadcast_number(int(due)))
+        if due or run.step >= recipe.steps:
             run.save(model, optimizer)
             saved = time.monotonic()
     model.eval()
