@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import aftermap as am
 from benchmarks.timing import ROOT, machine, source
 
-__all__ = ["AXES", "JOBS", "OUTPUT", "SURPRISE", "Problem", "exponent", "main", "table", "write_page"]
+__all__ = ["AXES", "JOBS", "OUTPUT", "SURPRISE", "Problem", "exponent", "main", "surprises", "table", "write_page"]
 
 OUTPUT = ROOT / "benchmarks" / "results" / "growth.json"
 PAGE = ROOT / "docs" / "scaling.md"
@@ -268,19 +268,25 @@ def _rows(jobs: dict[str, Job], memory: bool, report: Callable[[str], None]) -> 
             sizes = AXES[axis]
             problems = [replace(Problem(), **{axis: size}) for size in sizes]
             seconds = [_seconds(job.make(problem)) for problem in problems]
-            row: dict[str, Any] = {"job": name, "axis": axis, "sizes": list(sizes), "seconds": seconds}
+            row: dict[str, Any] = {
+                "job": name,
+                "axis": axis,
+                "sizes": list(sizes),
+                "seconds": seconds,
+                "source": source(),
+            }
             row |= {"exponent": round(exponent(sizes, seconds), 2), "theory": theory}
             if memory and axis in job.memory:
                 peaks = [_megabytes(job, problem) for problem in problems]
                 row |= {"megabytes": peaks, "memory_theory": job.memory[axis]}
                 row["memory_exponent"] = round(exponent(sizes, peaks), 2)
-            row["surprise"] = _surprises(row)
+            row["surprise"] = surprises(row)
             rows.append(row)
             report(f"{name}, {axis}: {row['exponent']} ({theory}) {row.get('memory_exponent', '')} {row['surprise']}")
     return rows
 
 
-def _surprises(row: dict[str, Any]) -> list[str]:
+def surprises(row: dict[str, Any]) -> list[str]:
     found = ["time"] if row["exponent"] > row["theory"] + SURPRISE else []
     # Less than 2 MB moves with the allocator.
     if "megabytes" in row and max(row["megabytes"]) > 2 and row["memory_exponent"] > row["memory_theory"] + SURPRISE:
@@ -317,8 +323,9 @@ def write_page(results: dict[str, Any], page: Path = PAGE) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Measures, and writes the results and the page."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peers", action="store_true", help="measure laplace-torch, and add it to the stored results")
     parser.add_argument(
-        "--peers", action="store_true", help="measure laplace-torch only, and add it to the stored results"
+        "--only", action="append", choices=JOBS, help="measure this job again, and keep the stored others"
     )
     chosen = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
@@ -327,12 +334,11 @@ def main(arguments: list[str] | None = None) -> None:
     def report(line: str) -> None:
         print(line, flush=True)
 
-    if chosen.peers:
-        results = json.loads(OUTPUT.read_text(encoding="utf-8"))
-        kept = [row for row in results["rows"] if row["job"] not in PEERS]
-        results["rows"] = kept + _rows(PEERS, False, report)
-    else:
-        results = {"source": source(), "machine": machine(), "surprise": SURPRISE, "rows": _rows(JOBS, True, report)}
+    jobs = PEERS if chosen.peers else {name: JOBS[name] for name in chosen.only or JOBS}
+    stored = json.loads(OUTPUT.read_text(encoding="utf-8"))["rows"] if OUTPUT.exists() else []
+    rows = [*(row for row in stored if row["job"] not in jobs), *_rows(jobs, not chosen.peers, report)]
+    order = [*JOBS, *PEERS]
+    results = {"machine": machine(), "rows": sorted(rows, key=lambda row: order.index(row["job"]))}
     OUTPUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_page(results)
 

@@ -40,6 +40,20 @@ def test_doctor_looks_at_a_network(files: Files) -> None:
     assert {c["structure"] for c in content["costs"]} == {"kron", "ekfac", "diagonal", "full", "subset"}
 
 
+def test_doctor_names_numerical_risks(files: Files, tmp_path: Path) -> None:
+    risks = {r["risk"]: r for r in answer("doctor", "--model", files.model, "--train", str(files.train))["risks"]}
+    assert set(risks) == {"weak priors"}  # 200 examples with 3 outputs and 51 weights in single precision
+    # Kronecker factors lose a prior sooner than the full matrix, whose sums are in double precision.
+    assert 1e-12 < risks["weak priors"]["full"] < risks["weak priors"]["kron"] < 1e-2
+    said = words(invoke("doctor", "--model", files.model, "--train", str(files.train)).stdout)
+    assert "weak priors: in float32 a prior precision below" in said
+    lenet = {r["risk"]: r for r in answer("doctor", "--model", "builtin:lenet", "--n-data", "100")["risks"]}
+    assert lenet["fewer data than weights"]["parameters"] == 61_706
+    (tmp_path / "half.py").write_text("import torch\n\ndef build():\n    return torch.nn.Linear(3, 2).bfloat16()\n")
+    half = {r["risk"]: r for r in answer("doctor", "--model", f"{tmp_path / 'half.py'}:build")["risks"]}
+    assert half["half precision"]["dtype"] == "bfloat16"
+
+
 def test_doctor_guesses_shapes() -> None:
     assert "random inputs of shape 1×28×28" in words(invoke("doctor", "--model", "builtin:lenet").stderr)
     assert "61,706" in words(invoke("doctor", "--model", "builtin:lenet", "--input-shape", "1x28x28").stdout)

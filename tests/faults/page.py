@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from aftermap.curvature.structures.rounding import digits_tolerance
 from aftermap.posteriors.files import MAX_DEPTH, MAX_JSON_BYTES
 from aftermap.posteriors.io import SCHEMA
+from tests.faults.digits import OUTPUT as DIGITS
 from tests.faults.harness import MEMORY, RESULTS
 from tests.faults.kills import JOBS
 from tests.faults.processes import PARTS
+from tests.faults.soak import OUTPUT as SOAK
 from tests.mutants.__main__ import TESTS, summary
+from tests.mutants.mutations import BY_HAND
 
 __all__ = ["PAGE", "page_of", "results"]
 
@@ -144,6 +150,68 @@ have been tried so far. {equivalent} of them cannot be told from the original. T
 """
 
 
+FEW_MUTANTS_TEXT = """
+## Errors that the tests must find
+
+`make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
+tests that belong to the file, until one fails. Of {all:,} such mutants in all {core} files of the core {tried} have been tried so far: too few to say which share is found (this page says it from {enough} on).
+Of {by_hand} errors that are written out in `tests/mutants/by_hand.json` the tests find {by_hand_found}.
+"""
+ENOUGH = 100
+
+SOAK_TEXT = """
+## A long time, many threads, copies
+
+`python -m tests.faults.soak` works in one process: {soak_growth}. A leak of a kilobyte per prediction would be 9 MB.
+Eight threads that predict at once with one object differ from one thread by at most {threads:.0e} in probabilities and covariances ({structures}). A posterior that is sent
+to worker processes gives there what it gives here, to {workers}. Deep copies and pickles of {copied} objects that calls of the library return (predictors, posteriors, predictions,
+factors, likelihoods, detectors, results) equal the originals in every number{other}.
+"""
+
+DIGITS_TEXT = """
+## Digits
+
+A variance that has lost more than half of the digits of single precision (a relative error above {tolerance:.1e}) comes with a `NumericalWarning`. The estimate behind it follows from the
+arithmetic (`aftermap.curvature.structures.rounding`): gradients are rounded to the network's precision, a decomposition is that of a matrix off by rounding, and products
+with the curvature have residuals. `python -m tests.faults.digits` compares variances of inputs near and far from the data with exact ones, from a QR decomposition of
+the data's gradients in float64. The largest relative error for each prior precision, **bold** where there was a warning:
+
+{digits_table}
+
+"low_rank" is compared with the exact posterior of as many directions as it found. Kronecker factors are compared with the same factors in double precision. They hold small
+eigenvalues only to the rounding of the largest one, so that they lose digits under much stronger priors than the other structures, and no estimate for single outputs was sharp enough to be
+useful: they are warned of only where the prior is below that rounding, so that no digit need be left. `aftermap doctor` says which priors this concerns. `ekfac`, whose eigenvalues are measured one by one, does not have this limit.
+"""
+
+
+def _soak(counted: Mapping[str, Any]) -> str:
+    growth = [
+        f"{entry['count']:,} {'predictions' if work == 'predict' else 'fits with tuning and a prediction'} change the memory it holds by {entry['megabytes']:+.1f} MB (after the first tenth)"
+        for work, entry in counted["growth"].items()
+    ]
+    other = sorted({name for entry in counted["copies"].values() for name in entry["other"]})
+    return SOAK_TEXT.format(
+        soak_growth=" and ".join(growth),
+        threads=max(counted["threads"].values()),
+        structures=", ".join(counted["threads"]),
+        workers=" and ".join(f"{error:.0e} ({way})" for way, error in counted["workers"].items()),
+        copied=max(entry["objects"] for entry in counted["copies"].values()),
+        other=f", but for {', '.join(other)}" if other else "",
+    )
+
+
+def _digits(counted: Mapping[str, Any]) -> str:
+    lines = [
+        f"| data | structure | {' | '.join(f'{prior:.0e}' for prior in counted['priors'])} |",
+        "|---" * (len(counted["priors"]) + 2) + "|",
+    ]
+    for row in counted["rows"]:
+        errors = [f"**{error:.0e}**" if warned else f"{error:.0e}" for _, error, warned in row["found"]]
+        name = f"{row['structure']}, {row['dtype'].removeprefix('torch.')}"
+        lines.append(f"| {row['count']}, {row['task']} | {name} | {' | '.join(errors)} |")
+    return DIGITS_TEXT.format(tolerance=digits_tolerance(torch.float32), digits_table="\n".join(lines))
+
+
 def _table(first: str, rows: Mapping[str, Mapping[str, int]]) -> str:
     lines = [f"| {first} | cases | {' | '.join(RESULTS)} |", "|---" * (len(RESULTS) + 2) + "|"]
     total = {r: sum(counts[r] for counts in rows.values()) for r in RESULTS}
@@ -179,6 +247,10 @@ def _mutants(results: dict[str, Any]) -> str:
         "core": len(TESTS),
     }
     shown["tried_files"] = len(counted["files"])
+    if counted["tried"] < ENOUGH:
+        found, tried, _ = counted["by_operator"].get(BY_HAND, (0, 0, 0))
+        few = {"all": results["of"], "core": len(TESTS), "tried": counted["tried"], "enough": ENOUGH}
+        return FEW_MUTANTS_TEXT.format(**few, by_hand=tried, by_hand_found=found)
     return MUTANTS_TEXT.format(**{**counted, **shown})
 
 
@@ -233,8 +305,8 @@ def _change(results: dict[str, Any], name: str) -> str:
 
 
 def results() -> tuple[Any, ...]:
-    """What was counted for folders, data, kills, processes and mutants; None for a program that was not run yet."""
-    files = (FOLDERS, DATA, KILLS, PROCESSES, MUTANTS)
+    """What was counted for folders, data, kills, processes, mutants, soak and digits; None for a program that was not run yet."""
+    files = (FOLDERS, DATA, KILLS, PROCESSES, MUTANTS, SOAK, DIGITS)
     return tuple(json.loads(f.read_text(encoding="utf-8")) if f.exists() else None for f in files)
 
 
@@ -244,6 +316,8 @@ def page_of(
     kills: Mapping[str, Any] | None,
     processes: Mapping[str, Any] | None,
     mutants: dict[str, Any] | None,
+    soak: Mapping[str, Any] | None,
+    digits: Mapping[str, Any] | None,
 ) -> str:
     """The page as Markdown."""
     parts = [_files_text(folders, data)]
@@ -261,6 +335,10 @@ def page_of(
         parts.append(_processes(processes))
     if mutants is not None:
         parts.append(_mutants(mutants))
+    if soak is not None:
+        parts.append(_soak(soak))
+    if digits is not None:
+        parts.append(_digits(digits))
     return "".join(parts)
 
 

@@ -1,6 +1,6 @@
 """One process for a long time, many threads, worker processes and copies: the same numbers, and no growth of memory.
 
-`python -m tests.faults.soak` writes benchmarks/results/soak.json, which `python -m tests.faults.page` puts on the page of reliability.
+`python -m tests.faults.soak` (or some of its parts: growth, threads, workers, copies) writes benchmarks/results/soak.json, which `python -m tests.faults.page` puts on the page of reliability.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from aftermap.hessian_free import HessianFree
 __all__ = [
     "COPIES",
     "OUTPUT",
+    "PARTS",
     "STRUCTURES",
     "WAYS",
     "WORKS",
@@ -213,23 +214,31 @@ def difference(one: Any, two: Any, path: str = "", seen: set[int] | None = None)
     return next((d for p, a, b in parts if (d := difference(a, b, p, seen)) is not None), None)
 
 
-def main(output: Path = OUTPUT) -> dict[str, Any]:
-    """Does it all, and writes what was found."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", am.errors.StatisticalWarning)
-    results: dict[str, Any] = {
-        "growth": {w: {"count": n, "megabytes": round(memory_growth(w, n) / 2**20, 2)} for w, n in WORKS.items()},
-        "threads": {s: thread_error(s) for s in STRUCTURES},
-        "workers": {w: worker_error(w) for w in WAYS},
-    }
+def _copies() -> dict[str, Any]:
     things = objects()
-    results["copies"] = {
+    return {
         how: {"objects": len(things), "other": [n for n, t in things.items() if difference(t, make(t)) is not None]}
         for how, make in COPIES.items()
     }
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "growth": lambda: {w: {"count": n, "megabytes": round(memory_growth(w, n) / 2**20, 2)} for w, n in WORKS.items()},
+    "threads": lambda: {s: thread_error(s) for s in STRUCTURES},
+    "workers": lambda: {w: worker_error(w) for w in WAYS},
+    "copies": _copies,
+}
+
+
+def main(parts: Sequence[str] = tuple(PARTS), output: Path = OUTPUT) -> dict[str, Any]:
+    """Does some parts, and writes what was found beside what is there of the others."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", am.errors.StatisticalWarning)
+    results = json.loads(output.read_text(encoding="utf-8")) if output.exists() else {}
+    results |= {part: PARTS[part]() for part in parts}
     output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return results
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(), indent=2) + "\n")
+    sys.stdout.write(json.dumps(main(sys.argv[1:] or tuple(PARTS)), indent=2) + "\n")

@@ -91,3 +91,40 @@ def test_which_posteriors_have_every_term(structure: str, whole: bool) -> None:
     laplace = Laplace(net, "regression", structure=structure, rank=4).fit([(x, x[:, :1])], progress=False)
     assert laplace.posterior.has_every_term is whole
     assert laplace.posterior.is_estimated is (structure == "matrix_free")
+
+
+class Sequences(nn.Module):
+    """Tokens with padding, a packed projection of three groups, and layers with fewer and with more positions than features."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, width, padding_idx=0)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.narrow, self.head = nn.Linear(2, 3), nn.Linear(3, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(torch.tanh(self.narrow(x.unflatten(-1, (3, 2)))).mean((1, 2)))
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "diagonal"])
+@pytest.mark.parametrize("length", [4, 20])  # fewer and more tokens than there are in the vocabulary, and than features
+def test_layers_that_share_their_weights(structure: str, length: int) -> None:
+    torch.manual_seed(0)
+    model = Sequences().double().eval()
+    tokens = torch.randint(0, 11, (5, length))
+    tokens[:, 1] = tokens[:, 0]  # a token that comes twice
+    tokens[0, 2] = 0  # padding, which has no gradient
+    data = [(tokens, torch.tensor([0, 1, 2, 3, 0]))]
+    laplace = Laplace(model, "classification", structure=structure, prior_precision=0.7).fit(data, progress=False)
+    plan = laplace.factors.treatment
+    assert {t.rule for t in plan.values()} == {"EmbeddingRule", "PackedProjectionRule", "LinearRule"}
+    posterior = laplace.posterior
+    own, outputs = dict(model.named_parameters()), model(tokens)
+    rows = [torch.autograd.grad(y, [own[n] for n in posterior.names], retain_graph=True) for y in outputs.flatten()]
+    lines = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows]).unflatten(0, outputs.shape)
+    wanted = lines @ torch.linalg.inv(posterior.to_dense()) @ lines.transpose(1, 2)
+    found = laplace.predict(tokens)
+    torch.testing.assert_close(found.latent_cov, wanted, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(laplace.predict(tokens, diagonal=True).latent_var, wanted.diagonal(dim1=1, dim2=2))

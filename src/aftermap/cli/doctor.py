@@ -1,10 +1,11 @@
-"""`aftermap doctor`: how each layer will be treated, and what every structure costs."""
+"""`aftermap doctor`: how each layer will be treated, what every structure costs, and where digits may be lost."""
 
 from __future__ import annotations
 
 import importlib.util
 import math
 import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, ClassVar
@@ -18,7 +19,8 @@ from aftermap.cli.console import GOOD, Reporter, plain_table
 from aftermap.cli.fit import build_for, resolve_task
 from aftermap.cli.models import make_model
 from aftermap.cli.sources import Batches, Source, first_batch, open_source, parse_size
-from aftermap.curvature import fit_curvature
+from aftermap.curvature import Factors, fit_curvature
+from aftermap.curvature.structures.rounding import digits_tolerance, unit_roundoff
 from aftermap.data import Examples
 from aftermap.errors import InputError
 from aftermap.laplace import Cost, estimate_costs
@@ -35,6 +37,7 @@ _EXTRAS = {
     "lightning": ("lightning",),
     "hmc": ("pyro",),
 }
+_SINGLE_DIGITS = round(-math.log10(torch.finfo(torch.float32).eps))
 _SIDES = (32, 28, 224, 64, 8, 16, 96)
 
 
@@ -60,7 +63,7 @@ class ExaminedModel:
 
 @o.command(without=("val", "force"))
 def doctor(examined: ExaminedModel, sets: o.TrainData, data: o.DataOptions, run: o.RunOptions) -> int:
-    """Look at a network before any work: its layers, how each will be treated, and the cost of every structure.
+    """Look at a network before any work: its layers, how each will be treated, the cost of every structure, and numerical risks.
 
     Without a model: versions and what is installed. Without data the shape of an input is guessed from the first layer.
     """
@@ -94,7 +97,7 @@ def doctor(examined: ExaminedModel, sets: o.TrainData, data: o.DataOptions, run:
 
 
 def _examine(network: nn.Module, source: Source, task: str, reporter: Reporter) -> dict[str, Any]:
-    """How each layer is treated, and what every structure costs."""
+    """How each layer is treated, what every structure costs, and the risks."""
     likelihood = parse_likelihood(task)
     some = _first(source)
     factors = fit_curvature(network, [some], likelihood, structure="kron")
@@ -108,12 +111,51 @@ def _examine(network: nn.Module, source: Source, task: str, reporter: Reporter) 
     reporter.line()
     reporter.table(_costs(costs))
     reporter.line("time on this machine for " + _count(source) + " examples; memory of the posterior alone")
+    risks = _risks(network, factors, costs)
+    reporter.line()
+    for risk in risks:
+        reporter.line(f"{risk['risk']}: {risk['text']}")
     treatment = {n: {"block": t.block, "rule": t.rule, "note": t.note} for n, t in factors.treatment.items()}
     described = [
         {"structure": c.structure, "params": c.params, "n_params": c.n_params, "seconds": c.seconds, "bytes": c.bytes}
         for c in costs
     ]
-    return {"treatment": treatment, "costs": described}
+    return {"treatment": treatment, "costs": described, "risks": risks}
+
+
+def _risks(network: nn.Module, factors: Factors, costs: Sequence[Cost]) -> list[dict[str, Any]]:
+    """What rounding or few data will do to a posterior, as far as a few examples tell.
+
+    The curvature of all data is taken as that of the examples times their number. Its trace bounds its largest eigenvalue.
+    """
+    dtype = next(p.dtype for n, p in network.named_parameters() if n in factors.names)
+    name, unit = str(dtype).removeprefix("torch."), unit_roundoff(dtype)
+    risks: list[dict[str, Any]] = []
+    if dtype.itemsize < 4:
+        digits = -math.log10(torch.finfo(dtype).eps)
+        text = f"gradients and predictions have {digits:.0f} digits; model.float() gives {_SINGLE_DIGITS}"
+        risks.append({"risk": "half precision", "dtype": name, "text": text})
+    n_data = max((c.n_data for c in costs), default=0)
+    times = max(1.0, n_data / factors.n_data)
+    by_block = [
+        sum(float(v.sum()) for v in block.diagonal().values()) for block in factors.blocks if block.kind == "kron"
+    ]
+    # Kronecker factors are summed in the network's precision, but at least in single precision; the others in double precision.
+    kron = unit_roundoff(torch.promote_types(dtype, torch.float32)) * times * max(by_block, default=0.0)
+    exact = (unit**2 + unit_roundoff(torch.float64)) * times * factors.trace() / digits_tolerance(dtype)
+    text = (
+        f"in {name} a prior precision below {kron:.0e} may be lost in rounding for kron, and one below {exact:.0e} for full and low_rank; "
+        "ekfac and diagonal keep any. The default is 1"
+    )
+    risks.append({"risk": "weak priors", "kron": kron, "full": exact, "text": text})
+    rows = max((c.n_rows for c in costs), default=0)
+    if 0 < rows < factors.n_params:
+        text = (
+            f"{n_data:,} data with their outputs inform at most {rows:,} of {factors.n_params:,} directions; all others keep the prior, so "
+            "tune it (aftermap tune)"
+        )
+        risks.append({"risk": "fewer data than weights", "rows": rows, "parameters": factors.n_params, "text": text})
+    return risks
 
 
 def _environment() -> dict[str, Any]:

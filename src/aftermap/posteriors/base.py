@@ -378,14 +378,14 @@ class GaussianPosterior(CurvaturePosterior):
         return [[parts[k] for parts in by_block] for k in range(len(posteriors))]
 
     def _warn_of_rounding(self) -> None:
-        """Warns where the prior of a block is below the rounding of its curvature."""
-        ratios = {block.source.name: block.rounding_over_prior() for block in self.blocks}
+        """Warns where the prior of a block is below the rounding of its curvature, and the data do not help."""
+        ratios = {block.source.name: block.worst_rounding() for block in self.blocks}
         lost = [name for name, ratio in ratios.items() if ratio > 1]
         if lost:
-            dtype = str(next(iter(self.mean.values())).dtype).removeprefix("torch.")
+            names = ", ".join(lost[:4]) + (", ..." if len(lost) > 4 else "")
             warn_caller(
-                f"the prior precision of {len(lost)} of {len(ratios)} blocks ({', '.join(lost[:4])}{', ...' if len(lost) > 4 else ''}) is up to "
-                f"{max(ratios.values()):.1e} times smaller than the rounding of their Kronecker factors in {dtype}: where the data say nothing no "
+                f"the rounding of the Kronecker factors of {len(lost)} of {len(ratios)} blocks ({names}) is up to {max(ratios.values()):.0e} times "
+                "larger than the smallest precision of a direction: the prior is too weak beside it, so that where the data say nothing no "
                 "digit of the variance is left, and it may be far too small. Use a larger prior precision, structure='ekfac' or 'low_rank', "
                 "or double precision (model.double() and data in float64)",
                 NumericalWarning,

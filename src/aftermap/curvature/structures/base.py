@@ -281,10 +281,10 @@ class BlockPosterior(ABC):
         stride = examples_per_chunk(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
         return covariances_by_example(gradients, self.names, stride, self.gradient_rows, variants, diagonal)
 
-    def rounding_over_prior(self) -> float:
-        """Returns what rounding makes of eigenvalues of the curvature that are zero, relative to the prior's precision.
+    def worst_rounding(self) -> float:
+        """Returns the largest error of an eigenvalue of the precision by rounding of the curvature, relative to the eigenvalue.
 
-        Above 1 the variance in directions without data is that of rounding. Zero where it is known for each output.
+        Above 1 there are directions in which no digit of the variance is left. Zero where errors are estimated for each output.
         """
         return 0.0
 

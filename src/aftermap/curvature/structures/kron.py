@@ -59,10 +59,9 @@ from aftermap.curvature.structures.eigenbasis import (
 )
 from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
-from aftermap.curvature.structures.rounding import unit_roundoff
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, UnsupportedError
-from aftermap.linalg import GramSum, kron, take_like, take_under
+from aftermap.linalg import GramSum, eigenvalue_rounding, kron, take_like, take_under
 from aftermap.params import Params
 from aftermap.prior import Prior
 
@@ -497,17 +496,23 @@ class KronBlockPosterior(BlockPosterior):
     def marginal_variance(self) -> Params:
         return self.layout.split(self.basis.diagonal(1 / self.precision.detach()))
 
-    def rounding_over_prior(self) -> float:
-        """Returns u·s·max(μ)·max(λ)/δ: the factors hold their small eigenvalues to rounding of the largest ones.
+    def worst_rounding(self) -> float:
+        """Returns the largest of s·(ε_B·λ_j + μ_i·ε_A) / (s·μ_i·λ_j + δ), where ε is the rounding of a factor's eigenvalues.
 
-        Eigenvalues that were measured in the basis, as EKFAC's, are sums of squares and as exact as their largest summand.
+        In μ and in λ this is monotone, so only the smallest and the largest of both are looked at. Eigenvalues that were measured in
+        the basis, as EKFAC's, are sums of squares and have no such error.
         """
         mu, lam = self.eigen.outputs, self.eigen.inputs
         if mu is None or lam is None or self.damping != "exact" or not isinstance(self.source_block, KronBlock):
             return 0.0
-        largest = float((mu.detach().amax(-1) * lam.detach().amax(-1)).max())
-        unit = unit_roundoff(self.source_block.outputs.dtype)
-        return unit * float(self.scale.detach()) * largest / float(self.prior.detach())
+        dtype, rows = self.source_block.outputs.dtype, float(self.source_block.rows.max())
+        errors = [eigenvalue_rounding(v.detach(), dtype, rows)[:, None, None] for v in (mu, lam)]
+        ends = [torch.stack(v.detach().aminmax(dim=-1), -1) for v in (mu, lam)]  # [g, 2]
+        left, right = ends[0][:, :, None], ends[1][:, None, :]
+        scale = self.scale.detach()
+        return float(
+            (scale * (errors[0] * right + left * errors[1]) / (scale * left * right + self.prior.detach())).max()
+        )
 
     def output_noise(self, layout: Layout) -> OutputNoise:
         inputs = None if self.basis.inputs is None else self.basis.inputs[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aftermap.curvature.passes.backward import LayerGradients
 from aftermap.curvature.rules.base import examples_per_chunk
-from aftermap.curvature.rules.linear import DenseRows
+from aftermap.curvature.rules.linear import DenseRows, OneHotRows
 
 __all__ = ["layer_covariance", "layer_of"]
 
@@ -64,6 +64,8 @@ def layer_covariance(
         )
         return [gradients.vectors.new_zeros(shape) for _ in tables]
     call, grads = calls[0]
+    if len(calls) == 1 and isinstance(call.rows, OneHotRows) and call.rows.shared < call.rows.features:
+        return _of_tokens(call.rows, grads, tables, outer, diagonal)
     rows = call.rows.dense() if len(calls) == 1 and call.rows.shared == 1 else None
     if rows is None:
         return _with_sharing(gradients, layer, tables, outer, inner, diagonal)
@@ -97,32 +99,77 @@ def _with_sharing(
     stride = examples_per_chunk(2 * gradients.n_vectors * layout.size)
     for start in range(0, gradients.record.size, stride):
         length = min(stride, gradients.record.size - start)
-        turned = _turned_inputs(gradients, layer, start, length, inner)  # [v, b, g, o, i]
-        if outer is not None:
-            turned = outer.to(turned.dtype).transpose(-1, -2) @ turned
-        turned = turned.transpose(0, 1)
+        turned = _turned(gradients, layer, start, length, outer, inner)  # [b, v, g, o, i]
         for place, table in enumerate(tables):
             parts[place].append(_contract(turned, table.to(turned.dtype), diagonal))
     return [torch.cat(covariances) for covariances in parts]
 
 
-def _turned_inputs(gradients: LayerGradients, layer: int, start: int, length: int, inner: Tensor | None) -> Tensor:
-    """Returns G U_A for some examples; the rows are turned first where they are fewer than the gradients' rows, v·o."""
-    if inner is None:
-        return gradients.block_gradients(layer, start, length)
+def _of_tokens(
+    rows: OneHotRows, grads: Tensor, tables: Sequence[Tensor], outer: Tensor | None, diagonal: bool
+) -> list[Tensor]:
+    """Returns the covariances of an embedding, whose gradients are zero but for the tokens of an example.
+
+    The gradients of a token that comes several times in an example are summed at its first place.
+    """
+    index = rows.index
+    same = index[:, :, None] == index[:, None, :]  # [b, t, t]
+    is_first = ~same.tril(-1).any(-1) & (index >= 0)
+    sums = (same & is_first[:, :, None]).to(grads.dtype)[:, None] @ grads[:, :, 0].transpose(0, 1)  # [b, v, t, o]
+    if outer is not None:
+        sums = sums @ outer[0].to(grads.dtype)
+    places = index.clamp_min(0)
+    sums = sums[:, :, None]  # [b, v, 1, t, o]
+    return [_contract(sums, table[0].to(grads.dtype).T[places][:, None, None], diagonal) for table in tables]
+
+
+def _turned(
+    gradients: LayerGradients, layer: int, start: int, length: int, outer: Tensor | None, inner: Tensor | None
+) -> Tensor:
+    """Returns U_Bᵀ G U_A of some examples [b, v, g, o, i]; each side is turned before or after the product over positions.
+
+    Before it there is a row for every position, after it one for every feature of the other side: the fewer are turned.
+    """
     calls = gradients.by_layer[layer]
-    call, grads = calls[0]
-    if len(calls) == 1 and call.rows.shared < gradients.n_vectors * grads.shape[-1]:
-        rows = call.rows.examples(start, length).dense()
-        if rows is not None:
-            turned = DenseRows(rows @ inner.to(grads.dtype), ones=False)
-            return turned.per_example_gradients(grads[:, start : start + length])
-    each = gradients.block_gradients(layer, start, length)
-    return each @ inner.to(each.dtype)
+    positions = sum(call.rows.shared for call, _ in calls)
+    outer_first = outer is not None and positions < calls[0][0].rows.features
+    total: Tensor | None = None
+    inner_first = False
+    for call, every in calls:
+        grads = every[:, start : start + length]
+        if outer is not None and outer_first:
+            grads = _times(grads, outer.to(grads.dtype))
+        rows = call.rows.examples(start, length)
+        if inner is not None and len(calls) == 1 and positions < gradients.n_vectors * grads.shape[-1]:
+            dense = rows.dense()
+            if dense is not None:
+                rows, inner_first = DenseRows(_times(dense, inner.to(grads.dtype)), ones=False), True
+        part = rows.per_example_gradients(grads)
+        total = part if total is None else total + part
+    assert total is not None  # A layer without calls has no covariance.
+    total = total.transpose(0, 1)  # as it lies in memory
+    if inner is not None and not inner_first:
+        total = _times(total, inner.to(total.dtype))
+    if outer is not None and not outer_first:
+        total = outer.to(total.dtype).transpose(-1, -2) @ total
+    return total
+
+
+def _times(values: Tensor, matrix: Tensor) -> Tensor:
+    """Returns [..., g, r, n] times [g, n, m] as one product for each group, instead of one for each example and vector."""
+    if len(matrix) == 1:
+        return values @ matrix[0]
+    return torch.einsum("...grn,gnm->...grm", values, matrix)
 
 
 def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-    """Returns the sum over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'."""
-    weighted = (values * weights).flatten(2)
-    flat = values.flatten(2)
-    return (weighted * flat).sum(-1) if diagonal else weighted @ flat.transpose(-1, -2)
+    """Returns the sum over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'.
+
+    Args:
+        values: x [b, v, g, ...], which may lie in memory with g before v.
+        weights: w, of a shape that goes with it.
+        diagonal: Whether only c = c' is wanted.
+    """
+    weighted = (values * weights).transpose(1, 2).flatten(3)
+    flat = values.transpose(1, 2).flatten(3)  # [b, g, v, ...]
+    return (weighted * flat).sum((1, -1)) if diagonal else (weighted @ flat.transpose(-1, -2)).sum(1)

@@ -1,0 +1,11 @@
+"""The page of reliability is what its program writes from the stored counts."""
+
+from __future__ import annotations
+
+from tests.faults.page import PAGE, page_of, results
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page_of(*results()), (
+        "the counts or the words have changed: python -m tests.faults.page"
+    )
