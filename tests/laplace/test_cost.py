@@ -124,7 +124,7 @@ def test_the_tuning_is_rehearsed(validation: int | None, monkeypatch: pytest.Mon
     monkeypatch.setattr(rehearsal, "_LEAST", 1e6)
     monkeypatch.setattr(rehearsal, "_MOST", 1e6)
     data = [classes()[1]] * 3
-    laplace = Laplace(Slow(mlp(), clock).eval(), "classification")
+    laplace = Laplace(Slow(mlp(), clock).eval(), "classification", structure="full")
     estimate = estimate_cost(laplace, data, validation=validation)
     laplace.fit(data, progress=False)
     start = clock.now

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Rehearsal", "decomposition_seconds", "dense_seconds", "rehearse", "seconds_per_input"]
 
-_LEAST, _MOST, _SHARE = 0.25, 2.0, 0.015  # seconds for the rehearsal of a fit: so many, or this share of it
+_LEAST, _MOST, _SHARE = 0.35, 2.0, 0.015  # seconds for the rehearsal of a fit: so many, or this share of it
 _GROWTH = 4  # from one piece of the batch to the next
 _TUNED = (8, 48)  # examples of the two rehearsals of a tuning
+_MATCHED_WORK = 5.0  # predictions that each datum is worth for which the effective dimension is found, which takes too long to rehearse
 _MATCHED, _TRAINING, _VALIDATION = 300, 500, 1000  # the most data that tunings look at
 _SMALL_MATRIX, _LARGE_MATRIX = 128, 512  # widths whose decompositions are measured
 
@@ -141,19 +142,21 @@ def rehearse(
     own = copy(laplace)
     with _unnoticed():
         _fit(own, _ClockedData(batch, 1))  # what is done once in a process is not measured
-        points, spent = [], 0.0
-        for size in _sizes(batch.size):
+        points: list[tuple[int, _Spent]] = []
+        size = 1
+        while True:
             data = _ClockedData(batch, size)
             points.append((size, _spent(functools.partial(_fit, own, data), data)))
-            spent += points[-1][1].total
             seconds = _fit_seconds(own, points, batch.size, n_data)
             seconds += len(points[-1][1].passes) * fetch * n_data / batch.size
             most = max(_LEAST, min(_MOST, _SHARE * seconds))
-            if (len(points) > 1 or spent > _MOST) and spent + _next_total(points) > most:
+            larger = _next_size(points, batch.size, most)
+            if larger < min(2 * size, batch.size) or larger == size:
                 break
+            size = larger
         each = _seconds_per_prediction(own, batch, data, n_data / size, min(0.5 * most, 1.0))
         each += _missing_directions(own, size, n_data)
-        tuning = _tuning_seconds(own, batch, n_data, validation, most) if tuned else 0.0
+        tuning = _tuning_seconds(own, batch, n_data, validation, each, most) if tuned else 0.0
     held = sum(t.numel() * t.element_size() for b in own.factors.blocks for t in b.tensors().values())
     return Rehearsal(seconds, tuning, each, 3.0 * held, own.factors.n_params, own.factors.n_outputs)
 
@@ -172,10 +175,14 @@ def _sizes(most: int) -> Iterator[int]:
     yield most
 
 
-def _next_total(points: Sequence[tuple[int, _Spent]]) -> float:
-    """What the next size is expected to take: by the line through the last two, at first twice as long."""
-    totals = [(size, spent.total) for size, spent in points]
-    return 2 * totals[-1][1] if len(totals) == 1 else _for_batch(totals, _GROWTH * totals[-1][0])
+def _next_size(points: Sequence[tuple[int, _Spent]], whole: int, most: float) -> int:
+    """The next piece of a batch: a few examples, then as many as take no longer than ``most``; the last one again at the end."""
+    size, last = points[-1]
+    if len(points) == 1:
+        return min(_GROWTH, whole) if last.total < _MOST else size
+    if len(points) > 2:
+        return size
+    return min(whole, int((most - last.rest) * size / max(sum(last.passes), 1e-9)))
 
 
 def _for_batch(points: Sequence[tuple[int, float]], size: int) -> float:
@@ -263,8 +270,13 @@ def _grown(predict: Callable[[Any, int], Any], batch: Batch, most: float) -> flo
     return _for_batch(points, batch.size) / batch.size
 
 
-def _tuning_seconds(laplace: Laplace, batch: Batch, n_data: int, validation: int | None, most: float) -> float:
-    """The seconds of the tuning: a line through two sizes, up to the number of data that tunings look at."""
+def _tuning_seconds(
+    laplace: Laplace, batch: Batch, n_data: int, validation: int | None, prediction: float, most: float
+) -> float:
+    """The seconds of the tuning: a line through two sizes, up to the number of data that tunings look at.
+
+    Where one size takes long already, every further datum counts as a prediction.
+    """
     fitted = laplace.fitted
     regression = has_noise(laplace.base_likelihood)
     looked_at, work = n_data, DenseWork()
@@ -275,8 +287,9 @@ def _tuning_seconds(laplace: Laplace, batch: Batch, n_data: int, validation: int
         looked_at = min(validation, _VALIDATION)
     else:
         posterior = laplace.posterior
-        matched = isinstance(posterior, GaussianPosterior) and not posterior.has_every_term
-        looked_at = min(n_data, _MATCHED if matched else _TRAINING)
+        if isinstance(posterior, GaussianPosterior) and not posterior.has_every_term:
+            return (_MATCHED_WORK * min(n_data, _MATCHED) + min(n_data, _TRAINING)) * prediction
+        looked_at = min(n_data, _TRAINING)
     points: list[tuple[int, _Spent]] = []
     for size in _TUNED:
         size = min(size, batch.size)
@@ -291,7 +304,7 @@ def _tuning_seconds(laplace: Laplace, batch: Batch, n_data: int, validation: int
 
         points.append((size, _spent(tune, data)))
     size, last = points[-1]
-    each = last.rest / size if len(points) == 1 else max(0.0, (last.rest - points[0][1].rest) / (size - points[0][0]))
+    each = prediction if len(points) == 1 else max(0.0, (last.rest - points[0][1].rest) / (size - points[0][0]))
     looked_at = max(looked_at, size) if regression else looked_at
     rest = max(0.0, last.rest + each * (looked_at - size)) + last.decompositions
     return rest + sum(last.passes) * n_data / size + dense_seconds(work)
