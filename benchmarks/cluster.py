@@ -198,7 +198,8 @@ processor time, in float32, one thread each). The model takes the times of one p
 |---|---|---|---|---|
 {table}
 
-Processor time does not count waiting for others, and counts what a process does to send.
+Processor time does not count waiting for others, and counts what a process does to send. The machine was busy with other work. The model leaves out what every process does however few its data are
+(looking at the network, checking its rules, sending), which is the likely reason why it promises too much for four processes; the parts were not measured one by one.
 
 What the model says of a cluster rests on these assumptions, none of which was measured here: a card sustains {FLOPS / 1e12:g} Tflop/s in passes over data and {DECOMPOSING / 1e12:g} Tflop/s in
 eigendecompositions in float64, a process sends {BANDWIDTH / 1e9:g} GB/s, a message between two takes {1e6 * START_UP:g} µs, data arrive as fast as they are used, and messages wait for the end of the passes (they do).

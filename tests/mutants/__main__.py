@@ -15,7 +15,6 @@ import importlib
 import importlib.util
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -174,8 +173,11 @@ def by_hand() -> list[Mutation]:
 
 
 def _sampled(mutations: list[Mutation], count: int, seed: int) -> list[Mutation]:
-    """Some mutations, each as likely as any other: the share that is found of them estimates the share of all."""
-    return random.Random(seed).sample(mutations, len(mutations))[:count]
+    """Some mutations, each as likely as any other: the share that is found of them estimates the share of all.
+
+    Their order follows from the seed and their names, so that a change of the sources hardly changes the sample.
+    """
+    return sorted(mutations, key=lambda m: hashlib.sha256(f"{seed} {m.name}".encode()).digest())[:count]
 
 
 def _forget_compiled(source: Path) -> None:
@@ -385,6 +387,10 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = [m for m in (*by_hand(), *every) if m.name == options.only]
     else:
         drawn = [*by_hand(), *_sampled(every, options.sample, options.seed)]
+        if options.again:
+            names = {m.name for m in drawn}
+            left = {n for n, entry in results["mutants"].items() if entry["result"] == "survived"} - names
+            drawn += [m for m in every if m.name in left]
         chosen = [m for m in drawn if not options.files or m.file in options.files]
     end = time.monotonic() + 60 * options.minutes
     with tempfile.TemporaryDirectory() as folder:
