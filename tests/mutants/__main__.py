@@ -155,7 +155,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "metrics/streaming.py": ("tests/metrics/test_streaming.py",),
     "metrics/tensors.py": ("tests/metrics",),
     "curvature/structures/rounding.py": ("tests/curvature/structures/test_rounding.py",),
-    "laplace/overlap.py": ("tests/laplace/test_cost.py",),
+    "laplace/overlap.py": ("tests/laplace/test_validation_tune.py", "tests/laplace/test_tune.py"),
     "laplace/rehearsal.py": ("tests/laplace/test_cost.py",),
 }  # fmt: skip
 
