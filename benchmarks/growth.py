@@ -117,7 +117,7 @@ def _step(problem: Problem) -> Callable[[], Any]:
     model = problem.network().train()
     x = problem.inputs()
     y = torch.arange(len(x)) % problem.outputs
-    optimiser = am.optim.VOGN(model, lr=1e-3, n_data=problem.n)
+    optimiser = am.optim.VOGN(model, lr=1e-3, n_data=max(problem.n, len(x)))
     return lambda: optimiser.step(lambda: nn.functional.cross_entropy(model(x), y))
 
 
@@ -335,8 +335,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(line, flush=True)
 
     jobs = PEERS if chosen.peers else {name: JOBS[name] for name in chosen.only or JOBS}
+    measured = _rows(jobs, not chosen.peers, report)
     stored = json.loads(OUTPUT.read_text(encoding="utf-8"))["rows"] if OUTPUT.exists() else []
-    rows = [*(row for row in stored if row["job"] not in jobs), *_rows(jobs, not chosen.peers, report)]
+    rows = [*(row for row in stored if row["job"] not in jobs), *measured]
     order = [*JOBS, *PEERS]
     results = {"machine": machine(), "rows": sorted(rows, key=lambda row: order.index(row["job"]))}
     OUTPUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
