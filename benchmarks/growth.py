@@ -309,7 +309,9 @@ def table(results: dict[str, Any]) -> str:
             f"| {row['job']} | {labels[row['axis']]} | {row['sizes'][0]} to {row['sizes'][-1]} | {row['seconds'][-1]:.3g} | "
             f"{row['exponent']:.2f} ({row['theory']:g}) | {memory[0]} | {memory[1]} | {', '.join(row['surprise']) or 'no'} |"
         )
-    return "\n".join(lines)
+    missing = [name for name in (*JOBS, *PEERS) if name not in {row["job"] for row in results["rows"]}]
+    note = f"\n\nNot measured yet: {'; '.join(missing)}." if missing else ""
+    return "\n".join(lines) + note
 
 
 def write_page(results: dict[str, Any], page: Path = PAGE) -> None:
@@ -339,7 +341,7 @@ def main(arguments: list[str] | None = None) -> None:
     stored = json.loads(OUTPUT.read_text(encoding="utf-8"))["rows"] if OUTPUT.exists() else []
     rows = [*(row for row in stored if row["job"] not in jobs), *measured]
     order = [*JOBS, *PEERS]
-    results = {"machine": machine(), "rows": sorted(rows, key=lambda row: order.index(row["job"]))}
+    results: dict[str, Any] = {"machine": machine(), "rows": sorted(rows, key=lambda row: order.index(row["job"]))}
     OUTPUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_page(results)
 
