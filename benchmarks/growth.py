@@ -117,7 +117,7 @@ def _step(problem: Problem) -> Callable[[], Any]:
     model = problem.network().train()
     x = problem.inputs()
     y = torch.arange(len(x)) % problem.outputs
-    optimiser = am.optim.VOGN(model, lr=1e-3, n_data=problem.n)
+    optimiser = am.optim.VOGN(model, lr=1e-3, n_data=max(problem.n, len(x)))
     return lambda: optimiser.step(lambda: nn.functional.cross_entropy(model(x), y))
 
 
@@ -309,7 +309,9 @@ def table(results: dict[str, Any]) -> str:
             f"| {row['job']} | {labels[row['axis']]} | {row['sizes'][0]} to {row['sizes'][-1]} | {row['seconds'][-1]:.3g} | "
             f"{row['exponent']:.2f} ({row['theory']:g}) | {memory[0]} | {memory[1]} | {', '.join(row['surprise']) or 'no'} |"
         )
-    return "\n".join(lines)
+    missing = [name for name in (*JOBS, *PEERS) if name not in {row["job"] for row in results["rows"]}]
+    note = f"\n\nNot measured yet: {'; '.join(missing)}." if missing else ""
+    return "\n".join(lines) + note
 
 
 def write_page(results: dict[str, Any], page: Path = PAGE) -> None:
@@ -335,10 +337,11 @@ def main(arguments: list[str] | None = None) -> None:
         print(line, flush=True)
 
     jobs = PEERS if chosen.peers else {name: JOBS[name] for name in chosen.only or JOBS}
+    measured = _rows(jobs, not chosen.peers, report)
     stored = json.loads(OUTPUT.read_text(encoding="utf-8"))["rows"] if OUTPUT.exists() else []
-    rows = [*(row for row in stored if row["job"] not in jobs), *_rows(jobs, not chosen.peers, report)]
+    rows = [*(row for row in stored if row["job"] not in jobs), *measured]
     order = [*JOBS, *PEERS]
-    results = {"machine": machine(), "rows": sorted(rows, key=lambda row: order.index(row["job"]))}
+    results: dict[str, Any] = {"machine": machine(), "rows": sorted(rows, key=lambda row: order.index(row["job"]))}
     OUTPUT.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     write_page(results)
 
