@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from torch.multiprocessing.spawn import spawn
 
 __all__ = ["free_port", "from_processes", "from_two_processes"]
 
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 def from_two_processes(run: Callable[[int, int, str], None], folder: Path) -> tuple[Any, Any]:
     """What ``run(rank, port, folder)`` wrote to ``folder``/rank.pt in each of two processes; a hang ends in gloo's time limit."""
-    multiprocessing.spawn(run, args=(free_port(), str(folder)), nprocs=2, join=True)
+    spawn(run, args=(free_port(), str(folder)), nprocs=2, join=True)
     first, second = (torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2))
     return first, second
 
@@ -32,7 +32,7 @@ def from_two_processes(run: Callable[[int, int, str], None], folder: Path) -> tu
 def from_processes(work: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
     """What ``work(*arguments)`` returns in each of ``world`` processes of a gloo group; it must be importable by name."""
     folder.mkdir(parents=True, exist_ok=True)
-    multiprocessing.spawn(_run, args=(world, free_port(), str(folder), work, arguments), nprocs=world, join=True)
+    spawn(_run, args=(world, free_port(), str(folder), work, arguments), nprocs=world, join=True)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 

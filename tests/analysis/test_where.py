@@ -358,7 +358,12 @@ def test_result_is_plain_and_the_model_is_unchanged(tmp_path) -> None:
         assert len({len(v) for v in table.values()}) == 1
         assert str(table).splitlines()[1].startswith("---")
     assert len(found.table("filter")["unit"]) == 11
-    assert "predictive and cross shares add up to 100 %" in str(found)
+    assert "layers depend on each other" in str(found)
+    assert "own share" in str(found)
+    assert "cross share" not in str(found)
+    shares = found.readable_layers()["own share"]
+    assert all(0 <= share <= 1 for share in shares)
+    assert sum(shares) == pytest.approx(1)
     assert where(la, list(iris()), saliency=False).layers[0].effective == found.layers[0].effective
     assert la.predictor.where(list(iris()), saliency=False).n_data == 150
 

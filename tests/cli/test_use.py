@@ -109,6 +109,9 @@ def test_where_adds_up(files: Files, fitted: Path, tmp_path: Path) -> None:
         assert invoke("where", str(fitted), "--test", str(files.test), "--level", level, "--top", "3").stdout
     invoke("where", str(fitted), "--test", str(files.test), "-o", str(tmp_path / "where.json"))
     assert "layer" in json.loads((tmp_path / "where.json").read_text())
+    said = words(invoke("where", str(fitted), "--test", str(files.test)).stdout)
+    assert "In this posterior layers depend on each other." in said
+    assert all(0 <= float(share) <= 100 for share in re.findall(r"(-?[\d.]+)%", said))
     assert "--level 'pixel' is not known" in words(invoke("where", str(fitted), "--level", "pixel", code=2).stderr)
 
 

@@ -21,6 +21,7 @@ from tests.faults.kills import JOBS
 from tests.faults.processes import PARTS
 from tests.faults.soak import OUTPUT as SOAK
 from tests.mutants.__main__ import TESTS, summary
+from tests.mutants.mutations import BY_HAND
 
 __all__ = ["PAGE", "page_of", "results"]
 
@@ -149,6 +150,15 @@ have been tried so far. {equivalent} of them cannot be told from the original. T
 """
 
 
+FEW_MUTANTS_TEXT = """
+## Errors that the tests must find
+
+`make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
+tests that belong to the file, until one fails. Of {all:,} such mutants in all {core} files of the core {tried} have been tried so far: too few to say which share is found (this page says it from {enough} on).
+Of {by_hand} errors that are written out in `tests/mutants/by_hand.json` the tests find {by_hand_found}.
+"""
+ENOUGH = 100
+
 SOAK_TEXT = """
 ## A long time, many threads, copies
 
@@ -237,6 +247,10 @@ def _mutants(results: dict[str, Any]) -> str:
         "core": len(TESTS),
     }
     shown["tried_files"] = len(counted["files"])
+    if counted["tried"] < ENOUGH:
+        found, tried, _ = counted["by_operator"].get(BY_HAND, (0, 0, 0))
+        few = {"all": results["of"], "core": len(TESTS), "tried": counted["tried"], "enough": ENOUGH}
+        return FEW_MUTANTS_TEXT.format(**few, by_hand=tried, by_hand_found=found)
     return MUTANTS_TEXT.format(**{**counted, **shown})
 
 

@@ -155,6 +155,25 @@ class Where:
                 table["epistemic cross share"] = [k.epistemic_cross_share for k in layers]
         return table
 
+    def readable_layers(self) -> Table:
+        """Returns the table of layers with shares between 0 and 100 %.
+
+        Where layers depend on each other, the share of the layers' own variances (`own_shares`) stands for the predictive and the cross
+        share, and shares of nats, of which large ones cancel each other, are left out.
+        """
+        if not self.crosses:
+            return self._layer_table()
+        left_out = ("cross share", "epistemic share", "epistemic cross share")
+        columns = {name: values for name, values in self._layer_table().items() if name not in left_out}
+        own = {"own share": list(self.own_shares)}
+        return Table(
+            {
+                k: v
+                for name, values in columns.items()
+                for k, v in (own if name == "predictive share" else {name: values}).items()
+            }
+        )
+
     def _filter_table(self) -> Table:
         columns = ("layer", "unit", "weights", "variance", "sd", "snr", "contraction", "effective")
         table = Table({k: [] for k in columns})
@@ -197,13 +216,10 @@ class Where:
             f"where the uncertainty sits: {self.structure} posterior, {self.kind}, {self.n_data:,} inputs",
             f"the data determine {total:,.1f} of {count:,} uncertain weights and gave {self.information:,.1f} nats",
             "",
-            str(self.table("layer")),
+            str(self.readable_layers()),
         ]
         if self.crosses:
-            lines += [
-                "",
-                f"predictive and cross shares add up to 100 %; covariance between layers: {self.in_common:+.1%}",
-            ]
+            lines += ["", self.in_common_in_words()]
         tied = [f"{k.name} ({', '.join(k.layer.modules)})" for k in self.layers if len(k.layer.modules) > 1]
         if tied:
             lines += ["", f"tied weights, counted once: {'; '.join(tied)}"]

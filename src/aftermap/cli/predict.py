@@ -35,7 +35,7 @@ __all__ = ["predict"]
 
 _LEVEL = 0.95
 _LONG = 5.0  # seconds from which the cheap way is offered
-_DIGITS, _FEW = 7, 4  # of predictions and scores, and of standard deviations and nats
+_DIGITS = 7  # of predictions, uncertainties and scores; standard deviations have 4
 
 
 @o.command(without=("target",))
@@ -177,8 +177,8 @@ def _class_columns(prediction: Prediction, names: Sequence[str] | None) -> dict[
         named = names and prediction.kind == "classification"
         columns[f"prediction{end}"] = [names[a] for a in answer] if names and named else answer
         columns[f"confidence{end}"] = [round(c, 5) for c in confidence[:, i].tolist()]
-    columns["epistemic"] = _rounded(prediction.epistemic.reshape(n, -1).mean(1), _FEW)
-    columns["aleatoric"] = _rounded(prediction.aleatoric.reshape(n, -1).mean(1), _FEW)
+    columns["epistemic"] = _rounded(prediction.epistemic.reshape(n, -1).mean(1), _DIGITS)
+    columns["aleatoric"] = _rounded(prediction.aleatoric.reshape(n, -1).mean(1), _DIGITS)
     return columns
 
 
@@ -197,7 +197,7 @@ def _number_columns(prediction: Prediction) -> dict[str, list[Any]]:
     flat = {name: values.reshape(n, -1) for name, values in shown.items()}
     for i, end in enumerate(_endings(flat["prediction"].shape[1])):
         for name, values in flat.items():
-            columns[f"{name}{end}"] = _rounded(values[:, i], _FEW if name.endswith("sd") else _DIGITS)
+            columns[f"{name}{end}"] = _rounded(values[:, i], 4 if name.endswith("sd") else _DIGITS)
     return columns
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from rich.table import Table
 
-from aftermap.analysis import Where
 from aftermap.analysis import where as find_where
 from aftermap.analysis.result import LEVELS
 from aftermap.cli import options as o
@@ -57,7 +56,7 @@ def where(
     )
     reporter.line()
     columns = result.table(level)
-    shown = _for_people(result, columns) if level == "layer" else dict(columns)
+    shown = dict(result.readable_layers() if level == "layer" else columns)
     reporter.table(_table(shown, top if level == "filter" else None, reporter.width))
     hidden = [name for name in shown if name not in _fitting(shown, reporter.width)]
     if hidden:
@@ -72,19 +71,6 @@ def where(
         reporter.line(f"written to {output}")
     reporter.result(to_plain(dict(columns)))
     return GOOD
-
-
-def _for_people(result: Where, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The table of layers with shares between 0 and 100 %; where layers depend on each other, those of their own variances."""
-    if not result.crosses:
-        return dict(columns)
-    return {
-        "own share" if name == "predictive share" else name: list(result.own_shares)
-        if name == "predictive share"
-        else values
-        for name, values in columns.items()
-        if "cross" not in name and name != "epistemic share"
-    }
 
 
 def _table(columns: dict[str, list[Any]], most: int | None, width: int) -> Table:
