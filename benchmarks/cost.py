@@ -11,6 +11,7 @@ The estimate was worked on with the networks of `CHOSEN_WITH`; those of `KEPT_AP
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -120,6 +121,10 @@ def _fits(name: str, case: Case) -> list[Entry]:
     return rows
 
 
+def _note_time(times: list[float], line: str) -> None:
+    times.append(time.process_time())
+
+
 def _commands(name: str, case: Case) -> list[Entry]:
     """The one call with its tuning and its check, with and without validation data, and predictions of both kinds."""
     model, data, likelihood = case
@@ -128,14 +133,8 @@ def _commands(name: str, case: Case) -> list[Entry]:
     for held_out in (data[:2], None):
         came: list[float] = []  # when the cost line was there
         start = time.process_time()
-        made = am.fit(
-            model,
-            likelihood,
-            data,
-            held_out,
-            verbose=False,
-            on_cost=lambda _, came=came: came.append(time.process_time()),
-        )
+        say = functools.partial(_note_time, came)
+        made = am.fit(model, likelihood, data, held_out, verbose=False, on_cost=say)
         end = time.process_time()
         assert made.report is not None
         chosen = made.report.chosen

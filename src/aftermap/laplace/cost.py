@@ -154,7 +154,7 @@ class FirstLook:
 
 def _fetch_seconds(data: Iterable[Any]) -> float:
     """The seconds between the first batch and the second; 0 where worker processes load them, or where there is one."""
-    if isinstance(data, Iterator) or getattr(data, "num_workers", 0) or _count(data) < 2:
+    if isinstance(data, Iterator) or getattr(data, "num_workers", 0) > 0 or _count(data) < 2:
         return 0.0
     with torch.random.fork_rng():
         batches = iter(data)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Rehearsal", "decomposition_seconds", "dense_seconds", "rehearse", "seconds_per_input"]
 
 _LEAST, _MOST, _SHARE = 0.35, 2.0, 0.015  # seconds for the rehearsal of a fit: so many, or this share of it
+_LEAST_SLOPE = 0.25  # of a proportional growth: clocks are noisy, and some of the work is for each example
 _GROWTH = 4  # from one piece of the batch to the next
 _TUNED = (8, 48)  # examples of the two rehearsals of a tuning
 _MATCHED_WORK = 5.0  # predictions that each datum is worth for which the effective dimension is found, which takes too long to rehearse
@@ -191,8 +192,8 @@ def _for_batch(points: Sequence[tuple[int, float]], size: int) -> float:
     if here == size or len(points) == 1:
         return last * size / here
     before, former = points[-2]
-    slope = max(0.0, (last - former) / (here - before))
-    return max(last, last + slope * (size - here))
+    slope = max(_LEAST_SLOPE * last / here, (last - former) / (here - before))
+    return last + slope * (size - here)
 
 
 def _fit_seconds(laplace: Laplace, points: Sequence[tuple[int, _Spent]], batch: int, n_data: int) -> float:
