@@ -144,6 +144,7 @@ def fit_curvature(
         raise InputError(f"accumulate={accumulate} must be a floating-point dtype, or None for the model's own")
     if isinstance(data, Iterable):  # Anything else is refused with the first batch.
         checks.repeatable("data", data, f"a fit with structure={structure!r}")
+    dtype = check_device(model)[1]
     options: dict[str, Any] = {
         "curvature": curvature,
         "approach": approach,
@@ -153,10 +154,21 @@ def fit_curvature(
         "rank": entry.check_rank(rank),
         "subset_size": checks.count("subset_size", subset_size),
         "small_block": checks.count("small_block", small_block),
-        "sums_dtype": accumulate or _sums_dtype(check_device(model)[1]),
+        # Sums in half precision stop growing after a few hundred data.
+        "sums_dtype": accumulate or (torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype),
     }
     parsed = parse_likelihood(likelihood)
-    names, plan = _select_and_plan(model, data, params, entry, unpack)
+    if params == "last_block":
+        batch = first_batch(model, data, unpack, together=True)
+        with fail_together("looking for the last block"):
+            params = find_last_block(model, batch)
+    names, parameters = select(model, params), named_parameters(model)
+    entry.check_size({n: tuple(parameters[n].shape) for n in names})
+    batch = first_batch(model, data, unpack, together=True)
+    with fail_together("looking at the first batch"):
+        plan = plan_model(model, names, batch)
+    del batch
+    plan = plan.agree_over_processes(names)
     problem = CurvatureProblem(
         model, data, parsed, names, plan, unpack=unpack, generator=generator, show_progress=progress, **options
     )
@@ -164,7 +176,15 @@ def fit_curvature(
         check_layers(PlannedLayers.of(entry, plan, problem.shapes))
     if checkpoint is not None:
         problem = _with_checkpoint(problem, entry, checkpoint, every)
-    problem, blocks, counts = _fit_as_planned(problem, entry, strict)
+    while True:
+        if strict:
+            _check_strict(problem.plan, problem.shapes)
+        try:
+            blocks, counts = entry.fit(problem)
+            break
+        except PlanContradicted as contradicted:
+            problem = _without_rules(problem, contradicted)
+            _warn_of_new_start(contradicted)
     if counts.probabilities:
         _warn_of_probabilities(parsed)
     treatment = _treatment(entry, problem.plan, blocks, counts, problem.shapes)
@@ -174,45 +194,14 @@ def fit_curvature(
     return factors.all_reduced(counts_only=entry.blocks_are_global)
 
 
-def _sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The model's own precision, but for half precision, in which sums stop growing after a few hundred data."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _select_and_plan(
-    model: nn.Module, data: Iterable[Any], params: Selection, entry: Structure, unpack: Unpack | None
-) -> tuple[list[str], ModelPlan]:
-    """Returns the names of the selected parameters, and how their layers are read: the same on every process."""
-    if params == "last_block":
-        batch = first_batch(model, data, unpack, together=True)
-        with fail_together("looking for the last block"):
-            params = find_last_block(model, batch)
-    names = select(model, params)
-    parameters = named_parameters(model)
-    entry.check_size({n: tuple(parameters[n].shape) for n in names})
-    batch = first_batch(model, data, unpack, together=True)
-    with fail_together("looking at the first batch"):
-        plan = plan_model(model, names, batch)
-    return names, plan.agree_over_processes(names)
-
-
-def _fit_as_planned(
-    problem: CurvatureProblem, entry: Structure, strict: bool
-) -> tuple[CurvatureProblem, tuple[Block, ...], DataCounts]:
-    """Fits, and begins again without the rules that a batch contradicts; the problem it returns is the one that held."""
-    while True:
-        if strict:
-            _check_strict(problem.plan, problem.shapes)
-        try:
-            return problem, *entry.fit(problem)
-        except PlanContradicted as contradicted:
-            kept = problem.checkpoint
-            problem = replace(
-                problem,
-                plan=problem.plan.without(contradicted.reasons),
-                checkpoint=None if kept is None else kept.without_rules(contradicted.reasons),
-            )
-            _warn_of_new_start(contradicted)
+def _without_rules(problem: CurvatureProblem, contradicted: PlanContradicted) -> CurvatureProblem:
+    """Returns the problem without the layer rules that a batch contradicted."""
+    kept = problem.checkpoint
+    return replace(
+        problem,
+        plan=problem.plan.without(contradicted.reasons),
+        checkpoint=None if kept is None else kept.without_rules(contradicted.reasons),
+    )
 
 
 def _with_checkpoint(
@@ -280,7 +269,7 @@ def _warn_of_new_start(contradicted: PlanContradicted) -> None:
             f"{contradicted}. {len(contradicted.reasons)} parameters are treated by exact per-example gradients instead of "
             f"their layer rules, and the fit starts again (noticed on batch {contradicted.batch})",
             StatisticalWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -367,9 +367,8 @@ class GaussianPosterior(CurvaturePosterior):
         self, gradients: LayerGradients, variants: Sequence[Self] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
         posteriors = [self] if variants is None else list(variants)
-        if any(
-            posterior is self for posterior in posteriors
-        ):  # Others are tried out by a search, which judges them itself.
+        # Posteriors beside this one are tried out by a search, which judges them itself.
+        if any(posterior is self for posterior in posteriors):
             self._warn_of_rounding()
         by_block = [
             block.functional_covariance(gradients, [p.blocks[i] for p in posteriors], diagonal)
@@ -379,12 +378,12 @@ class GaussianPosterior(CurvaturePosterior):
 
     def _warn_of_rounding(self) -> None:
         """Warns where the prior of a block is below the rounding of its curvature, and the data do not help."""
-        ratios = {block.source.name: block.worst_rounding() for block in self.blocks}
-        lost = [name for name, ratio in ratios.items() if ratio > 1]
+        ratios = [block.worst_rounding() for block in self.blocks]
+        lost = [block.source.name for block, ratio in zip(self.blocks, ratios, strict=True) if ratio > 1]
         if lost:
             names = ", ".join(lost[:4]) + (", ..." if len(lost) > 4 else "")
             warn_caller(
-                f"the rounding of the Kronecker factors of {len(lost)} of {len(ratios)} blocks ({names}) is up to {max(ratios.values()):.0e} times "
+                f"the rounding of the Kronecker factors of {len(lost)} of {len(ratios)} blocks ({names}) is up to {max(ratios):.0e} times "
                 "larger than the smallest precision of a direction: the prior is too weak beside it, so that where the data say nothing no "
                 "digit of the variance is left, and it may be far too small. Use a larger prior precision, structure='ekfac' or 'low_rank', "
                 "or double precision (model.double() and data in float64)",

@@ -515,7 +515,7 @@ def _classification(latent: Latent, link: str, samples: int, generator: torch.Ge
         raise ShapeError(f'latent_mean has {n_classes} class; for one logit per example use Bernoulli() or "binary".')
     if link == "bridge":
         return _bridge(latent)
-    closed_form = not uses_draws(Categorical(), link)
+    closed_form = link in ("probit", "pairwise")
     points = normal_points(samples, n_classes, generator, fixed=closed_form or generator is None)
     log_p = F.log_softmax(draw(latent, points), -1)
     drawn, information = _class_average(log_p, shares(log_p, None))

@@ -153,7 +153,8 @@ class PosteriorPredictor:
             )
         many = not isinstance(x, Tensor) and is_batches(x)
         batch = None if many else self.inputs(x)
-        size = _PIECE if batch is None or differentiable or kind == "sampling" else self._piece(batch)
+        few = batch is not None and batch.size <= _LEAST_PIECE
+        size = _PIECE if batch is None or few or differentiable or kind == "sampling" else self._piece(batch)
         if batch is None or (batch.size > size and not differentiable and _is_divisible(batch)):
             options = {"link": link, "diagonal": diagonal, "outputs": outputs, "weights": weights, "local": local}
             pieces = input_batches(x, unpack) if batch is None else (piece.inputs for piece in batch.pieces(size))
