@@ -174,7 +174,7 @@ def estimate_cost(
 ) -> Cost:
     """The cost of one approximation, by a rehearsal of its fit and of its tuning on some of the first batch.
 
-    The rehearsal takes a quarter of a second, or up to 1.5 % of the fit, and changes nothing.
+    The rehearsal aims at a quarter of a second, or 1.5 % of the fit (the first one in a process takes longer), and changes nothing.
 
     Args:
         laplace: The approximation as it will be fitted, with any structure, also one of your own.
