@@ -36,6 +36,7 @@ BEYOND = {
     "cli",
     "integrations",
     "lazy",
+    "writing",
     "draws",
     "models",
     "prior",
@@ -264,7 +265,13 @@ def test_every_formula_can_be_rendered() -> None:
 def test_formulas_need_no_network() -> None:
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     listed = re.findall(r"^  - ((?:stylesheets|javascripts)/\S+)$", config, re.MULTILINE)
-    assert {Path(p).name for p in listed} == {"katex.min.css", "formulas.css", "katex.min.js", "formulas.js"}
+    assert {Path(p).name for p in listed} == {
+        "katex.min.css",
+        "formulas.css",
+        "pages.css",
+        "katex.min.js",
+        "formulas.js",
+    }
     assert all((DOCS / p).is_file() for p in listed)
     styles = text_of("stylesheets/katex.min.css")
     fonts = set(re.findall(r"url\(([^)]*)\)", styles))

@@ -30,7 +30,6 @@ __all__ = [
     "add_product_",
     "all_finite",
     "counted_decompositions",
-    "eigenvalue_rounding",
     "kron",
     "psd_eigh",
     "safe_cholesky",
@@ -212,8 +211,8 @@ def symmetrise(matrix: Tensor) -> Tensor:
 def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
 
-    A sum of outer products over many rows is p.s.d. up to rounding (`eigenvalue_rounding`). What lies further below zero is
-    no rounding.
+    A sum of outer products over many rows is p.s.d. up to rounding: random errors of √rows · eps/2 in each entry, relative to
+    the diagonal, move eigenvalues by about √rows · eps/2 · trace/√D. What lies further below zero is no rounding.
 
     Args:
         matrix: [..., D, D], symmetric and p.s.d. up to rounding.
@@ -259,35 +258,16 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | N
         work.diagonal(dim1=-2, dim2=-1).add_(jitter)
         torch.linalg.eigh(work, out=(values, work))
     if values.numel():
-        rounding = eigenvalue_rounding(values, matrix.dtype if precision is None else precision)
-        allowed = _ROUNDING_MARGIN * rounding + floor
+        summed = matrix.dtype if precision is None else precision
+        terms = _LONGEST_SUM if summed == torch.float64 else TERMS_PER_PART
+        rounding = torch.finfo(summed).eps / 2 * math.sqrt(terms / matrix.shape[-1])
+        allowed = _ROUNDING_MARGIN * rounding * values.clamp_min(0.0).sum(-1) + floor
         if bool((values.amin(-1) < -allowed).any()):
             raise NumericalError(
                 f"{what} is not positive semi-definite: smallest eigenvalue {float(values.min()):.3e}, "
                 f"largest {float(values.max()):.3e}. A Gauss-Newton or Fisher curvature always is; an exact Hessian need not be"
             )
     return values.clamp_min_(0.0), work
-
-
-def eigenvalue_rounding(values: Tensor, precision: torch.dtype, rows: float = math.inf) -> Tensor:
-    """Returns how far rounding moves the eigenvalues of a sum of outer products.
-
-    Random errors of √rows · eps/2 in each entry, relative to the diagonal, move eigenvalues by about √rows · eps/2 · trace/√D.
-
-    Args:
-        values: The eigenvalues [..., D].
-        precision: The dtype in which the matrix was summed. Sums in float64 are their own totals, so that their error grows with
-            the number of rows, of which a million are allowed for; others are sums of parts (`RunningSum`).
-        rows: How many rows were summed, if that is known.
-
-    Returns:
-        The sizes of errors [...].
-
-    >>> float(eigenvalue_rounding(torch.ones(4), torch.float32, rows=16) / torch.finfo(torch.float32).eps)
-    4.0
-    """
-    terms = max(1.0, min(rows, _LONGEST_SUM if precision == torch.float64 else TERMS_PER_PART))
-    return torch.finfo(precision).eps / 2 * math.sqrt(terms / values.shape[-1]) * values.clamp_min(0.0).sum(-1)
 
 
 def _symmetric_columns(matrix: Tensor) -> Tensor:

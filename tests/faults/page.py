@@ -178,8 +178,8 @@ the data's gradients in float64. The largest relative error for each prior preci
 {digits_table}
 
 "low_rank" is compared with the exact posterior of as many directions as it found. Kronecker factors are compared with the same factors in double precision. They hold small
-eigenvalues only to the rounding of the largest one, so that they lose digits under much stronger priors than the other structures, and no estimate for single outputs was sharp enough to be
-useful: they are warned of only where the prior is below that rounding, so that no digit need be left. `aftermap doctor` says which priors this concerns. `ekfac`, whose eigenvalues are measured one by one, does not have this limit.
+eigenvalues only to the rounding of the largest one, so that they lose digits under much stronger priors than the other structures. **There is no warning of that**: an estimate for single outputs that
+is sharp enough was not found, and one for the worst direction warned in ordinary fits. `aftermap doctor` says which priors this concerns. `ekfac`, whose eigenvalues are measured one by one, does not have this limit.
 """
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,24 +129,6 @@ def test_inputs_whose_squares_overflow_are_refused_by_factors_in_single_precisio
             am.Laplace(net(), "classification", structure=structure).fit([(x, y)])
         double = am.Laplace(net().double(), "classification", structure=structure).fit([(x.double(), y)])
         assert bool(torch.isfinite(double.predict(x[:3].double()).latent_cov).all())
-
-
-def test_a_prior_below_the_rounding_of_kronecker_factors_is_named() -> None:
-    """Three logits may grow alike without any change of the probabilities, so the variance of their mean is the prior's."""
-    x, y = rows(400), torch.arange(400) % 3
-    for prior in (1.0, 1e-3, 1e-9):
-        found = {}
-        for dtype in (torch.float32, torch.float64):
-            la = am.Laplace(net().to(dtype), "classification", prior_precision=prior).fit([(x.to(dtype), y)])
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                found[dtype] = la.predict(x[:3].to(dtype), link="probit").latent_cov.double()
-            lost = any("the rounding of the Kronecker factors" in str(w.message) for w in caught)
-            assert lost == (prior == 1e-9 and dtype == torch.float32)
-        error = (found[torch.float32] - found[torch.float64]).abs().max() / found[torch.float64].abs().max()
-        assert float(error) < 0.5 if prior > 1e-9 else float(error) > 0.5
-    ekfac = am.Laplace(net(), "classification", structure="ekfac", prior_precision=1e-9).fit([(x, y)])
-    assert bool(torch.isfinite(ekfac.predict(x[:3]).latent_cov).all())  # without a warning
 
 
 def test_one_class_is_refused_with_what_to_do() -> None:

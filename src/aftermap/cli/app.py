@@ -51,7 +51,7 @@ COMMANDS = {
     "doctor": Entry(
         "aftermap.cli.doctor",
         _START,
-        "Look at a network before any work: its layers, how each will be treated, and the cost of every structure.",
+        "Look at a network before any work: its layers, how each will be treated, the cost of every structure, and numerical risks.",
         "aftermap doctor --model mypkg.nets:build --weights model.pt",
     ),
     "fit": Entry(

@@ -23,7 +23,7 @@ from aftermap.curvature.structures.base import (
     split_flat,
 )
 from aftermap.curvature.structures.eigenbasis import DAMPINGS, eigendecompose
-from aftermap.errors import InputError, NumericalWarning, ShapeError, warn_caller
+from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood
 from aftermap.linalg import symmetrise
 from aftermap.params import Params, by_module
@@ -367,28 +367,11 @@ class GaussianPosterior(CurvaturePosterior):
         self, gradients: LayerGradients, variants: Sequence[Self] | None = None, *, diagonal: bool = False
     ) -> list[list[Tensor]]:
         posteriors = [self] if variants is None else list(variants)
-        # Posteriors beside this one are tried out by a search, which judges them itself.
-        if any(posterior is self for posterior in posteriors):
-            self._warn_of_rounding()
         by_block = [
             block.functional_covariance(gradients, [p.blocks[i] for p in posteriors], diagonal)
             for i, block in enumerate(self.blocks)
         ]
         return [[parts[k] for parts in by_block] for k in range(len(posteriors))]
-
-    def _warn_of_rounding(self) -> None:
-        """Warns where the prior of a block is below the rounding of its curvature, and the data do not help."""
-        ratios = [block.worst_rounding() for block in self.blocks]
-        lost = [block.source.name for block, ratio in zip(self.blocks, ratios, strict=True) if ratio > 1]
-        if lost:
-            names = ", ".join(lost[:4]) + (", ..." if len(lost) > 4 else "")
-            warn_caller(
-                f"the rounding of the Kronecker factors of {len(lost)} of {len(ratios)} blocks ({names}) is up to {max(ratios):.0e} times "
-                "larger than the smallest precision of a direction: the prior is too weak beside it, so that where the data say nothing no "
-                "digit of the variance is left, and it may be far too small. Use a larger prior precision, structure='ekfac' or 'low_rank', "
-                "or double precision (model.double() and data in float64)",
-                NumericalWarning,
-            )
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,10 @@ class Latent(NamedTuple):
         """Returns the covariance [N, ..., C, C], diagonal if only variances are known."""
         return torch.diag_embed(self.var) if self.cov is None else self.cov
 
+    def divided_by(self, t: float) -> Latent:
+        """Returns the Gaussian over f/t."""
+        return Latent(self.mean / t, None if self.cov is None else self.cov / t**2, self.var / t**2)
+
 
 def at_least_float32(values: Tensor) -> Tensor:
     """Returns the values in at least float32, since half precision is too coarse to average in.
@@ -301,7 +305,9 @@ def gaussian_prediction(
     """
     check_link(likelihood, link)
     samples = checks.count("samples", samples)
-    latent = _logits(likelihood, check_latent(latent_mean, latent_cov, latent_var))
+    latent = check_latent(latent_mean, latent_cov, latent_var)
+    if isinstance(likelihood, Categorical | Bernoulli) and likelihood.temperature != 1:
+        latent = latent.divided_by(likelihood.temperature)
     if isinstance(likelihood, Categorical):
         prediction = _classification(latent, link, samples, generator)
     elif link == "mc":
@@ -400,14 +406,6 @@ def samples_prediction(likelihood: Likelihood, outputs: Tensor, *, weights: Tens
     share = _check_weights(weights, outputs)
     prediction = _mixture(likelihood, outputs, shares(outputs, share))
     return replace(prediction, link="samples", weights=share)
-
-
-def _logits(likelihood: Likelihood, latent: Latent) -> Latent:
-    """Returns the Gaussian over f/T, where the likelihood has a temperature."""
-    if not isinstance(likelihood, Categorical | Bernoulli) or likelihood.temperature == 1:
-        return latent
-    t = likelihood.temperature
-    return Latent(latent.mean / t, None if latent.cov is None else latent.cov / t**2, latent.var / t**2)
 
 
 def _at_one(likelihood: Likelihood) -> Likelihood:

@@ -281,13 +281,6 @@ class BlockPosterior(ABC):
         stride = examples_per_chunk(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
         return covariances_by_example(gradients, self.names, stride, self.gradient_rows, variants, diagonal)
 
-    def worst_rounding(self) -> float:
-        """Returns the largest error of an eigenvalue of the precision by rounding of the curvature, relative to the eigenvalue.
-
-        Above 1 there are directions in which no digit of the variance is left. Zero where errors are estimated for each output.
-        """
-        return 0.0
-
     def output_noise(self, layout: Layout) -> OutputNoise | None:
         """Returns how to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
 

@@ -61,7 +61,7 @@ from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, UnsupportedError
-from aftermap.linalg import GramSum, eigenvalue_rounding, kron, take_like, take_under
+from aftermap.linalg import GramSum, kron, take_like, take_under
 from aftermap.params import Params
 from aftermap.prior import Prior
 
@@ -495,24 +495,6 @@ class KronBlockPosterior(BlockPosterior):
 
     def marginal_variance(self) -> Params:
         return self.layout.split(self.basis.diagonal(1 / self.precision.detach()))
-
-    def worst_rounding(self) -> float:
-        """Returns the largest of s·(ε_B·λ_j + μ_i·ε_A) / (s·μ_i·λ_j + δ), where ε is the rounding of a factor's eigenvalues.
-
-        In μ and in λ this is monotone, so only the smallest and the largest of both are looked at. Eigenvalues that were measured in
-        the basis, as EKFAC's, are sums of squares and have no such error.
-        """
-        mu, lam = self.eigen.outputs, self.eigen.inputs
-        if mu is None or lam is None or self.damping != "exact" or not isinstance(self.source_block, KronBlock):
-            return 0.0
-        dtype, rows = self.source_block.outputs.dtype, float(self.source_block.rows.max())
-        errors = [eigenvalue_rounding(v.detach(), dtype, rows)[:, None, None] for v in (mu, lam)]
-        ends = [torch.stack(v.detach().aminmax(dim=-1), -1) for v in (mu, lam)]  # [g, 2]
-        left, right = ends[0][:, :, None], ends[1][:, None, :]
-        scale = self.scale.detach()
-        return float(
-            (scale * (errors[0] * right + left * errors[1]) / (scale * left * right + self.prior.detach())).max()
-        )
 
     def output_noise(self, layout: Layout) -> OutputNoise:
         inputs = None if self.basis.inputs is None else self.basis.inputs[0]
