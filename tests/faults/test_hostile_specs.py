@@ -41,7 +41,7 @@ def specs(work: Path, count: int) -> list[str]:
         "package:build", "package.nets:build", "os:system", "subprocess:call", "builtins:exec", "builtins:eval", "sys:exit", "toy:test", "toy:build",
         "builtin:../x", "builtin:evil:build", "builtin:", "builtin:\nevil:build", "builtin", "builtin.py:build", " builtin:mlp", "builtin :mlp",
         "BUILTIN:mlp", "evil:build\n", "\nevil:build", "evil\x00:build", "evil.py:build\x1b[2J", "evil:build;package:build", "evil:__dict__", "evil:",
-        ":build", ":", "", "evil", "..:build", "../work/evil.py:build", "~/evil.py:build", "$HOME/evil.py:build", "a b.py:build", "http://x/evil.py:build",
+        ":build", ":", "", "evil", "..:build", "../other/evil.py:build", "~/evil.py:build", "$HOME/evil.py:build", "a b.py:build", "http://x/evil.py:build",
         "file:///evil.py:build", "x" * 5000 + ".py:build", "evil.py:" + "b" * 3000, "évil:build", "evil。py:build", "%65vil:build",
     ]  # fmt: skip
     chance = Random(0)
