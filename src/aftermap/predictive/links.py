@@ -28,6 +28,7 @@ __all__ = [
     "check_latent",
     "check_link",
     "draw",
+    "draw_logits",
     "gaussian_prediction",
     "laplace_bridge",
     "log_probabilities",
@@ -157,6 +158,39 @@ def draw(latent: Latent, points: Tensor) -> Tensor:
     else:
         step = torch.einsum("...ij,sj->s...i", _root(latent.cov), points)
     return latent.mean + step.to(latent.mean.dtype)
+
+
+def draw_logits(latent: Latent, points: Tensor) -> Tensor:
+    """Returns logits of classes [S, N, ..., C] from standard normal points [S, C]; only their differences are those of the Gaussian.
+
+    No softmax sees what is common to all logits, so it is not drawn: with Q [C, C − 1] an orthonormal basis of the contrasts and
+    R Rᵀ = Qᵀ V Q the draws are m + Q R z_s. They are the same for V and for every V + 1uᵀ + u1ᵀ: logits and their log-softmax
+    give the same probabilities draw by draw. Variances alone are drawn as they are.
+
+    Args:
+        latent: The Gaussian over logits at every position.
+        points: The points z [S, C], of which the last column is not used where there is a covariance.
+
+    Raises:
+        NumericalError: A covariance is not positive semi-definite.
+
+    >>> latent = check_latent(torch.zeros(1, 2), torch.ones(1, 2, 2), None)
+    >>> draw_logits(latent, torch.ones(1, 2)).abs().max().item() < 1e-6
+    True
+    """
+    if latent.cov is None:
+        return draw(latent, points)
+    basis = _contrasts(latent.mean.shape[-1], latent.mean.device)
+    root = basis @ _root(basis.mT @ symmetrise(latent.cov.to(torch.float64)) @ basis)
+    step = torch.einsum("...ij,sj->s...i", root, points[:, :-1].to(root))
+    return latent.mean + step.to(latent.mean.dtype)
+
+
+def _contrasts(classes: int, device: torch.device) -> Tensor:
+    """Returns an orthonormal basis [C, C − 1] of the vectors with sum 0: a reflection of e_0 to 1/√C without its first column."""
+    basis = torch.eye(classes, dtype=torch.float64, device=device)[:, 1:] - 1 / (classes - math.sqrt(classes))
+    basis[0] = 1 / math.sqrt(classes)
+    return basis
 
 
 def probit(latent_mean: Tensor, latent_var: Tensor) -> Tensor:
@@ -515,7 +549,7 @@ def _classification(latent: Latent, link: str, samples: int, generator: torch.Ge
         return _bridge(latent)
     closed_form = link in ("probit", "pairwise")
     points = normal_points(samples, n_classes, generator, fixed=closed_form or generator is None)
-    log_p = F.log_softmax(draw(latent, points), -1)
+    log_p = F.log_softmax(draw_logits(latent, points), -1)
     drawn, information = _class_average(log_p, shares(log_p, None))
     log_mean = _class_means(latent, link, drawn)
     if link == "auto" and n_classes > _PAIRWISE_MAX_CLASSES:
