@@ -217,8 +217,8 @@ def latent_gaussians(
 def margin_gaussian(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> LatentGaussian:
     """Returns a Gaussian over the outputs whose variance is that of one difference, from one backward pass.
 
-    The variance v of the difference between the two largest outputs is that of the linearised network, exactly. All outputs
-    are then taken as independent with variance v/2, so that every difference varies as this one does.
+    The variance v of the difference between the two largest outputs is that of the linearised network, exactly or, for wide layers
+    with Kronecker factors, to about a tenth (`Posterior.approximate_variance`). All outputs are then taken as independent with variance v/2, so that every difference varies as this one does.
 
     Args:
         checked: The plan of the trained network, in eval mode, and of the posterior's parameters.
@@ -230,8 +230,7 @@ def margin_gaussian(checked: CheckedPlan, posterior: Posterior, batch: Batch) ->
     for _, position, values, gradients in output_gradients(checked, batch, margin=True):
         if position == 0:
             means.append(values)
-        (blocks,) = posterior.functional_covariance(gradients, [posterior], diagonal=True)
-        parts.setdefault(position, []).append(torch.stack(blocks).sum(0))
+        parts.setdefault(position, []).append(posterior.approximate_variance(gradients))
     mean = torch.cat(means)
     variance = torch.stack([torch.cat(chunks) for _, chunks in sorted(parts.items())], dim=1)  # [N, positions, 1]
     variance = variance.reshape(*mean.shape[:-1], 1).clamp_min(0.0)
