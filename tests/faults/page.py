@@ -23,7 +23,7 @@ from tests.faults.soak import OUTPUT as SOAK
 from tests.mutants.__main__ import TESTS, summary
 from tests.mutants.mutations import BY_HAND
 
-__all__ = ["PAGE", "page_of", "results"]
+__all__ = ["PAGE", "RUN", "page_of", "results", "write_page"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -33,6 +33,7 @@ DATA = ROOT / "benchmarks" / "results" / "faults_data.json"
 KILLS = ROOT / "benchmarks" / "results" / "faults_kills.json"
 PROCESSES = ROOT / "benchmarks" / "results" / "faults_processes.json"
 MUTANTS = ROOT / "benchmarks" / "results" / "mutants.json"
+RUN = ROOT / "benchmarks" / "results" / "faults_run.json"
 
 TEXT = """# Reliability
 
@@ -183,6 +184,15 @@ is sharp enough was not found, and one for the worst direction warned in ordinar
 """
 
 
+RUN_TEXT = """
+## What it costs
+
+The last run of `make test-faults` (mutants are tried by `make mutants`) took {minutes} minutes with {at_once} programs at a time on a machine with {processors} processors, which other work may have shared:
+
+{run_table}
+"""
+
+
 def _soak(counted: Mapping[str, Any]) -> str:
     growth = [
         f"{entry['count']:,} {'predictions' if work == 'predict' else 'fits with tuning and a prediction'} change the memory it holds by {entry['megabytes']:+.1f} MB (after the first tenth)"
@@ -308,8 +318,8 @@ def _change(results: dict[str, Any], name: str) -> str:
 
 
 def results() -> tuple[Any, ...]:
-    """What was counted for folders, data, kills, processes, mutants, soak and digits; None for a program that was not run yet."""
-    files = (FOLDERS, DATA, KILLS, PROCESSES, MUTANTS, SOAK, DIGITS)
+    """What was counted for folders, data, kills, processes, mutants, soak, digits and the run of all; None for a program that was not run yet."""
+    files = (FOLDERS, DATA, KILLS, PROCESSES, MUTANTS, SOAK, DIGITS, RUN)
     return tuple(json.loads(f.read_text(encoding="utf-8")) if f.exists() else None for f in files)
 
 
@@ -321,6 +331,7 @@ def page_of(
     mutants: dict[str, Any] | None,
     soak: Mapping[str, Any] | None,
     digits: Mapping[str, Any] | None,
+    run: Mapping[str, Any] | None,
 ) -> str:
     """The page as Markdown."""
     parts = [_files_text(folders, data)]
@@ -342,7 +353,24 @@ def page_of(
         parts.append(_soak(soak))
     if digits is not None:
         parts.append(_digits(digits))
+    if run is not None:
+        parts.append(_run(run))
     return "".join(parts)
+
+
+def _run(told: Mapping[str, Any]) -> str:
+    lines = ["| program | minutes | processor minutes | ended |", "|---|---|---|---|"]
+    for name, entry in told["programs"].items():
+        ended = "nothing wrong" if entry["exit_code"] == 0 else f"exit code {entry['exit_code']}"
+        lines.append(f"| `{name}` | {entry['minutes']} | {entry['processor_minutes']} | {ended} |")
+    return RUN_TEXT.format(
+        minutes=told["minutes"], at_once=told["at_once"], processors=told["processors"], run_table="\n".join(lines)
+    )
+
+
+def write_page() -> None:
+    """Writes the page from the counts that are there."""
+    PAGE.write_text(page_of(*results()), encoding="utf-8")
 
 
 def _files_text(folders: Mapping[str, Any], data: Mapping[str, Any]) -> str:
@@ -363,4 +391,4 @@ def _files_text(folders: Mapping[str, Any], data: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_of(*results()), encoding="utf-8")
+    write_page()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def shares(seed: int, world: int, n_data: int, *, empty: bool = True) -> list[sl
     lowest = 0 if empty else 1
     while True:
         cuts = [0, *sorted(source.randint(0, n_data) for _ in range(world - 1)), n_data]
-        parts = [slice(a, b) for a, b in pairwise(cuts)]
+        parts = [slice(a, b) for a, b in itertools.pairwise(cuts)]
         if all(p.stop - p.start >= lowest for p in parts):
             return parts
 
@@ -103,23 +103,27 @@ def fits(seed: int, wrapped: bool) -> dict[str, Tensor]:
     """Variances of predictions from every structure, fitted to this process's share of the data, before and after tuning."""
     warnings.filterwarnings("ignore", message="the Hessian is indefinite")
     x, y = data(seed)
-    mine = shares(seed, world_size(), _DATA)[rank()] if world_size() > 1 else slice(0, _DATA)
-    x, y = x[mine], y[mine]
+    mine = shares(seed, world_size(), _DATA)[rank()]
+    batches = _split(x[mine], y[mine])
+    whole = _split(x, y)  # KFRA's recursion averages inside a batch, so its batches stay whole: they are shared out.
+    whole = whole[shares(seed, world_size(), len(whole))[rank()]]
     model = DistributedDataParallel(network(seed)) if wrapped else network(seed)
     found = {}
-    for structure in ("kron", "diagonal") if wrapped else sorted(STRUCTURES):
-        size = 1 if structure == "kfra" else 2  # KFRA's recursion averages inside a batch.
-        batches = list(zip(x.split(size), y.split(size), strict=True)) if len(y) else []
+    for structure in sorted(STRUCTURES):
         la = am.Laplace(model, "classification", structure=structure, rank=12, subset_size=5, prior_precision=20.0)
-        la.fit(batches, generator=torch.Generator().manual_seed(0), progress=False)
+        given = whole if structure == "kfra" else batches
+        la.fit(given, generator=torch.Generator().manual_seed(0), progress=False)
         found[structure] = _predicted(la)
         if structure in ("kron", "ekfac", "diagonal", "full"):
             found[f"{structure}, tuned by the evidence"] = _predicted(la.tune(method="evidence"))
-    if not wrapped:
-        for params in ("last_layer", "last_block"):
-            la = am.Laplace(model, "classification", params=params).fit(batches, progress=False)
-            found[f"params={params!r}"] = _predicted(la)
+    for params in ("last_layer", "last_block"):
+        la = am.Laplace(model, "classification", params=params).fit(batches, progress=False)
+        found[f"params={params!r}"] = _predicted(la)
     return found
+
+
+def _split(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(2), y.split(2), strict=True)) if len(y) else []
 
 
 def trained(seed: int, wrapped: bool) -> dict[str, Tensor]:
@@ -127,7 +131,7 @@ def trained(seed: int, wrapped: bool) -> dict[str, Tensor]:
     found = {}
     for name, make in PRESETS.items():
         net, x, y = classifier()
-        mine = shares(seed, world_size(), len(y), empty=False)[rank()] if world_size() > 1 else slice(0, len(y))
+        mine = shares(seed, world_size(), len(y), empty=False)[rank()]
         seen = DistributedDataParallel(net) if wrapped else net
         steps(make(seen), seen, x[mine], y[mine], 3)
         found[name] = flat(net)
@@ -154,15 +158,18 @@ def refusals() -> dict[str, str]:
     return told
 
 
-def work(seed: int) -> dict[str, Any]:
-    """What one of several processes finds."""
-    return {
-        "fits": fits(seed, False),
-        "fits, DistributedDataParallel": fits(seed, True),
-        "optimisers": trained(seed, False),
-        "optimisers, DistributedDataParallel": trained(seed, True),
-        "refused": refusals() if seed == 0 else {},
-    }
+def work(cases: int) -> dict[str, Any]:
+    """What one of several processes finds in all cases; a start of a process takes longer than a case."""
+    found = [
+        {
+            "fits": fits(seed, False),
+            "fits, DistributedDataParallel": fits(seed, True),
+            "optimisers": trained(seed, False),
+            "optimisers, DistributedDataParallel": trained(seed, True),
+        }
+        for seed in range(cases)
+    ]
+    return {"cases": found, "refused": refusals()}
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -194,18 +201,20 @@ class Counted:
 def compare_library(cases: int, counted: Counted, folder: Path) -> dict[str, Any]:
     """Fits and steps on 2 and 4 processes against one."""
     counted.begin([g + w for g in ("fits", "optimisers") for w in ("", ", DistributedDataParallel")])
+    alone = [{"fits": fits(seed, False), "optimisers": trained(seed, False)} for seed in range(cases)]
     empty, refused = 0, {}
-    for seed in range(cases):
-        alone = {"fits": fits(seed, False), "optimisers": trained(seed, False)}
-        for world in WORLDS:
-            empty += sum(p.start == p.stop for p in shares(seed, world, _DATA))
-            for found in from_processes(work, world, folder / f"{seed} {world}", seed):
-                for group in alone:
-                    for wrapped in ("", ", DistributedDataParallel"):
-                        for name, value in found[group + wrapped].items():
-                            counted.add(group + wrapped, name, world, distance(value, alone[group][name]))
-                refused.update(found["refused"])
-            sys.stderr.write(f"case {seed}, {world} processes: {counted.rows}\n")
+    for world in WORLDS:
+        empty += sum(p.start == p.stop for seed in range(cases) for p in shares(seed, world, _DATA))
+        for found in from_processes(work, world, folder / str(world), cases):
+            for seed, group in itertools.product(range(cases), ("fits", "optimisers")):
+                for wrapped in ("", ", DistributedDataParallel"):
+                    for name, value in found["cases"][seed][group + wrapped].items():
+                        off = distance(value, alone[seed][group][name])
+                        counted.add(group + wrapped, name, world, off)
+                        if not off <= BOUND:
+                            sys.stderr.write(f"case {seed}, {world} processes: {group}{wrapped}, {name}: {off:.1e}\n")
+            refused.update(found["refused"])
+        sys.stderr.write(f"{world} processes: {counted.rows}\n")
     clear = sum("FSDP2 or tensor parallelism" in text for text in refused.values())
     return {"empty": empty, "sharded": {"asked": len(refused), "refused": clear}}
 
