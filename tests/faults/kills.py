@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JOBS", "OUTPUT", "Job", "main", "try_job"]
+__all__ = ["JOBS", "OUTPUT", "Job", "main", "stop_clocks", "try_job"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "faults_kills.json"
@@ -114,7 +114,7 @@ def _folder_digest(folder: Path) -> str:
     return weights_hash({**tensors, **prior, **{f"reference.{n}": t for n, t in reference.items()}})
 
 
-def _stand_still() -> None:
+def stop_clocks() -> None:
     """Stops the clocks that a report shows, in a child: two reports of the same numbers have the same bytes."""
     from datetime import UTC, datetime
 
@@ -213,7 +213,7 @@ class Report(Tune):
 
         from aftermap.cli.app import app
 
-        _stand_still()
+        stop_clocks()
         data = (self.files.test, self.files.val)[variant]
         options = ["--no-where", "--force", "--model", self.files.model]
         target = str(self.place / "report.html")

@@ -129,7 +129,8 @@ PROCESSES_TEXT = """
 ## Processes
 
 `python -m tests.faults.processes` shares data out over 2 and 4 processes (gloo) by chance, {cases} times: uneven parts, and {empty} processes without any. What every process finds is compared with
-what one process finds with all data, relative to the largest number; KFRA, whose recursion averages inside a batch, gets batches of one. Commands run with a network in float32.
+what one process finds with all data, relative to the largest number; KFRA, whose recursion averages inside a batch, gets the same batches, which are shared out whole. All numbers are float64:
+in float32 the order of a sum alone moves variances by 1e-6, in one process, too.
 
 | what | of which | compared | equal to {bound:g} | largest difference |
 |---|---|---|---|---|

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import itertools
 import json
 import math
@@ -18,10 +19,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +31,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import aftermap as am
+from aftermap.cli.main import main as aftermap_command
 from aftermap.curvature import STRUCTURES
 from aftermap.distributed import rank, world_size
 from aftermap.posteriors.io import load_posterior
 from tests.cli.common import Files, make_files
+from tests.faults.kills import stop_clocks
 from tests.optim.problems import classifier
 from tests.optim.ranks import PRESETS, flat, steps
 from tests.processes import free_port, from_processes
@@ -43,9 +47,14 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "faults_processes.json"
 WORLDS = (2, 4)
 BOUND = 1e-6
+_COMMAND_MODULES = [
+    f"aftermap.cli.{name}" for name in ("app", "evaluate", "fit", "predict", "report", "train", "where")
+]
 PARTS = ("library", "writers", "lost", "restarted")
 _DATA = 9
 _EXIT_LOST = 5
+_HUNG = -1000  # The exit code of a process that had not ended after so many seconds.
+_SECONDS = 400
 
 # The network kills process 1 at its fortieth batch, in the first attempt only.
 DEADLY = """
@@ -70,15 +79,55 @@ def build():
     return Deadly(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
 """
 
+# The network of `make_files` and its data in double precision: in single precision the order of a sum moves variances by 1e-6.
+DOUBLES = """
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def part(name):
+    arrays = numpy.load(Path(__file__).with_name(f"{name}.npz"))
+    return torch.from_numpy(arrays["x"]).double(), torch.from_numpy(arrays["y"])
+
+
+def train():
+    return part("train")
+
+
+def val():
+    return part("val")
+
+
+def test():
+    return part("test")
+"""
+
+
+def in_double_precision(files: Files) -> Files:
+    """The same files for a network with weights in float64."""
+    code = files.folder / "doubles.py"
+    code.write_text(DOUBLES)
+    weights = {name: value.double() for name, value in torch.load(files.weights, weights_only=True).items()}
+    torch.save(weights, files.folder / "doubles.pt")
+    train, val, test = (Path(f"{code}:{name}") for name in ("train", "val", "test"))
+    return Files(files.folder, f"{code}:build", files.folder / "doubles.pt", train, val, test, files.ood)
+
 
 def shares(seed: int, world: int, n_data: int, *, empty: bool = True) -> list[slice]:
-    """Disjoint parts of the data, one for each process, cut by chance; some may be empty."""
+    """Disjoint parts of the data, one for each process, cut by chance; with an odd seed at least one is empty, if it may be."""
     source = random.Random(f"{seed} {world}")
-    lowest = 0 if empty else 1
     while True:
         cuts = [0, *sorted(source.randint(0, n_data) for _ in range(world - 1)), n_data]
         parts = [slice(a, b) for a, b in itertools.pairwise(cuts)]
-        if all(p.stop - p.start >= lowest for p in parts):
+        nothing = any(p.start == p.stop for p in parts)
+        if nothing == (seed % 2 == 1) if empty and world > 1 else not nothing:
             return parts
 
 
@@ -220,28 +269,60 @@ def compare_library(cases: int, counted: Counted, folder: Path) -> dict[str, Any
 
 
 def start(arguments: list[str], world: int, folder: Path, **environment: str) -> list[tuple[int, str, str, float]]:
-    """Runs a command on several processes, each in a folder of its own: exit code, standard output, standard error and seconds."""
-    shared = {
-        "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)]), **environment,
-    }  # fmt: skip
-    begun = time.monotonic()
-    processes = []
+    """Runs a command on several processes, each in a folder of its own: exit code, standard output, standard error and seconds.
+
+    They are forked from this process, which has imported everything: with an interpreter of their own, imports would take nearly all of the time.
+    """
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    begun, children = time.monotonic(), list[int]()
     for number in range(world):
-        own = folder / str(number)
-        own.mkdir(parents=True, exist_ok=True)
-        place = {"RANK": str(number), "LOCAL_RANK": str(number)} if world > 1 else {}
-        environ = {**os.environ, **(shared if world > 1 else {"PYTHONPATH": shared["PYTHONPATH"]}), **place}
-        command = [sys.executable, "-m", "aftermap", *arguments]
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, cwd=own, env=environ, stdout=pipe, stderr=pipe, text=True))
+        place = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)} if world > 1 else {}
+        _made(folder / str(number))
+        child = os.fork()
+        if child == 0:
+            _be_command(arguments, folder, number, {**place, **environment})
+        children.append(child)
+    codes: dict[int, int] = {}
     try:
-        told = [p.communicate(timeout=400) for p in processes]
+        while len(codes) < world and time.monotonic() - begun < _SECONDS:
+            for child in set(children) - codes.keys():
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
     finally:
-        for process in processes:
-            process.kill()
+        for child in set(children) - codes.keys():  # It hangs, or this program is ended.
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            codes[child] = _HUNG
     seconds = time.monotonic() - begun
-    return [(p.returncode, *said, seconds) for p, said in zip(processes, told, strict=True)]
+    said = [[(folder / f"{number}.{way}").read_text() for way in ("out", "err")] for number in range(world)]
+    return [(codes[child], out, err, seconds) for child, (out, err) in zip(children, said, strict=True)]
+
+
+def _be_command(arguments: list[str], folder: Path, number: int, environment: dict[str, str]) -> NoReturn:
+    """In a child: becomes `aftermap` with these arguments."""
+    code: Any = 1
+    try:
+        for descriptor, way in ((1, "out"), (2, "err")):
+            with (folder / f"{number}.{way}").open("w") as stream:
+                os.dup2(stream.fileno(), descriptor)
+        os.chdir(folder / str(number))
+        os.environ.update(environment)
+        sys.path.insert(0, str(folder))
+        sys.argv = ["aftermap", *arguments]
+        if arguments[0] == "report":
+            stop_clocks()
+        aftermap_command()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def _numbers(text: str) -> list[float]:
@@ -266,6 +347,11 @@ def _of_table(file: Path) -> list[float]:
             except ValueError:
                 found.append(float(sum(cell.encode())))  # Words are compared, too.
     return found
+
+
+def _of_report(file: Path) -> list[float]:
+    """Every byte of a report but for the name of the folder that it is in."""
+    return [float(byte) for byte in file.read_text(encoding="utf-8").replace(str(file.parents[1]), "").encode()]
 
 
 def _of_posterior(folder: Path) -> list[float]:
@@ -309,7 +395,7 @@ def _commands(files: Files) -> dict[str, tuple[list[str], Callable[[Path], list[
         "predict": (["predict", "POSTERIOR", str(files.test), *model, "-o", "out.csv"], lambda p: _of_table(p / "out.csv")),
         "evaluate": (["evaluate", "POSTERIOR", *test, *few, *model, "-o", "out.json"], lambda p: _numbers((p / "out.json").read_text())),
         "where": (["where", "POSTERIOR", *test, *model, "--json"], lambda p: _numbers((p / "stdout").read_text())),
-        "report": (["report", "POSTERIOR", *test, "--no-where", *model, "-o", "out.html"], lambda p: [float((p / "out.html").stat().st_size)]),
+        "report": (["report", "POSTERIOR", *test, "--no-where", *model, "-o", "out.html"], lambda p: _of_report(p / "out.html")),
         "train, vogn": ([*train, "--optimizer", "vogn", "-o", "out"], lambda p: _of_weights(p / "out")),
         "train, kfac": ([*train, "--optimizer", "kfac", "-o", "out"], lambda p: _of_weights(p / "out")),
         "train, adam": ([*train, "--optimizer", "adam", "-o", "out"], lambda p: _of_weights(p / "out")),
@@ -431,11 +517,13 @@ def restart(folder: Path, deadly: list[str]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Runs everything; the exit code is 1 if something differs, hangs or is unclear."""
     parser = argparse.ArgumentParser(description="Compares 1, 2 and 4 processes, and kills some.")
-    parser.add_argument("--cases", type=int, default=3, help="how many ways to share out the data")
+    parser.add_argument("--cases", type=int, default=4, help="how many ways to share out the data")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="only these; others keep what is known of them")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # Threads do not survive a fork.
+    for module in _COMMAND_MODULES:
+        importlib.import_module(module)
     told: dict[str, Any] = {"cases": options.cases, "bound": BOUND, "compared": {}}
     if options.output.exists() and options.parts:  # Other parts keep what is known of them.
         told = json.loads(options.output.read_text(encoding="utf-8"))
@@ -458,7 +546,7 @@ def main(arguments: list[str] | None = None) -> int:
         ]
         parts: dict[str, Callable[[], Any]] = {
             "library": lambda: compare_library(options.cases, counted, folder / "library"),
-            "writers": lambda: compare_commands(counted, folder / "commands", files),
+            "writers": lambda: compare_commands(counted, folder / "commands", in_double_precision(files)),
             "lost": lambda: lose(folder / "lost", deadly),
             "restarted": lambda: restart(folder / "lost", deadly),
         }

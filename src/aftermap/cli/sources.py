@@ -244,8 +244,9 @@ def open_source(
         InputError, DataError: There is nothing of that kind, or the data cannot be read.
     """
     before, _, ending = spec.rpartition(":")
-    # `toy:test` is a toy problem called test, and no code in a module called toy.
-    stem, named_part = (before, ending) if ending in _PARTS and before not in ("", "builtin", "toy") else (spec, part)
+    # `toy:test` is a toy problem called test, and no code in a module called toy; `loaders.py:test` is a function.
+    has_part = ending in _PARTS and before not in ("", "builtin", "toy") and not before.endswith(".py")
+    stem, named_part = (before, ending) if has_part else (spec, part)
     examples: Examples | None = None
     if stem.startswith("builtin:"):
         examples = part_of(builtin(stem.removeprefix("builtin:")), named_part)

@@ -489,7 +489,10 @@ class KfraAccumulator(Accumulator):
             )
         model, prefix = without_wrappers(record.model)
         names = [name.removeprefix(prefix) for name in self.names]
-        if self.names in ([WHOLE_MODEL], [prefix.removesuffix(".")]):  # The recursion walks over the children of a model.
+        if self.names in (
+            [WHOLE_MODEL],
+            [prefix.removesuffix(".")],
+        ):  # The recursion walks over the children of a model.
             model, names = nn.Sequential(model), ["0"]
         factors = kfra_factors(model, record.batch.inputs, self.likelihood, record.batch.targets, names)
         for part, name in zip(self.parts, names, strict=True):
