@@ -82,7 +82,9 @@ def test_what_was_fitted_around_a_wrapper_says_how_to_load_it(tmp_path: Path) ->
     wrapped, x = nn.DataParallel(mlp()), classes()[0][0]
     laplace = Laplace(wrapped, "classification").fit(classes(), progress=False)
     place = laplace.save(tmp_path / "posterior")
-    with pytest.raises(InputError, match=r"(?s)module.0.weight \(5, 3\) is missing.*pass torch.nn.DataParallel\(model\)"):
+    with pytest.raises(
+        InputError, match=r"(?s)module.0.weight \(5, 3\) is missing.*pass torch.nn.DataParallel\(model\)"
+    ):
         am.load(place, mlp())
     again = am.load(place, nn.DataParallel(mlp()))
     assert torch.equal(again.predict(x).latent_cov, laplace.predict(x).latent_cov)
