@@ -350,7 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import torch
 
-    import aftermap  # noqa: F401 (imported once, for all children)
+    import aftermap.cli.report  # noqa: F401 (imported once, for all children)
     import tests.cli.common
 
     torch.set_num_threads(1)  # Threads do not survive a fork.

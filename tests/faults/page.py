@@ -289,7 +289,7 @@ def _processes(told: Mapping[str, Any]) -> str:
         )
     if lost:
         facts.append(
-            f"**A process that is killed** while training: in {lost['one_line']} of {lost['runs']} runs the others ended with one line and exit code 5; "
+            f"**A process that is killed** while `train` and `fit --checkpoint` run: in {lost['one_line']} of {lost['runs']} runs the others ended with one line and exit code 5; "
             f"the same command, started again, ended with the same bits in {lost['went_on']}."
         )
     if again:

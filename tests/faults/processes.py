@@ -21,7 +21,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,7 +57,7 @@ _EXIT_LOST = 5
 _HUNG = -1000  # The exit code of a process that had not ended after so many seconds.
 _SECONDS = 400
 
-# The network kills process 1 at its fortieth batch, in the first attempt only.
+# The network kills process 1 at its twentieth batch, in the first attempt only.
 DEADLY = """
 import os
 import signal
@@ -70,7 +71,7 @@ class Deadly(nn.Sequential):
     def forward(self, x):
         self.calls += 1
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not os.environ.get("SPARED")
-        if first and self.training and self.calls == 40 and os.environ.get("RANK") == "1":
+        if first and self.calls == 20 and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
@@ -449,15 +450,41 @@ def _made(place: Path) -> Path:
     return place
 
 
-def lose(folder: Path, deadly: list[str]) -> dict[str, Any]:
-    """Kills a process of a training: the others end with one line; started again, the run ends as if nothing had been."""
+@dataclass(frozen=True)
+class Interrupted:
+    """A command that goes on where it was.
+
+    Attributes:
+        arguments: Its arguments, in a folder that all processes see; each process works in one of its own.
+        read: The numbers that it writes to its own folder.
+    """
+
+    arguments: Callable[[Path], list[str]]
+    read: Callable[[Path], list[float]]
+
+
+def _interrupted(files: Files) -> dict[str, Interrupted]:
+    files = replace(files, model="deadly:build")
+    train = ["train", "--model", files.model, "--train", str(files.train), "--val", str(files.val), "-o", "out"]
+    train += ["--optimizer", "vogn", "--epochs", "12", "--batch-size", "40", "--checkpoint-seconds", "0"]
+    fit = files.fit(Path("out"), "--structure", "kron", "--no-tune", "--batch-size", "2", "--every", "3")
+    return {
+        "train": Interrupted(lambda place: train, lambda own: _of_weights(own / "out")),
+        "fit": Interrupted(
+            lambda place: [*fit, "--checkpoint", str(place / "sums")], lambda own: _of_posterior(own / "out")
+        ),
+    }
+
+
+def lose(folder: Path, commands: Mapping[str, Interrupted]) -> dict[str, Any]:
+    """Kills a process: the others end with one line; started again, the command ends as if nothing had been."""
     found: dict[str, Any] = {"runs": 0, "one_line": 0, "exit_codes": [], "went_on": 0, "seconds": [], "failed": []}
-    for world in WORLDS:
-        place = folder / f"lost {world}"
-        _made(place)
+    for name, world in itertools.product(commands, WORLDS):
+        place = _made(folder / f"lost {name} {world}")
         (place / "deadly.py").write_text(DEADLY)
-        expected = _uninterrupted(folder, world, deadly)
-        told = start(deadly, world, place)
+        command = commands[name]
+        expected = _uninterrupted(folder, world, name, command)
+        told = start(command.arguments(place), world, place)
         found["runs"] += 1
         codes = [code for code, *_ in told]
         found["exit_codes"].append(codes)
@@ -467,27 +494,27 @@ def lose(folder: Path, deadly: list[str]) -> dict[str, Any]:
         clear = all(code == _EXIT_LOST for code, *_ in others) and codes[1] == -signal.SIGKILL
         clear = clear and len(lines[0]) == 1 and all("Traceback" not in err for _, _, err, _ in others)
         found["one_line"] += clear
-        again = start(deadly, world, place, SPARED="1")
-        same = {code for code, *_ in again} <= {0, 3} and _of_weights(place / "0" / "out") == expected
+        again = start(command.arguments(place), world, place, SPARED="1")
+        same = {code for code, *_ in again} <= {0, 3} and command.read(place / "0") == expected
         found["went_on"] += same
         if not clear or not same:
             found["failed"].append([f"{code}: {err[-300:]}" for code, _, err, _ in (*told, *again)])
-        sys.stderr.write(f"lost, {world} processes: {codes}, one line: {clear}, went on: {same}\n")
+        sys.stderr.write(f"lost, {name}, {world} processes: {codes}, one line: {clear}, went on: {same}\n")
     return found
 
 
-def _uninterrupted(folder: Path, world: int, deadly: list[str]) -> list[float]:
-    """The weights of a run that nobody killed, which is made once."""
-    place = _made(folder / f"whole {world}")
-    if not (place / "0" / "out" / "model.safetensors").exists():
+def _uninterrupted(folder: Path, world: int, name: str, command: Interrupted) -> list[float]:
+    """What a run finds that nobody killed, which is made once."""
+    place = _made(folder / f"whole {name} {world}")
+    if not (place / "0" / "out").exists():
         (place / "deadly.py").write_text(DEADLY)
-        told = start(deadly, world, place, SPARED="1")
+        told = start(command.arguments(place), world, place, SPARED="1")
         if {code for code, *_ in told} - {0, 3}:
             raise SystemExit(f"a run that nobody killed failed: {told}")
-    return _of_weights(place / "0" / "out")
+    return command.read(place / "0")
 
 
-def restart(folder: Path, deadly: list[str]) -> dict[str, Any]:
+def restart(folder: Path, command: Interrupted) -> dict[str, Any]:
     """torchrun starts the processes again by itself, without a variable to remember; the run ends as if nothing had been."""
     found: dict[str, Any] = {"runs": 0, "equal": 0, "failed": []}
     for world in WORLDS:
@@ -501,11 +528,12 @@ def restart(folder: Path, deadly: list[str]) -> dict[str, Any]:
             "--max-restarts=1",
             "--monitor-interval=0.2",
         ]
-        command = [sys.executable, "-m", *launch, "-m", "aftermap", *deadly]
-        done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=400, check=False)
-        expected = _uninterrupted(folder, world, deadly)
-        ended = (place / "out" / "model.safetensors").exists()
-        same = ended and _of_weights(place / "out") == expected
+        launched = [sys.executable, "-m", *launch, "-m", "aftermap", *command.arguments(place)]
+        done = subprocess.run(
+            launched, cwd=place, env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+        expected = _uninterrupted(folder, world, "train", command)
+        same = done.returncode in (0, 3) and command.read(place) == expected
         found["runs"] += 1
         found["equal"] += same
         if not same:
@@ -531,24 +559,12 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = make_files(_made(folder / "files"))
-        deadly = ["train", "--model", "deadly:build", "--train", str(files.train), "--val", str(files.val)]
-        deadly += [
-            "--optimizer",
-            "vogn",
-            "--epochs",
-            "12",
-            "--batch-size",
-            "40",
-            "--checkpoint-seconds",
-            "0",
-            "-o",
-            "out",
-        ]
+        deadly = _interrupted(files)
         parts: dict[str, Callable[[], Any]] = {
             "library": lambda: compare_library(options.cases, counted, folder / "library"),
             "writers": lambda: compare_commands(counted, folder / "commands", in_double_precision(files)),
             "lost": lambda: lose(folder / "lost", deadly),
-            "restarted": lambda: restart(folder / "lost", deadly),
+            "restarted": lambda: restart(folder / "lost", deadly["train"]),
         }
         for part in options.parts or PARTS:
             told[part] = parts[part]()
