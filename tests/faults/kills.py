@@ -328,12 +328,11 @@ def try_job(job: Job, kills: int, source: random.Random, answer: Path) -> dict[s
         else:
             wrong.append(found)
         job.reset()
-    if job.goes_on:  # The last run goes on to its end.
-        _in_child(job.work, answer)
-        runs += 1
-        found = _in_child(job.state, answer)[1]
-        whole, wrong = (whole + 1, wrong) if found in allowed else (whole, [*wrong, found])
-    litter = sorted(p.name for p in job.place.rglob(".*.tmp"))
+    _in_child(job.work, answer)  # Whoever writes next ends what was interrupted, and takes away what a kill has left.
+    runs += 1
+    found = _in_child(job.state, answer)[1]
+    whole, wrong = (whole + 1, wrong) if found in allowed else (whole, [*wrong, found])
+    litter = [p for p in job.place.rglob(".*") if p.suffix in (".tmp", ".part", ".old")]
     return {"kills": done, "looked": runs, "whole": whole, "wrong": wrong, "litter": len(litter)}
 
 
@@ -383,7 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
             content = {"seed": options.seed, "asked": options.kills, **total, "by_job": found}
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return int(any(entry["looked"] != entry["whole"] for entry in found.values()))
+    return int(any(entry["looked"] != entry["whole"] or entry["litter"] for entry in found.values()))
 
 
 if __name__ == "__main__":

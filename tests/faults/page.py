@@ -119,7 +119,7 @@ byte by byte. What can go on (`fit --checkpoint`, `train`) is started again and 
 
 {kill_table}
 
-{kill_missing}"Litter" counts temporary folders and files that a kill left beside the artefact.
+{kill_missing}"Litter" counts temporary folders and files that are left beside the artefact after the next write, which takes away what kills have left.
 
 A [fit that is killed](how_to/distributed.md#a-fit-that-is-killed-goes-on) goes on with the same bits if the data come in the same order, and with the same sums if they
 come in another one or are shared out among another number of processes (`tests/curvature/passes/test_checkpoint.py`).

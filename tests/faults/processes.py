@@ -255,7 +255,7 @@ def compare_library(cases: int, counted: Counted, folder: Path) -> dict[str, Any
     empty, refused = 0, {}
     for world in WORLDS:
         empty += sum(p.start == p.stop for seed in range(cases) for p in shares(seed, world, _DATA))
-        for found in from_processes(work, world, folder / str(world), cases):
+        for found in from_processes(work, world, folder / str(world), cases, method="fork"):
             for seed, group in itertools.product(range(cases), ("fits", "optimisers")):
                 for wrapped in ("", ", DistributedDataParallel"):
                     for name, value in found["cases"][seed][group + wrapped].items():
