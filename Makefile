@@ -95,14 +95,9 @@ test-slow: $(DEV_STAMP) ## run the slow tests only
 
 FAULTS := PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults
 
+# Two programs at a time. Each can be run alone, such as `python -m tests.faults.folders`.
 test-faults: $(DEV_STAMP) ## damage folders and data files, kill jobs and processes, run long, weaken priors; write docs/reliability.md
-	$(FAULTS).folders $(FAULT_ARGS)
-	$(FAULTS).data_files $(FAULT_ARGS)
-	$(FAULTS).kills --again
-	$(FAULTS).processes
-	$(FAULTS).soak
-	$(FAULTS).digits
-	$(FAULTS).page
+	$(FAULTS) $(FAULT_ARGS)
 
 test-kills: $(DEV_STAMP) ## kill save, tune, predict, report, fit and train two hundred times, and write docs/reliability.md
 	$(FAULTS).kills

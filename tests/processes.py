@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import spawn, start_processes
 
 __all__ = ["free_port", "from_processes", "from_two_processes"]
 
@@ -29,10 +29,17 @@ def from_two_processes(run: Callable[[int, int, str], None], folder: Path) -> tu
     return first, second
 
 
-def from_processes(work: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[Any]:
-    """What ``work(*arguments)`` returns in each of ``world`` processes of a gloo group; it must be importable by name."""
+def from_processes(
+    work: Callable[..., Any], world: int, folder: Path, *arguments: Any, method: str = "spawn"
+) -> list[Any]:
+    """What ``work(*arguments)`` returns in each of ``world`` processes of a gloo group; it must be importable by name.
+
+    With ``method="fork"`` they need not import everything anew; the process that calls must have no threads.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    spawn(_run, args=(world, free_port(), str(folder), work, arguments), nprocs=world, join=True)
+    start_processes(
+        _run, args=(world, free_port(), str(folder), work, arguments), nprocs=world, join=True, start_method=method
+    )
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(world)]
 
 

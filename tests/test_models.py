@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -163,6 +165,35 @@ def test_matrix_free_and_hessian_of_data_parallel() -> None:
         for m in (nn.DataParallel(plain), plain)
     )
     assert_close(found, expected, **TIGHT)
+
+
+@pytest.fixture
+def process_group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.usefixtures("process_group_of_one")
+@pytest.mark.parametrize("structure", ["kron", "low_rank", "kfra"])
+def test_forward_passes_go_by_distributed_data_parallel(structure: str) -> None:
+    """Its own forward pass sends buffers to all processes, and would wait for those that have fewer batches."""
+    norm = randomise(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 3)))
+    expected = laplace_calls(norm, structure)
+    wrapped = DistributedDataParallel(norm)
+    messages: list[int] = []
+    wrapped.register_forward_pre_hook(lambda *_: messages.append(1))
+    for found, value in zip(laplace_calls(wrapped, structure), expected, strict=True):
+        assert_close(found, value, **TIGHT)
+    assert not messages
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, lambda net: nn.DataParallel(nn.DataParallel(net))])
+def test_kfra_of_wrapped_networks(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    for plain in (plain_network(), randomise(nn.Linear(3, 3))):
+        found, expected = (fit_curvature(m, [(X, Y)], "classification", structure="kfra") for m in (wrap(plain), plain))
+        assert_close(found.to_dense(), expected.to_dense(), **TIGHT)
 
 
 def test_compiled_networks_run_as_they_were_written_everywhere() -> None:

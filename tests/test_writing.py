@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import aftermap as am
+from aftermap import writing
 from aftermap.posteriors.io import replaced_folder
 from aftermap.writing import replaced_file
 from tests.cli.common import invoke, make_files
@@ -105,3 +108,80 @@ def test_whatever_the_library_and_the_commands_write_can_be_read_as_the_umask_sa
     assert {"config.json", "posterior.safetensors", "scored.csv", "results.json"} <= names
     wrong = {str(p.relative_to(out)): oct(mode(p)) for p in written if mode(p) != (0o750 if p.is_dir() else 0o640)}
     assert wrong == {}
+
+
+# What a kill leaves.
+
+
+def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> None:
+    target = tmp_path / "posterior"
+    child = os.fork()
+    if child == 0:
+        with replaced_folder(target, overwrite=True, known=["a.txt"]) as place:
+            (place / "a.txt").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert [name.endswith(".tmp") for name in os.listdir(tmp_path)] == [True]
+    with replaced_folder(target, overwrite=True, known=["a.txt"]) as place:
+        (place / "a.txt").write_text("done")
+    assert os.listdir(tmp_path) == ["posterior"]
+
+
+def test_what_somebody_is_writing_stays(tmp_path: Path) -> None:
+    target = tmp_path / "posterior"
+    with replaced_folder(target, overwrite=True, known=["a.txt"]) as first:
+        (first / "a.txt").write_text("first")
+        with replaced_folder(target, overwrite=True, known=["a.txt"]) as second:
+            (second / "a.txt").write_text("second")
+        assert (target / "a.txt").read_text() == "second"
+    assert (target / "a.txt").read_text() == "first"
+    assert os.listdir(tmp_path) == ["posterior"]
+
+
+def test_only_abandoned_folders_of_the_same_target_are_deleted(tmp_path: Path) -> None:
+    number = "0123456789abcdef" * 2
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    names = [f".other.{number}.tmp", f".posterior.{number}.old", f"posterior.{number}.tmp", ".posterior.1.tmp"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (tmp_path / f".posterior.{number}.tmp").symlink_to(elsewhere)
+    (tmp_path / f".posterior.{number[::-1]}.tmp").write_text("a file")
+    before = sorted(os.listdir(tmp_path))
+    with replaced_folder(tmp_path / "posterior", overwrite=True, known=["a.txt"]) as place:
+        (place / "a.txt").write_text("done")
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "posterior"])
+
+
+def test_without_locks_nothing_of_others_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = tmp_path / f".posterior.{'0' * 32}.tmp"
+    left.mkdir()
+    for locks in (None, SimpleNamespace(flock=_no_locks, LOCK_EX=1, LOCK_NB=2)):
+        monkeypatch.setattr(writing, "fcntl", locks)
+        with replaced_folder(tmp_path / "posterior", overwrite=True, known=["a.txt"]) as place:
+            (place / "a.txt").write_text("done")
+        assert sorted(os.listdir(tmp_path)) == [left.name, "posterior"]
+
+
+def _no_locks(*_: int) -> None:
+    raise OSError(95, "Operation not supported")
+
+
+def test_a_folder_that_was_taken_for_an_abandoned_one_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process comes between the folder and its lock."""
+    real, calls = writing.fcntl.flock, list[int]()
+
+    def meanwhile(handle: int, how: int) -> None:
+        calls.append(handle)
+        if len(calls) == 1:
+            for folder in tmp_path.iterdir():
+                folder.rmdir()
+        real(handle, how)
+
+    monkeypatch.setattr(writing, "fcntl", SimpleNamespace(flock=meanwhile, LOCK_EX=2, LOCK_NB=4))
+    with replaced_folder(tmp_path / "posterior", overwrite=True, known=["a.txt"]) as place:
+        (place / "a.txt").write_text("done")
+    assert os.listdir(tmp_path) == ["posterior"]
+    assert len(calls) == 2

@@ -50,6 +50,7 @@ __all__ = [
     "prepare_forward_mode",
     "update_bn",
     "without_view",
+    "without_wrappers",
 ]
 
 # Hooks and flags change a network for a while, and everybody who uses it sees them: one thread at a time works on networks.
@@ -64,7 +65,8 @@ def call_model(model: Callable[..., Any], inputs: Any, *, update_buffers: bool =
 
     A tensor is passed as it is, a tuple as positional and a mapping as keyword arguments. From a returned object or
     mapping the ``logits`` are taken (Hugging Face models), from a tuple or list its only tensor. Compiled modules run as
-    they were written, and a DataParallel wrapper is passed by.
+    they were written, and a DataParallel wrapper is passed by. So is DistributedDataParallel, except in training: its forward pass
+    sends buffers to all processes, and would wait for those that have fewer batches.
 
     Args:
         model: The network, or a function that runs it.
@@ -74,7 +76,8 @@ def call_model(model: Callable[..., Any], inputs: Any, *, update_buffers: bool =
     """
     args: tuple[Any, ...] = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, Mapping) else (inputs,)
     kwargs = inputs if isinstance(inputs, Mapping) else {}
-    model = model.module if isinstance(model, nn.DataParallel) else model
+    while isinstance(model, nn.DataParallel) or (isinstance(model, DistributedDataParallel) and not update_buffers):
+        model = model.module
     with _eager(), nullcontext() if update_buffers else _unchanged_buffers(model):
         outputs = model(*args, **kwargs)
     if isinstance(outputs, Tensor):
@@ -401,14 +404,25 @@ def functional_outputs(
     if not update_buffers:
         own = {name: tensors.get(name, b) for name, b in model.named_buffers()}
         tensors.update({name: b.detach().clone() for name, b in own.items() if _is_copied(b)})
-    while isinstance(model, nn.DataParallel | DistributedDataParallel):
-        model = model.module
-        tensors = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+    inner, prefix = without_wrappers(model)
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(model, tensors, args, kwargs)
+        return torch.func.functional_call(inner, tensors, args, kwargs)
 
     return call_model(call, inputs)
+
+
+def without_wrappers(model: nn.Module) -> tuple[nn.Module, str]:
+    """Returns the network inside DataParallel and DistributedDataParallel, and what their names put before its own.
+
+    >>> without_wrappers(nn.DataParallel(nn.Linear(2, 1)))
+    (Linear(in_features=2, out_features=1, bias=True), 'module.')
+    """
+    prefix = ""
+    while isinstance(model, nn.DataParallel | DistributedDataParallel):
+        model, prefix = model.module, f"{prefix}module."
+    return model, prefix
 
 
 @functools.cache

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["flush", "give_permissions", "replaced_file"]
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks.
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["flush", "give_permissions", "remove_abandoned", "replaced_file", "temporary_folder"]
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 # Whatever the umask says, strangers do not write; and what is not a folder is not run.
@@ -58,6 +66,61 @@ def replaced_file(file: str | os.PathLike[str]) -> Iterator[Path]:
         flush(place.parent)
     finally:
         part.unlink(missing_ok=True)
+
+
+@contextmanager
+def temporary_folder(place: Path) -> Iterator[Path]:
+    """Yields a new folder beside ``place``, and deletes what has its name at the end, if anything has.
+
+    The folder is locked as long as this process lives, so that others can tell it from one that a killed process has left.
+    """
+    while True:
+        folder = place.parent / f".{place.name}.{uuid.uuid4().hex}.tmp"
+        folder.mkdir()
+        with _locked(folder) as is_locked:
+            if is_locked is False:  # Another process took it for an abandoned one, before it had its lock.
+                continue
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return
+
+
+def remove_abandoned(place: Path) -> None:
+    """Deletes the temporary folders for ``place`` that killed processes have left; where there are no locks, none."""
+    temporary = re.compile(rf"\.{re.escape(place.name)}\.[0-9a-f]{{32}}\.tmp")
+    for folder in place.parent.iterdir():
+        if temporary.fullmatch(folder.name) and folder.is_dir() and not folder.is_symlink():
+            with _locked(folder) as is_locked:
+                if is_locked:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool | None]:
+    """Locks a folder inside, until this process ends in whatever way.
+
+    Yields:
+        Whether that succeeded: not if another process has locked or deleted it. None where there are no locks.
+    """
+    if fcntl is None:
+        yield None
+        return
+    handle, is_locked = None, None
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_locked = folder.exists()
+    except (BlockingIOError, FileNotFoundError):
+        is_locked = False
+    except OSError:  # Some file systems have no locks, and some folders belong to somebody else.
+        is_locked = None
+    try:
+        yield is_locked
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 @contextmanager

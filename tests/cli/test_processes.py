@@ -6,13 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from aftermap.cli.training import Recipe, Run, make_optimizer
+from aftermap.distributed import rank
+from aftermap.likelihoods import Categorical
 from aftermap.posteriors.io import load_posterior
 from tests.cli.common import Files, invoke, make_files
-from tests.processes import free_port
+from tests.processes import free_port, from_processes
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,6 +97,39 @@ def test_two_processes_fit_what_one_fits_and_one_of_them_writes(files: Files, tm
         assert [code for code, *_ in said] == [0, 0], said
         assert output.exists()
         assert (said[1][1], said[1][2]) == ("", "")
+
+
+def gone_on(folder: str) -> dict[str, Any]:
+    """What a process finds that goes on with a run; only process 0 has a folder with a checkpoint."""
+    run, network, optimizer = unfinished_run(Path(folder) / f"machine {rank()}")
+    resumed = run.resume(network, optimizer)
+    first = {k: v for k, v in optimizer.state_dict()["state"][0].items() if isinstance(v, torch.Tensor)}
+    return {"resumed": resumed, "step": run.step, "weights": network.state_dict(), "state": first}
+
+
+def unfinished_run(folder: Path) -> tuple[Run, torch.nn.Module, Any]:
+    recipe = Recipe(
+        "builtin:mlp", {}, "toy:moons", 100, "classification", None, "vogn", 5, 20, 0.1, 1.0, 0.0, 1, 1.0, 0
+    )
+    network = torch.nn.Linear(2, 2)
+    return Run(folder, recipe), network, make_optimizer(recipe, network, Categorical())
+
+
+def test_all_processes_go_on_where_only_process_0_has_the_checkpoint(tmp_path: Path) -> None:
+    run, network, optimizer = unfinished_run(tmp_path / "machine 0")
+    x, y = torch.randn(20, 2), torch.arange(20) % 2
+    for _ in range(7):
+        optimizer.step(lambda: torch.nn.functional.cross_entropy(network(x), y))
+    run.folder.mkdir()
+    run.step = 7
+    run.save(network, optimizer)
+    first, second = from_processes(gone_on, 2, tmp_path / "answers", str(tmp_path))
+    assert first["resumed"] is second["resumed"] is True
+    assert first["step"] == second["step"] == 7
+    for found in (first, second):
+        torch.testing.assert_close(found["weights"], network.state_dict(), rtol=0, atol=0)
+        assert found["state"]
+        torch.testing.assert_close(found["state"], first["state"], rtol=0, atol=0)
 
 
 def test_a_lost_process_ends_the_other_with_one_line(files: Files, tmp_path: Path) -> None:

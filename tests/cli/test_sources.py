@@ -47,6 +47,14 @@ def test_code(files: Files) -> None:
         open_source(f"{place}:number", "train", HOW)
 
 
+def test_code_whose_name_is_that_of_a_part(tmp_path: Path) -> None:
+    code = tmp_path / "loaders.py"
+    code.write_text("import torch\n\n\ndef test():\n    return torch.ones(4, 2), torch.arange(4) % 2\n")
+    source = open_source(f"{code}:test", "train", HOW)
+    assert source.examples is not None
+    assert len(source.examples) == 4
+
+
 def test_idx_with_labels_beside(tmp_path: Path) -> None:
     for name, shape, values in (("images-idx3", (4, 2, 3), bytes(24)), ("labels-idx1", (4,), bytes([3, 1, 2, 0]))):
         raw = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + values

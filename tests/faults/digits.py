@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap.curvature.structures.rounding import digits_tolerance
 from aftermap.errors import NumericalWarning
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical, Gaussian, Likelihood
 
-__all__ = ["CASES", "OUTPUT", "PRIORS", "Problem", "errors_and_warnings", "kron_errors_and_warnings", "main"]
+__all__ = ["CASES", "OUTPUT", "PRIORS", "Problem", "errors_and_warnings", "kron_errors_and_warnings", "main", "missed"]
 
 OUTPUT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "digits.json"
 CASES = (("classes", 12), ("classes", 100), ("regression", 12), ("regression", 30))
@@ -142,5 +144,17 @@ def main(output: Path = OUTPUT) -> dict[str, Any]:
     return results
 
 
+def missed(results: dict[str, Any]) -> list[str]:
+    """Where a variance of `full` or `low_rank` was off by more than ten times the tolerance, without a warning."""
+    return [
+        f"{row['structure']}, {row['dtype']}, {row['task']} of {row['count']}, prior {prior:g}: {error:.1e}"
+        for row in results["rows"]
+        if row["structure"] != "kron"
+        for prior, error, warned in row["found"]
+        if not warned and not error < 10 * digits_tolerance(getattr(torch, row["dtype"].removeprefix("torch.")))
+    ]
+
+
 if __name__ == "__main__":
-    main()
+    told = missed(main())
+    sys.exit(f"no warning: {told}" if told else 0)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JOBS", "OUTPUT", "Job", "main", "try_job"]
+__all__ = ["JOBS", "OUTPUT", "Job", "main", "stop_clocks", "try_job"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "faults_kills.json"
@@ -114,7 +114,7 @@ def _folder_digest(folder: Path) -> str:
     return weights_hash({**tensors, **prior, **{f"reference.{n}": t for n, t in reference.items()}})
 
 
-def _stand_still() -> None:
+def stop_clocks() -> None:
     """Stops the clocks that a report shows, in a child: two reports of the same numbers have the same bytes."""
     from datetime import UTC, datetime
 
@@ -213,7 +213,7 @@ class Report(Tune):
 
         from aftermap.cli.app import app
 
-        _stand_still()
+        stop_clocks()
         data = (self.files.test, self.files.val)[variant]
         options = ["--no-where", "--force", "--model", self.files.model]
         target = str(self.place / "report.html")
@@ -328,12 +328,11 @@ def try_job(job: Job, kills: int, source: random.Random, answer: Path) -> dict[s
         else:
             wrong.append(found)
         job.reset()
-    if job.goes_on:  # The last run goes on to its end.
-        _in_child(job.work, answer)
-        runs += 1
-        found = _in_child(job.state, answer)[1]
-        whole, wrong = (whole + 1, wrong) if found in allowed else (whole, [*wrong, found])
-    litter = sorted(p.name for p in job.place.rglob(".*.tmp"))
+    _in_child(job.work, answer)  # Whoever writes next ends what was interrupted, and takes away what a kill has left.
+    runs += 1
+    found = _in_child(job.state, answer)[1]
+    whole, wrong = (whole + 1, wrong) if found in allowed else (whole, [*wrong, found])
+    litter = [p for p in job.place.rglob(".*") if p.suffix in (".tmp", ".part", ".old")]
     return {"kills": done, "looked": runs, "whole": whole, "wrong": wrong, "litter": len(litter)}
 
 
@@ -350,7 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import torch
 
-    import aftermap  # noqa: F401 (imported once, for all children)
+    import aftermap.cli.report  # noqa: F401 (imported once, for all children)
     import tests.cli.common
 
     torch.set_num_threads(1)  # Threads do not survive a fork.
@@ -383,7 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
             content = {"seed": options.seed, "asked": options.kills, **total, "by_job": found}
             options.output.parent.mkdir(parents=True, exist_ok=True)
             options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return int(any(entry["looked"] != entry["whole"] for entry in found.values()))
+    return int(any(entry["looked"] != entry["whole"] or entry["litter"] for entry in found.values()))
 
 
 if __name__ == "__main__":

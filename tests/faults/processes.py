@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
+import itertools
 import json
 import math
 import os
@@ -17,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Collection
-from itertools import pairwise
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +32,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import aftermap as am
+from aftermap.cli.main import main as aftermap_command
 from aftermap.curvature import STRUCTURES
 from aftermap.distributed import rank, world_size
 from aftermap.posteriors.io import load_posterior
 from tests.cli.common import Files, make_files
+from tests.faults.kills import stop_clocks
 from tests.optim.problems import classifier
 from tests.optim.ranks import PRESETS, flat, steps
 from tests.processes import free_port, from_processes
@@ -43,11 +48,16 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "faults_processes.json"
 WORLDS = (2, 4)
 BOUND = 1e-6
+_COMMAND_MODULES = [
+    f"aftermap.cli.{name}" for name in ("app", "evaluate", "fit", "predict", "report", "train", "where")
+]
 PARTS = ("library", "writers", "lost", "restarted")
 _DATA = 9
 _EXIT_LOST = 5
+_HUNG = -1000  # The exit code of a process that had not ended after so many seconds.
+_SECONDS = 400
 
-# The network kills process 1 at its fortieth batch, in the first attempt only.
+# The network kills process 1 at its twentieth batch, in the first attempt only.
 DEADLY = """
 import os
 import signal
@@ -61,7 +71,7 @@ class Deadly(nn.Sequential):
     def forward(self, x):
         self.calls += 1
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and not os.environ.get("SPARED")
-        if first and self.training and self.calls == 40 and os.environ.get("RANK") == "1":
+        if first and self.calls == 20 and os.environ.get("RANK") == "1":
             os.kill(os.getpid(), signal.SIGKILL)
         return super().forward(x)
 
@@ -70,15 +80,55 @@ def build():
     return Deadly(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))
 """
 
+# The network of `make_files` and its data in double precision: in single precision the order of a sum moves variances by 1e-6.
+DOUBLES = """
+from pathlib import Path
+
+import numpy
+import torch
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def part(name):
+    arrays = numpy.load(Path(__file__).with_name(f"{name}.npz"))
+    return torch.from_numpy(arrays["x"]).double(), torch.from_numpy(arrays["y"])
+
+
+def train():
+    return part("train")
+
+
+def val():
+    return part("val")
+
+
+def test():
+    return part("test")
+"""
+
+
+def in_double_precision(files: Files) -> Files:
+    """The same files for a network with weights in float64."""
+    code = files.folder / "doubles.py"
+    code.write_text(DOUBLES)
+    weights = {name: value.double() for name, value in torch.load(files.weights, weights_only=True).items()}
+    torch.save(weights, files.folder / "doubles.pt")
+    train, val, test = (Path(f"{code}:{name}") for name in ("train", "val", "test"))
+    return Files(files.folder, f"{code}:build", files.folder / "doubles.pt", train, val, test, files.ood)
+
 
 def shares(seed: int, world: int, n_data: int, *, empty: bool = True) -> list[slice]:
-    """Disjoint parts of the data, one for each process, cut by chance; some may be empty."""
+    """Disjoint parts of the data, one for each process, cut by chance; with an odd seed at least one is empty, if it may be."""
     source = random.Random(f"{seed} {world}")
-    lowest = 0 if empty else 1
     while True:
         cuts = [0, *sorted(source.randint(0, n_data) for _ in range(world - 1)), n_data]
-        parts = [slice(a, b) for a, b in pairwise(cuts)]
-        if all(p.stop - p.start >= lowest for p in parts):
+        parts = [slice(a, b) for a, b in itertools.pairwise(cuts)]
+        nothing = any(p.start == p.stop for p in parts)
+        if nothing == (seed % 2 == 1) if empty and world > 1 else not nothing:
             return parts
 
 
@@ -103,23 +153,27 @@ def fits(seed: int, wrapped: bool) -> dict[str, Tensor]:
     """Variances of predictions from every structure, fitted to this process's share of the data, before and after tuning."""
     warnings.filterwarnings("ignore", message="the Hessian is indefinite")
     x, y = data(seed)
-    mine = shares(seed, world_size(), _DATA)[rank()] if world_size() > 1 else slice(0, _DATA)
-    x, y = x[mine], y[mine]
+    mine = shares(seed, world_size(), _DATA)[rank()]
+    batches = _split(x[mine], y[mine])
+    whole = _split(x, y)  # KFRA's recursion averages inside a batch, so its batches stay whole: they are shared out.
+    whole = whole[shares(seed, world_size(), len(whole))[rank()]]
     model = DistributedDataParallel(network(seed)) if wrapped else network(seed)
     found = {}
-    for structure in ("kron", "diagonal") if wrapped else sorted(STRUCTURES):
-        size = 1 if structure == "kfra" else 2  # KFRA's recursion averages inside a batch.
-        batches = list(zip(x.split(size), y.split(size), strict=True)) if len(y) else []
+    for structure in sorted(STRUCTURES):
         la = am.Laplace(model, "classification", structure=structure, rank=12, subset_size=5, prior_precision=20.0)
-        la.fit(batches, generator=torch.Generator().manual_seed(0), progress=False)
+        given = whole if structure == "kfra" else batches
+        la.fit(given, generator=torch.Generator().manual_seed(0), progress=False)
         found[structure] = _predicted(la)
         if structure in ("kron", "ekfac", "diagonal", "full"):
             found[f"{structure}, tuned by the evidence"] = _predicted(la.tune(method="evidence"))
-    if not wrapped:
-        for params in ("last_layer", "last_block"):
-            la = am.Laplace(model, "classification", params=params).fit(batches, progress=False)
-            found[f"params={params!r}"] = _predicted(la)
+    for params in ("last_layer", "last_block"):
+        la = am.Laplace(model, "classification", params=params).fit(batches, progress=False)
+        found[f"params={params!r}"] = _predicted(la)
     return found
+
+
+def _split(x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(2), y.split(2), strict=True)) if len(y) else []
 
 
 def trained(seed: int, wrapped: bool) -> dict[str, Tensor]:
@@ -127,7 +181,7 @@ def trained(seed: int, wrapped: bool) -> dict[str, Tensor]:
     found = {}
     for name, make in PRESETS.items():
         net, x, y = classifier()
-        mine = shares(seed, world_size(), len(y), empty=False)[rank()] if world_size() > 1 else slice(0, len(y))
+        mine = shares(seed, world_size(), len(y), empty=False)[rank()]
         seen = DistributedDataParallel(net) if wrapped else net
         steps(make(seen), seen, x[mine], y[mine], 3)
         found[name] = flat(net)
@@ -154,15 +208,18 @@ def refusals() -> dict[str, str]:
     return told
 
 
-def work(seed: int) -> dict[str, Any]:
-    """What one of several processes finds."""
-    return {
-        "fits": fits(seed, False),
-        "fits, DistributedDataParallel": fits(seed, True),
-        "optimisers": trained(seed, False),
-        "optimisers, DistributedDataParallel": trained(seed, True),
-        "refused": refusals() if seed == 0 else {},
-    }
+def work(cases: int) -> dict[str, Any]:
+    """What one of several processes finds in all cases; a start of a process takes longer than a case."""
+    found = [
+        {
+            "fits": fits(seed, False),
+            "fits, DistributedDataParallel": fits(seed, True),
+            "optimisers": trained(seed, False),
+            "optimisers, DistributedDataParallel": trained(seed, True),
+        }
+        for seed in range(cases)
+    ]
+    return {"cases": found, "refused": refusals()}
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -194,45 +251,79 @@ class Counted:
 def compare_library(cases: int, counted: Counted, folder: Path) -> dict[str, Any]:
     """Fits and steps on 2 and 4 processes against one."""
     counted.begin([g + w for g in ("fits", "optimisers") for w in ("", ", DistributedDataParallel")])
+    alone = [{"fits": fits(seed, False), "optimisers": trained(seed, False)} for seed in range(cases)]
     empty, refused = 0, {}
-    for seed in range(cases):
-        alone = {"fits": fits(seed, False), "optimisers": trained(seed, False)}
-        for world in WORLDS:
-            empty += sum(p.start == p.stop for p in shares(seed, world, _DATA))
-            for found in from_processes(work, world, folder / f"{seed} {world}", seed):
-                for group in alone:
-                    for wrapped in ("", ", DistributedDataParallel"):
-                        for name, value in found[group + wrapped].items():
-                            counted.add(group + wrapped, name, world, distance(value, alone[group][name]))
-                refused.update(found["refused"])
-            sys.stderr.write(f"case {seed}, {world} processes: {counted.rows}\n")
+    for world in WORLDS:
+        empty += sum(p.start == p.stop for seed in range(cases) for p in shares(seed, world, _DATA))
+        for found in from_processes(work, world, folder / str(world), cases, method="fork"):
+            for seed, group in itertools.product(range(cases), ("fits", "optimisers")):
+                for wrapped in ("", ", DistributedDataParallel"):
+                    for name, value in found["cases"][seed][group + wrapped].items():
+                        off = distance(value, alone[seed][group][name])
+                        counted.add(group + wrapped, name, world, off)
+                        if not off <= BOUND:
+                            sys.stderr.write(f"case {seed}, {world} processes: {group}{wrapped}, {name}: {off:.1e}\n")
+            refused.update(found["refused"])
+        sys.stderr.write(f"{world} processes: {counted.rows}\n")
     clear = sum("FSDP2 or tensor parallelism" in text for text in refused.values())
     return {"empty": empty, "sharded": {"asked": len(refused), "refused": clear}}
 
 
 def start(arguments: list[str], world: int, folder: Path, **environment: str) -> list[tuple[int, str, str, float]]:
-    """Runs a command on several processes, each in a folder of its own: exit code, standard output, standard error and seconds."""
-    shared = {
-        "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(folder)]), **environment,
-    }  # fmt: skip
-    begun = time.monotonic()
-    processes = []
+    """Runs a command on several processes, each in a folder of its own: exit code, standard output, standard error and seconds.
+
+    They are forked from this process, which has imported everything: with an interpreter of their own, imports would take nearly all of the time.
+    """
+    shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    begun, children = time.monotonic(), list[int]()
     for number in range(world):
-        own = folder / str(number)
-        own.mkdir(parents=True, exist_ok=True)
-        place = {"RANK": str(number), "LOCAL_RANK": str(number)} if world > 1 else {}
-        environ = {**os.environ, **(shared if world > 1 else {"PYTHONPATH": shared["PYTHONPATH"]}), **place}
-        command = [sys.executable, "-m", "aftermap", *arguments]
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, cwd=own, env=environ, stdout=pipe, stderr=pipe, text=True))
+        place = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)} if world > 1 else {}
+        _made(folder / str(number))
+        child = os.fork()
+        if child == 0:
+            _be_command(arguments, folder, number, {**place, **environment})
+        children.append(child)
+    codes: dict[int, int] = {}
     try:
-        told = [p.communicate(timeout=400) for p in processes]
+        while len(codes) < world and time.monotonic() - begun < _SECONDS:
+            for child in set(children) - codes.keys():
+                ended, status = os.waitpid(child, os.WNOHANG)
+                if ended:
+                    codes[child] = os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
     finally:
-        for process in processes:
-            process.kill()
+        for child in set(children) - codes.keys():  # It hangs, or this program is ended.
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            codes[child] = _HUNG
     seconds = time.monotonic() - begun
-    return [(p.returncode, *said, seconds) for p, said in zip(processes, told, strict=True)]
+    said = [[(folder / f"{number}.{way}").read_text() for way in ("out", "err")] for number in range(world)]
+    return [(codes[child], out, err, seconds) for child, (out, err) in zip(children, said, strict=True)]
+
+
+def _be_command(arguments: list[str], folder: Path, number: int, environment: dict[str, str]) -> NoReturn:
+    """In a child: becomes `aftermap` with these arguments."""
+    code: Any = 1
+    try:
+        for descriptor, way in ((1, "out"), (2, "err")):
+            with (folder / f"{number}.{way}").open("w") as stream:
+                os.dup2(stream.fileno(), descriptor)
+        os.chdir(folder / str(number))
+        os.environ.update(environment)
+        sys.path.insert(0, str(folder))
+        sys.argv = ["aftermap", *arguments]
+        if arguments[0] == "report":
+            stop_clocks()
+        aftermap_command()
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def _numbers(text: str) -> list[float]:
@@ -257,6 +348,11 @@ def _of_table(file: Path) -> list[float]:
             except ValueError:
                 found.append(float(sum(cell.encode())))  # Words are compared, too.
     return found
+
+
+def _of_report(file: Path) -> list[float]:
+    """Every byte of a report but for the name of the folder that it is in."""
+    return [float(byte) for byte in file.read_text(encoding="utf-8").replace(str(file.parents[1]), "").encode()]
 
 
 def _of_posterior(folder: Path) -> list[float]:
@@ -300,7 +396,7 @@ def _commands(files: Files) -> dict[str, tuple[list[str], Callable[[Path], list[
         "predict": (["predict", "POSTERIOR", str(files.test), *model, "-o", "out.csv"], lambda p: _of_table(p / "out.csv")),
         "evaluate": (["evaluate", "POSTERIOR", *test, *few, *model, "-o", "out.json"], lambda p: _numbers((p / "out.json").read_text())),
         "where": (["where", "POSTERIOR", *test, *model, "--json"], lambda p: _numbers((p / "stdout").read_text())),
-        "report": (["report", "POSTERIOR", *test, "--no-where", *model, "-o", "out.html"], lambda p: [float((p / "out.html").stat().st_size)]),
+        "report": (["report", "POSTERIOR", *test, "--no-where", *model, "-o", "out.html"], lambda p: _of_report(p / "out.html")),
         "train, vogn": ([*train, "--optimizer", "vogn", "-o", "out"], lambda p: _of_weights(p / "out")),
         "train, kfac": ([*train, "--optimizer", "kfac", "-o", "out"], lambda p: _of_weights(p / "out")),
         "train, adam": ([*train, "--optimizer", "adam", "-o", "out"], lambda p: _of_weights(p / "out")),
@@ -354,15 +450,41 @@ def _made(place: Path) -> Path:
     return place
 
 
-def lose(folder: Path, deadly: list[str]) -> dict[str, Any]:
-    """Kills a process of a training: the others end with one line; started again, the run ends as if nothing had been."""
+@dataclass(frozen=True)
+class Interrupted:
+    """A command that goes on where it was.
+
+    Attributes:
+        arguments: Its arguments, in a folder that all processes see; each process works in one of its own.
+        read: The numbers that it writes to its own folder.
+    """
+
+    arguments: Callable[[Path], list[str]]
+    read: Callable[[Path], list[float]]
+
+
+def _interrupted(files: Files) -> dict[str, Interrupted]:
+    files = replace(files, model="deadly:build")
+    train = ["train", "--model", files.model, "--train", str(files.train), "--val", str(files.val), "-o", "out"]
+    train += ["--optimizer", "vogn", "--epochs", "12", "--batch-size", "40", "--checkpoint-seconds", "0"]
+    fit = files.fit(Path("out"), "--structure", "kron", "--no-tune", "--batch-size", "2", "--every", "3")
+    return {
+        "train": Interrupted(lambda place: train, lambda own: _of_weights(own / "out")),
+        "fit": Interrupted(
+            lambda place: [*fit, "--checkpoint", str(place / "sums")], lambda own: _of_posterior(own / "out")
+        ),
+    }
+
+
+def lose(folder: Path, commands: Mapping[str, Interrupted]) -> dict[str, Any]:
+    """Kills a process: the others end with one line; started again, the command ends as if nothing had been."""
     found: dict[str, Any] = {"runs": 0, "one_line": 0, "exit_codes": [], "went_on": 0, "seconds": [], "failed": []}
-    for world in WORLDS:
-        place = folder / f"lost {world}"
-        _made(place)
+    for name, world in itertools.product(commands, WORLDS):
+        place = _made(folder / f"lost {name} {world}")
         (place / "deadly.py").write_text(DEADLY)
-        expected = _uninterrupted(folder, world, deadly)
-        told = start(deadly, world, place)
+        command = commands[name]
+        expected = _uninterrupted(folder, world, name, command)
+        told = start(command.arguments(place), world, place)
         found["runs"] += 1
         codes = [code for code, *_ in told]
         found["exit_codes"].append(codes)
@@ -372,27 +494,27 @@ def lose(folder: Path, deadly: list[str]) -> dict[str, Any]:
         clear = all(code == _EXIT_LOST for code, *_ in others) and codes[1] == -signal.SIGKILL
         clear = clear and len(lines[0]) == 1 and all("Traceback" not in err for _, _, err, _ in others)
         found["one_line"] += clear
-        again = start(deadly, world, place, SPARED="1")
-        same = {code for code, *_ in again} <= {0, 3} and _of_weights(place / "0" / "out") == expected
+        again = start(command.arguments(place), world, place, SPARED="1")
+        same = {code for code, *_ in again} <= {0, 3} and command.read(place / "0") == expected
         found["went_on"] += same
         if not clear or not same:
             found["failed"].append([f"{code}: {err[-300:]}" for code, _, err, _ in (*told, *again)])
-        sys.stderr.write(f"lost, {world} processes: {codes}, one line: {clear}, went on: {same}\n")
+        sys.stderr.write(f"lost, {name}, {world} processes: {codes}, one line: {clear}, went on: {same}\n")
     return found
 
 
-def _uninterrupted(folder: Path, world: int, deadly: list[str]) -> list[float]:
-    """The weights of a run that nobody killed, which is made once."""
-    place = _made(folder / f"whole {world}")
-    if not (place / "0" / "out" / "model.safetensors").exists():
+def _uninterrupted(folder: Path, world: int, name: str, command: Interrupted) -> list[float]:
+    """What a run finds that nobody killed, which is made once."""
+    place = _made(folder / f"whole {name} {world}")
+    if not (place / "0" / "out").exists():
         (place / "deadly.py").write_text(DEADLY)
-        told = start(deadly, world, place, SPARED="1")
+        told = start(command.arguments(place), world, place, SPARED="1")
         if {code for code, *_ in told} - {0, 3}:
             raise SystemExit(f"a run that nobody killed failed: {told}")
-    return _of_weights(place / "0" / "out")
+    return command.read(place / "0")
 
 
-def restart(folder: Path, deadly: list[str]) -> dict[str, Any]:
+def restart(folder: Path, command: Interrupted) -> dict[str, Any]:
     """torchrun starts the processes again by itself, without a variable to remember; the run ends as if nothing had been."""
     found: dict[str, Any] = {"runs": 0, "equal": 0, "failed": []}
     for world in WORLDS:
@@ -406,11 +528,12 @@ def restart(folder: Path, deadly: list[str]) -> dict[str, Any]:
             "--max-restarts=1",
             "--monitor-interval=0.2",
         ]
-        command = [sys.executable, "-m", *launch, "-m", "aftermap", *deadly]
-        done = subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True, timeout=400, check=False)
-        expected = _uninterrupted(folder, world, deadly)
-        ended = (place / "out" / "model.safetensors").exists()
-        same = ended and _of_weights(place / "out") == expected
+        launched = [sys.executable, "-m", *launch, "-m", "aftermap", *command.arguments(place)]
+        done = subprocess.run(
+            launched, cwd=place, env=environ, capture_output=True, text=True, timeout=_SECONDS, check=False
+        )
+        expected = _uninterrupted(folder, world, "train", command)
+        same = done.returncode in (0, 3) and command.read(place) == expected
         found["runs"] += 1
         found["equal"] += same
         if not same:
@@ -422,11 +545,13 @@ def restart(folder: Path, deadly: list[str]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> int:
     """Runs everything; the exit code is 1 if something differs, hangs or is unclear."""
     parser = argparse.ArgumentParser(description="Compares 1, 2 and 4 processes, and kills some.")
-    parser.add_argument("--cases", type=int, default=3, help="how many ways to share out the data")
+    parser.add_argument("--cases", type=int, default=4, help="how many ways to share out the data")
     parser.add_argument("--parts", nargs="*", choices=PARTS, help="only these; others keep what is known of them")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # Threads do not survive a fork.
+    for module in _COMMAND_MODULES:
+        importlib.import_module(module)
     told: dict[str, Any] = {"cases": options.cases, "bound": BOUND, "compared": {}}
     if options.output.exists() and options.parts:  # Other parts keep what is known of them.
         told = json.loads(options.output.read_text(encoding="utf-8"))
@@ -434,24 +559,12 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = make_files(_made(folder / "files"))
-        deadly = ["train", "--model", "deadly:build", "--train", str(files.train), "--val", str(files.val)]
-        deadly += [
-            "--optimizer",
-            "vogn",
-            "--epochs",
-            "12",
-            "--batch-size",
-            "40",
-            "--checkpoint-seconds",
-            "0",
-            "-o",
-            "out",
-        ]
+        deadly = _interrupted(files)
         parts: dict[str, Callable[[], Any]] = {
             "library": lambda: compare_library(options.cases, counted, folder / "library"),
-            "writers": lambda: compare_commands(counted, folder / "commands", files),
+            "writers": lambda: compare_commands(counted, folder / "commands", in_double_precision(files)),
             "lost": lambda: lose(folder / "lost", deadly),
-            "restarted": lambda: restart(folder / "lost", deadly),
+            "restarted": lambda: restart(folder / "lost", deadly["train"]),
         }
         for part in options.parts or PARTS:
             told[part] = parts[part]()

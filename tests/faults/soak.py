@@ -27,6 +27,8 @@ from aftermap.hessian_free import HessianFree
 
 __all__ = [
     "COPIES",
+    "MOST_ERROR",
+    "MOST_GROWTH",
     "OUTPUT",
     "PARTS",
     "STRUCTURES",
@@ -41,6 +43,7 @@ __all__ = [
     "objects",
     "thread_error",
     "worker_error",
+    "wrong",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +51,8 @@ OUTPUT = ROOT / "benchmarks" / "results" / "soak.json"
 STRUCTURES = ("kron", "ekfac", "diagonal", "full", "low_rank", "subset")
 WAYS = ("fork", "spawn")
 WORKS = {"predict": 10_000, "fit": 200}
+MOST_GROWTH = 6 << 20  # One thousand bytes per prediction would be 9 MB; the allocator itself moves by a few.
+MOST_ERROR = 1e-6
 COPIES: dict[str, Callable[[Any], Any]] = {
     "deepcopy": copy.deepcopy,
     "pickle": lambda thing: pickle.loads(pickle.dumps(thing)),
@@ -240,5 +245,15 @@ def main(parts: Sequence[str] = tuple(PARTS), output: Path = OUTPUT) -> dict[str
     return results
 
 
+def wrong(results: Mapping[str, Any]) -> list[str]:
+    """The parts in which memory grew, or numbers were others."""
+    found = [f"growth, {w}" for w, e in results["growth"].items() if not e["megabytes"] < MOST_GROWTH / 2**20]
+    for part in ("threads", "workers"):
+        found += [f"{part}, {name}" for name, error in results[part].items() if not error < MOST_ERROR]
+    return found + [f"{how}: {name}" for how, entry in results["copies"].items() for name in entry["other"]]
+
+
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(sys.argv[1:] or tuple(PARTS)), indent=2) + "\n")
+    told = main(sys.argv[1:] or tuple(PARTS))
+    sys.stdout.write(json.dumps(told, indent=2) + "\n")
+    sys.exit(f"wrong: {wrong(told)}" if wrong(told) else 0)

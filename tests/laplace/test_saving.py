@@ -78,6 +78,18 @@ def test_subsets(params: object, tmp_path: Path) -> None:
     assert torch.equal(again.predict(x).latent_cov, laplace.predict(x).latent_cov)
 
 
+def test_what_was_fitted_around_a_wrapper_says_how_to_load_it(tmp_path: Path) -> None:
+    wrapped, x = nn.DataParallel(mlp()), classes()[0][0]
+    laplace = Laplace(wrapped, "classification").fit(classes(), progress=False)
+    place = laplace.save(tmp_path / "posterior")
+    with pytest.raises(
+        InputError, match=r"(?s)module.0.weight \(5, 3\) is missing.*pass torch.nn.DataParallel\(model\)"
+    ):
+        am.load(place, mlp())
+    again = am.load(place, nn.DataParallel(mlp()))
+    assert torch.equal(again.predict(x).latent_cov, laplace.predict(x).latent_cov)
+
+
 def test_every_mismatch_is_named(tmp_path: Path) -> None:
     place = fitted().save(tmp_path / "posterior")
     with pytest.raises(InputError, match=r"(?s)0.weight is \(6, 3\) in the model, \(5, 3\) in the file.*2.weight is"):

@@ -386,7 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
     every = all_mutations()
     results: dict[str, Any] = {"seed": options.seed, "of": len(every), "mutants": {}, "passed": {}, "seconds": {}}
     if options.results.exists() and not options.only:
-        results = json.loads(options.results.read_text())
+        results = {**json.loads(options.results.read_text()), "of": len(every)}
     if options.only:
         chosen = [m for m in (*by_hand(), *every) if m.name == options.only]
     else:

@@ -249,8 +249,9 @@ def open_source(
 
 def _open(spec: str, part: str, data_format: DataFormat, need_targets: bool, what: str) -> Source:
     before, _, ending = spec.rpartition(":")
-    # `toy:test` is a toy problem called test, and no code in a module called toy.
-    stem, named_part = (before, ending) if ending in _PARTS and before not in ("", "builtin", "toy") else (spec, part)
+    # `toy:test` is a toy problem called test, and no code in a module called toy; `loaders.py:test` is a function.
+    has_part = ending in _PARTS and before not in ("", "builtin", "toy") and not before.endswith(".py")
+    stem, named_part = (before, ending) if has_part else (spec, part)
     examples: Examples | None = None
     if stem.startswith("builtin:"):
         examples = part_of(builtin(stem.removeprefix("builtin:")), named_part)

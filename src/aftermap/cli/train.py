@@ -209,9 +209,7 @@ def _start(
         if force and rank() == 0:
             (output / CHECKPOINT).unlink(missing_ok=True)
     optimizer = make_optimizer(recipe, network, likelihood)
-    with fail_together("reading the checkpoint"):
-        resumed = run.resume(network, optimizer)
-    if resumed:
+    if run.resume(network, optimizer):
         state = "is finished" if run.step >= recipe.steps else f"goes on at step {run.step:,} of {recipe.steps:,}"
         reporter.note(f"the run in {output} {state}")
     return optimizer

@@ -19,7 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.data import Examples
-from aftermap.distributed import all_reduce_, broadcast_, broadcast_number, fail_together, rank, world_size
+from aftermap.distributed import (
+    all_reduce_,
+    broadcast_,
+    broadcast_number,
+    fail_together,
+    from_any_process,
+    rank,
+    world_size,
+)
 from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.likelihoods import Likelihood
 from aftermap.models import evaluation_mode
@@ -145,13 +153,28 @@ class Run:
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
         """Takes up a checkpoint, if there is one of the same recipe.
 
+        Process 0, which wrote it, reads it for all: processes on other machines may have no such folder, and would begin anew.
+
         Raises:
             InputError: The folder belongs to another recipe.
-            DataError: The checkpoint is damaged.
+            DataError: The checkpoint is damaged, or process 0 failed to read it.
         """
+        with fail_together("reading the checkpoint"):
+            saved = self._read() if rank() == 0 else None
+        saved = from_any_process(saved)
+        if saved is None:
+            return False
+        with fail_together("going on with the checkpoint"):
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        self.step, self.history = int(saved["step"]), list(saved["history"])
+        return True
+
+    def _read(self) -> dict[str, Any] | None:
+        """Returns what the checkpoint holds; None where there is none."""
         file = self.folder / CHECKPOINT
         if not file.is_file():
-            return False
+            return None
         try:
             saved = torch.load(file, map_location="cpu", weights_only=True)
             # Before there was a choice, every run had the temperature 1.
@@ -164,10 +187,8 @@ class Run:
                 f"{self.folder} holds a run with other settings ({'; '.join(different[:4])}). "
                 "Go on with the old ones, choose another folder, or start anew with --force"
             )
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.history = int(saved["step"]), list(saved["history"])
-        return True
+        found: dict[str, Any] = saved
+        return found
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Writes a checkpoint beside the old one, then takes its place; process 0 does it for all."""

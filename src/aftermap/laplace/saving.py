@@ -258,9 +258,13 @@ def _check_parameters(own: Mapping[str, Tensor], saved: Mapping[str, Mapping[str
     if problems:
         more = [f"… and {len(problems) - 20} more"] if len(problems) > 20 else []
         listed = "\n".join(f"  {p}" for p in [*problems[:20], *more])
-        raise InputError(
-            f"the model does not fit the posterior in {folder}:\n{listed}\nBuild the model that it was fitted for"
+        wrapped = not any(name in own for name in saved) and all(n.removeprefix("module.") in own for n in saved)
+        advice = (
+            "It was fitted around a DataParallel or DistributedDataParallel wrapper: pass torch.nn.DataParallel(model), whose weights have these names"
+            if wrapped
+            else "Build the model that it was fitted for"
         )
+        raise InputError(f"the model does not fit the posterior in {folder}:\n{listed}\n{advice}")
 
 
 def _check_model(model: nn.Module, loaded: LoadedPosterior, folder: str | Path) -> None:

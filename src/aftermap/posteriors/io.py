@@ -45,7 +45,7 @@ from aftermap.posteriors.files import (
     unsealed,
 )
 from aftermap.posteriors.records import ADVICE, Anything, ListOf, MapOf, OrNone, Record, Text, Whole, shown
-from aftermap.writing import flush, give_permissions
+from aftermap.writing import flush, give_permissions, remove_abandoned, temporary_folder
 
 __all__ = [
     "FORMAT",
@@ -97,7 +97,7 @@ def replaced_folder(target: str | os.PathLike[str], *, overwrite: bool, known: C
     """Yields a temporary folder beside ``target`` that takes its place when the body has ended without an exception.
 
     Whatever is raised inside, or while flushing and moving, leaves an old ``target`` as it was and no temporary folder.
-    The folder is the user's alone while it is written; then it has the permissions of what it replaces, or those of the umask.
+    What a kill leaves is taken away by the next call for the same target. The folder is the user's alone while it is written; then it has the permissions of what it replaces, or those of the umask.
 
     Args:
         target: The path that the folder shall have; missing parents are made.
@@ -117,20 +117,16 @@ def replaced_folder(target: str | os.PathLike[str], *, overwrite: bool, known: C
     place = Path(target).expanduser().resolve()  # This goes through a link, so that the link stays.
     _check_replaceable(place, overwrite, known)
     place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = place.parent / f".{place.name}.{uuid.uuid4().hex}.tmp"
-    try:
-        temporary.mkdir()
+    remove_abandoned(place)
+    with temporary_folder(place) as temporary:
         with give_permissions(temporary, place):
             yield temporary
         for file in temporary.iterdir():
             flush(file)
         flush(temporary)
         _check_replaceable(place, overwrite, known)
-        _move(temporary, place)
+        _move(temporary, place)  # After an exchange, what was replaced has the temporary name.
         flush(place.parent)
-    finally:
-        # After an exchange this is what was replaced.
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_replaceable(place: Path, overwrite: bool, known: Collection[str]) -> None:

@@ -28,7 +28,7 @@ from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood
 from aftermap.linalg import take_under
-from aftermap.models import evaluating
+from aftermap.models import evaluating, without_wrappers
 
 __all__ = [
     "MAX_FEATURES",
@@ -487,8 +487,12 @@ class KfraAccumulator(Accumulator):
                 "KFRA averages one matrix over the examples of a batch and cannot weigh them; "
                 "use structure='kron' with example weights"
             )
-        model, names = record.model, self.names
-        if names == [WHOLE_MODEL]:  # The recursion walks over the children of a model.
+        model, prefix = without_wrappers(record.model)
+        names = [name.removeprefix(prefix) for name in self.names]
+        if self.names in (
+            [WHOLE_MODEL],
+            [prefix.removesuffix(".")],
+        ):  # The recursion walks over the children of a model.
             model, names = nn.Sequential(model), ["0"]
         factors = kfra_factors(model, record.batch.inputs, self.likelihood, record.batch.targets, names)
         for part, name in zip(self.parts, names, strict=True):
