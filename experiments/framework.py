@@ -447,12 +447,25 @@ def _shortened(value: Numbers) -> Numbers:
 
 
 def _smaller(svg: str) -> str:
-    """A drawing whose lines have coordinates with two decimals: a hundredth of a point is not seen, and a third of the bytes is saved."""
+    """The same drawing in fewer bytes.
 
-    def line(found: re.Match[str]) -> str:
+    Coordinates have two decimals, since a hundredth of a point is not seen; marks in a row that look alike have their style once, on a
+    group around them; and lines are not indented.
+    """
+
+    def two_decimals(found: re.Match[str]) -> str:
         return re.sub(r"-?\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", found[0])
 
-    return re.sub(r'\bd="[^"]*"', line, svg)
+    def grouped(found: re.Match[str]) -> str:
+        style = found["style"]
+        if re.search(r"(?<!-)\bopacity", style):  # the opacity of a group is not that of its members
+            return found[0]
+        return f'<g style="{style}">\n' + found[0].replace(f' style="{style}"', "") + "</g>\n"
+
+    svg = re.sub(r"^[ \t]+(?=<)", "", svg, flags=re.MULTILINE)
+    svg = re.sub(r'\b(?:d|x|y)="[^"]*"', two_decimals, svg)
+    alike = r'<use [^<>]*? style="(?P<style>[^"]*)"/>\n(?:<use [^<>]*? style="(?P=style)"/>\n)+'
+    return re.sub(alike, grouped, svg)
 
 
 def _results_text(content: Mapping[str, Any], values: Mapping[str, Numbers]) -> str:

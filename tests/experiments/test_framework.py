@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, result_of, run
+from experiments.framework import Job, Results, Verdict, _smaller, judged, mean_and_error, paired, result_of, run
 
 NAME = "antoran2022"  # It judges one claim, L10.
 
@@ -160,3 +160,14 @@ def test_paired_differences() -> None:
     assert not paired([1.0], [0.0]).higher  # One seed decides nothing.
     with pytest.raises(ValueError, match="3 and 2"):
         paired([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def test_drawings_are_smaller_and_look_the_same() -> None:
+    mark = '   <use xlink:href="#m" x="1.23456" y="{}" style="fill: red; fill-opacity: 0.6"/>\n'
+    faint = '   <use xlink:href="#m" x="1" y="2" style="opacity: 0.5"/>\n'
+    other = '   <use xlink:href="#m" x="1" y="2" style="fill: blue"/>\n'
+    drawing = "<svg>\n  <g>\n" + mark.format(1) + mark.format(2.71828) + other + 2 * faint + "  </g>\n</svg>\n"
+    found = _smaller(drawing)
+    group = '<g style="fill: red; fill-opacity: 0.6">\n<use xlink:href="#m" x="1.23" y="1"/>\n<use xlink:href="#m" x="1.23" y="2.72"/>\n</g>\n'
+    assert found == "<svg>\n<g>\n" + group + (other + 2 * faint).replace("   ", "") + "</g>\n</svg>\n"
+    assert _smaller(found) == found  # A figure that is written again has the same bytes.
