@@ -469,11 +469,8 @@ def _smaller(svg: str) -> str:
 
 
 def _results_text(content: Mapping[str, Any], values: Mapping[str, Numbers]) -> str:
-    """JSON with one line for every job."""
-    rows = [
-        f"  {json.dumps(key)}: {json.dumps(value, sort_keys=True, separators=(',', ':'))}"
-        for key, value in sorted(values.items())
-    ]
+    """JSON with one line for every job, whose numbers stay in their order: tables and figures after --resume are those before."""
+    rows = [f"  {json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in sorted(values.items())]
     head = json.dumps(content, indent=1, sort_keys=True).removesuffix("\n}")
     return head + ',\n "values": {\n' + ",\n".join(rows) + "\n }\n}\n"
 

@@ -28,7 +28,7 @@ def experiment(done: list[str], **budget: Any) -> SimpleNamespace:
     def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
         def work(seed: int) -> dict[str, Any]:
             done.append(f"seed{seed}")
-            return {"value": seed * settings.size, "curves": {"line": [1 / 3, float("nan")]}}
+            return {"value": seed * settings.size, "curves": {"line": [1 / 3, float("nan")], "first": [0.5]}}
 
         for seed in range(settings.seeds):
             yield Job(f"part/seed{seed}", lambda s=seed: work(s))
@@ -72,7 +72,7 @@ def test_jobs_are_done_once_and_a_part_can_be_written(tmp_path: Path) -> None:
     content = written(tmp_path)
     assert content["verdicts"][0] == {"id": "L10", "verdict": "holds", "ours": "1.0 ± 0.6", "reason": "", "seeds": 3}
     assert content["budget"] == {"name": "small", "seeds": 3, "size": 1.0}
-    assert content["values"]["part/seed1"]["curves"] == {"line": [0.3333, None]}
+    assert content["values"]["part/seed1"]["curves"] == {"line": [0.3333, None], "first": [0.5]}
     assert content["values"]["part/seed1"]["commit"] == content["commit"]
     assert "| L10 |" in (tmp_path / "output" / "README.md").read_text(encoding="utf-8")
 

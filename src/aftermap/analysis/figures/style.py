@@ -76,9 +76,7 @@ def finish(ax: Any, *, title: str = "", x: str = "", y: str = "", legend: bool |
         spine.set_visible(side in ("left", "bottom", "polar"))
         spine.set(linewidth=0.6, color=INK)
     if legend:
-        ax.legend(
-            loc=legend if isinstance(legend, str) else "best", fontsize=7, frameon=False, labelcolor=INK
-        )
+        ax.legend(loc=legend if isinstance(legend, str) else "best", fontsize=7, frameon=False, labelcolor=INK)
     return ax
 
 
