@@ -9,6 +9,7 @@ An experiment is a module ``experiments/NAME/run.py`` with
   claims whose jobs are not done, which then count as not run yet;
 - ``figures(results, folder)``: draws into a folder, and may return captions by file name;
 - optionally ``tables(results)``: Markdown that goes below the table of claims;
+- optionally ``scale(settings)``: a sentence that says how much smaller everything is than in the document;
 - optionally ``DATA``: the folders or files that it needs in the data folder.
 
 The result of every job is a file of its own in a work folder, so that a run which was interrupted goes on where it was; jobs that are done
@@ -361,6 +362,7 @@ def run(experiment: Any, name: str, arguments: Sequence[str] | None = None) -> i
         "seconds": round(sum(v.get("seconds", 0.0) for v in values.values())),
         "verdicts": [asdict(v) for v in verdicts],
         "figures": dict(captions),
+        "scale": experiment.scale(settings) if hasattr(experiment, "scale") else "",
     }
     _write(folder / "results.json", _results_text(content, values))
     table = claim_table(claims, verdicts)
