@@ -56,8 +56,10 @@ def say_evaluation_cost(
     fitted: Fitted,
     sources: Sequence[Source],
     options: Mapping[str, Any],
-    n_resamples: int,
     reporter: Reporter,
+    *,
+    n_resamples: int = 200,
+    more: int = 0,
 ) -> None:
     """Says what the evaluation of a posterior and of its network will take: predictions of all data, and intervals of all scores.
 
@@ -65,8 +67,9 @@ def say_evaluation_cost(
         fitted: The posterior.
         sources: The test data, and then the data that should look unusual.
         options: The options of ``predict``.
-        n_resamples: The number of bootstrap resamples.
         reporter: What says it.
+        n_resamples: The number of bootstrap resamples.
+        more: How many inputs are predicted beside that by the posterior, such as those whose layers are looked at.
     """
     sizes = [source.batches.n_examples() for source in sources]
     if any(size is None for size in sizes):
@@ -78,7 +81,7 @@ def say_evaluation_cost(
         alone = seconds_per_input(network, batch, {}, most=0.1)
         each = seconds_per_input(fitted.predictor, batch, options)
         scores = 2 * _scoring_seconds(network, batch, alone, n_resamples, sizes[0] or 0)
-        seconds = n * (alone + each) + scores
+        seconds = n * (alone + each) + more * each + scores
     if seconds >= _SAID:
         reporter.note(
             f"{n:,} inputs: about {in_seconds(seconds)}, of which {in_seconds(scores)} for intervals of the scores"

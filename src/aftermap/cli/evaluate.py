@@ -198,7 +198,7 @@ def evaluate(
     score = fitted.score_name(predictive.score)
     source, ood = open_test(fitted, sets, data)
     options = fitted.predict_options(predictive.kind, predictive.samples)
-    say_evaluation_cost(fitted, [source, *ood.values()], options, resamples, reporter)
+    say_evaluation_cost(fitted, [source, *ood.values()], options, reporter, n_resamples=resamples)
     compared = compare_with_map(
         fitted,
         source,

@@ -14,10 +14,12 @@ from aftermap.analysis.report import write_report
 from aftermap.analysis.report.cards import Features
 from aftermap.cli import options as o
 from aftermap.cli.console import confirmed
+from aftermap.cli.cost import say_evaluation_cost
 from aftermap.cli.evaluate import MapComparison, compare_with_map, open_test
 from aftermap.cli.sources import Batches, Source, open_source
 from aftermap.cli.store import Fitted
 from aftermap.laplace import Laplace
+from aftermap.progress import waiting
 
 __all__ = ["report", "where_for_report", "write_for"]
 
@@ -60,11 +62,14 @@ def report(
     source, ood = open_test(fitted, sets, data)
     training = None if train is None else open_source(train, "train", fitted.complete(data.format()), what="--train")
     options = fitted.predict_options(predictive.kind, predictive.samples)
+    inspected = min(_MOST, source.batches.n_examples() or _MOST) if with_where else 0
+    say_evaluation_cost(fitted, [source, *ood.values()], options, reporter, more=inspected)
     compared = compare_with_map(fitted, source, ood, options=options, score=score, seed=run.seed)
     shares = where_for_report(fitted, source, run.seed) if with_where else None
     place = output or saved.posterior / "report.html"
     place.parent.mkdir(parents=True, exist_ok=True)
-    write_for(place, fitted, compared, shares, source, title=title, options=options, seed=run.seed, train=training)
+    with waiting("writing the report"):
+        write_for(place, fitted, compared, shares, source, title=title, options=options, seed=run.seed, train=training)
     compared.report_to(reporter, source.name)
     reporter.line(f"report written to {place}")
     reporter.result({**compared.to_dict(), "report": str(place)})
