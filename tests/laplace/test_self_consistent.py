@@ -24,7 +24,7 @@ from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.latents import OutputGaussians
 from aftermap.laplace.self_consistent import Cavities, averages_curvature, self_consistent_scale
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
-from aftermap.predictive.quadrature import normal_points
+from aftermap.predictive.latent import normal_points
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import (
     Data,

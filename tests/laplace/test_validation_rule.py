@@ -17,7 +17,7 @@ from aftermap.laplace import ValidationResult
 from aftermap.laplace.latents import OutputGaussians
 from aftermap.laplace.validation import RATIOS, search_family
 from aftermap.likelihoods import Bernoulli, Categorical
-from aftermap.predictive.quadrature import normal_points
+from aftermap.predictive.latent import normal_points
 from tests.laplace.problems import contrast_root, generator, normal
 
 CLASSES = [2, 3, 10, 100]

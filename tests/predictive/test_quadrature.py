@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from aftermap.errors import NumericalError
+from aftermap.predictive.latent import normal_points
 from aftermap.predictive.quadrature import (
     bernoulli_entropy,
     bernoulli_gaussian,
-    normal_points,
     poisson_lognormal_log_prob,
     poisson_lognormal_rates,
     poisson_mixture_quantile,

@@ -30,9 +30,8 @@ from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.latents import OutputGaussians
 from aftermap.likelihoods import Bernoulli, Categorical, Likelihood, Poisson, at_temperature, temperature_of
 from aftermap.linalg import psd_eigh
-from aftermap.predictive.latent import Latent, draw, draw_logits
+from aftermap.predictive.latent import Latent, draw, draw_logits, normal_points
 from aftermap.predictive.links import gaussian_prediction
-from aftermap.predictive.quadrature import normal_points
 
 __all__ = ["Cavities", "CavityCheck", "SelfConsistentResult", "averages_curvature", "self_consistent_scale"]
 

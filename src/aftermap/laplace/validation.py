@@ -24,10 +24,9 @@ from torch import Tensor
 from aftermap.laplace.golden import golden_section
 from aftermap.laplace.latents import OutputGaussians
 from aftermap.likelihoods import Categorical, Likelihood, temperature_of
-from aftermap.predictive.latent import Latent, draw, draw_logits
+from aftermap.predictive.latent import Latent, draw, draw_logits, normal_points
 from aftermap.predictive.links import log_probabilities, uses_draws
 from aftermap.predictive.prediction import PROBABILITY_FLOOR
-from aftermap.predictive.quadrature import normal_points
 
 __all__ = ["RATIOS", "WIDTHS", "ValidationResult", "search_family"]
 

@@ -16,9 +16,9 @@ from aftermap import checks
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, HeteroscedasticGaussian, Likelihood, Poisson
 from aftermap.likelihoods.base import check_outputs, check_values
-from aftermap.predictive.latent import Latent, at_least_float32, check_latent, draw, draw_logits
+from aftermap.predictive.latent import Latent, at_least_float32, check_latent, draw, draw_logits, normal_points, shares
 from aftermap.predictive.prediction import Prediction
-from aftermap.predictive.quadrature import bernoulli_gaussian, normal_points, shares
+from aftermap.predictive.quadrature import bernoulli_gaussian
 
 __all__ = [
     "LINKS",

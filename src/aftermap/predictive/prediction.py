@@ -19,12 +19,11 @@ from aftermap.errors import InputError, ShapeError, UnsupportedError
 from aftermap.likelihoods import Categorical, parse_likelihood
 from aftermap.likelihoods.base import aligned, sum_positions
 from aftermap.predictive.display import prediction_html, prediction_text
+from aftermap.predictive.latent import normal_quantile, shares
 from aftermap.predictive.quadrature import (
-    normal_quantile,
     poisson_lognormal_log_prob,
     poisson_lognormal_rates,
     poisson_mixture_quantile,
-    shares,
     weighted_quantile,
 )
 
