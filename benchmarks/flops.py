@@ -22,9 +22,8 @@ import argparse
 import json
 import math
 import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from aftermap.curvature.passes.record import record_calls
 from aftermap.models import only_require_grad
 from aftermap.predictive.linearised import latent_gaussians
 from benchmarks.models import make
-from benchmarks.timing import machine
+from benchmarks.timing import least_processor_times, machine
 
 __all__ = ["NETWORKS", "count", "main", "measure", "table"]
 
@@ -74,17 +73,6 @@ def count(model: torch.nn.Module, x: torch.Tensor) -> dict[str, float]:
     return {kind: value / work["forward"] for kind, value in work.items()}
 
 
-def _least(functions: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The least processor time of each, in turns."""
-    best = dict.fromkeys(functions, math.inf)
-    for _ in range(repeats + 1):  # the first turn warms up
-        for name, function in functions.items():
-            start = time.process_time()
-            function()
-            best[name] = min(best[name], time.process_time() - start)
-    return best
-
-
 def measure(name: str, repeats: int = 5) -> Entry:
     """One network: the count, and the covariances and predictions that were timed."""
     model, data = make(name, size=1024)
@@ -104,7 +92,7 @@ def measure(name: str, repeats: int = 5) -> Entry:
         with torch.no_grad():
             model(x)
 
-    seconds = _least(
+    seconds = least_processor_times(
         {
             "forward": forward,
             "covariance": lambda: latent_gaussians(plan, laplace.posterior, batch),

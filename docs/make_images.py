@@ -225,9 +225,7 @@ def evidence() -> None:
     x = torch.linspace(-1, 1, 60)[:, None]
     y = torch.sin(3 * x) + 0.1 * torch.randn(60, 1)
     network = nn.Sequential(nn.Linear(1, 20), nn.Tanh(), nn.Linear(20, 1))
-    found = am.train_by_evidence(
-        network, [(x, y)], "regression", epochs=3000, lr=0.1, frequency=100, prior_precision=0.1
-    )
+    found = am.train_by_evidence(network, [(x, y)], "regression", epochs=1000, lr=0.1, frequency=20)
     curves = found.curves
     figure = Figure(figsize=(8, 2.4), layout="constrained")
     shown = {

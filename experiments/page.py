@@ -21,7 +21,6 @@ from experiments.framework import (
     ROOT,
     Claim,
     Verdict,
-    claim_table,
     read_claims,
 )
 
@@ -35,8 +34,12 @@ HEAD = """# What was reproduced
 The documents that this library comes from claim things. Every claim that is tested, and what came of it:
 """
 NOTES = """
-Below is every claim with the criterion that was fixed before anything was run, what the document says, what came out here, and the verdict. An unwelcome
-verdict is a result like any other. "Higher" and "lower" mean by more than two standard errors of the paired difference over seeds; ± is a standard error.
+"Holds in part" means that a claim has several conditions and some of them came out. Nearly everything is smaller here than in the documents, since it had to run on a processor
+in minutes: a line before each table says how much. What does not hold at this size may hold at theirs.
+
+For each document there is first a table of its claims and verdicts; then, claim by claim, the criterion that was fixed before anything was run, what the document says, what
+came out here, and why, where it does not simply hold. An unwelcome verdict is a result like any other. "Higher" and "lower" mean by more than two standard errors of the paired
+difference over seeds; ± is a standard error.
 
 This page is written by `python -m experiments.page` from `experiments/claims.toml` and the `results.json` of each experiment, so that no number on it was typed by
 hand. What was scaled down is said in the README.md of each experiment. Seconds are those of one processor core.
@@ -68,10 +71,38 @@ def page_of(claims: Sequence[Claim], results: Mapping[str, Mapping[str, Any]], s
     for document in dict.fromkeys(claim.document for claim in claims):
         own = [claim for claim in claims if claim.document == document]
         parts.append(f"## {document}\n")
-        parts.append(claim_table(own, [verdicts[c.id] for c in own if c.id in verdicts]) + "\n")
-        for name in dict.fromkeys(claim.experiment for claim in own):
-            parts.append(_experiment(name, results.get(name), shown))
+        names = list(dict.fromkeys(claim.experiment for claim in own))
+        scales = [results[name].get("scale", "") for name in names if name in results]
+        parts += [f"Smaller here: {scale}\n" for scale in scales if scale]
+        parts.append(_table(own, verdicts))
+        parts += [_details(claim, verdicts.get(claim.id)) for claim in own]
+        parts += [_experiment(name, results.get(name), shown) for name in names]
     return "\n".join(parts)
+
+
+def _table(claims: Sequence[Claim], verdicts: Mapping[str, Verdict]) -> str:
+    """Claims and verdicts alone, to be read at a glance."""
+    lines = ["| | claim | verdict |", "|---|---|---|"]
+    for claim in claims:
+        verdict = verdicts[claim.id].verdict if claim.id in verdicts else NOT_RUN
+        lines.append(f"| {claim.id} | {_text(claim.claim).replace('|', chr(92) + '|')} | {verdict} |")
+    return "\n".join(lines) + "\n"
+
+
+def _details(claim: Claim, verdict: Verdict | None) -> str:
+    """The evidence for one claim."""
+    place = f" ({claim.place})" if claim.place != "–" else ""
+    lines = [f"**{claim.id}**{_text(place)}: **{NOT_RUN if verdict is None else verdict.verdict}**", ""]
+    parts = {"Criterion": claim.criterion, "Published": claim.published}
+    if verdict is not None:
+        parts |= {"Here": verdict.ours if verdict.ours != "–" else "", "Why": verdict.reason}
+    lines += [f"- *{name}:* {_text(words)}" for name, words in parts.items() if words]
+    return "\n".join(lines) + "\n"
+
+
+def _text(words: str) -> str:
+    """Words that Markdown shows as they are."""
+    return words.replace("*", "\\*").replace("<", "&lt;")
 
 
 def _counts(claims: Sequence[Claim], verdicts: Mapping[str, Verdict]) -> str:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from aftermap.errors import InputError
-from aftermap.progress import progress, progress_enabled
+from aftermap.progress import progress, progress_enabled, waiting
 
 
 class FakeTerminal(io.StringIO):
@@ -122,3 +122,14 @@ def test_bad_input(terminal: FakeTerminal, enabled: bool) -> None:
         progress(17, description="none", enabled=enabled)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="got total=-2; pass a number >= 0"):
         progress([1, 2], description="none", total=-2, enabled=enabled)
+
+
+def test_a_line_says_what_is_waited_for_and_goes_away(terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    with waiting("reading a file"):
+        assert "reading a file …" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r")
+    quiet = io.StringIO()
+    replace_stderr(monkeypatch, quiet)
+    with waiting("reading a file"):
+        pass
+    assert quiet.getvalue() == ""

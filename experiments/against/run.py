@@ -76,6 +76,11 @@ BUDGETS = {
 }
 
 
+def scale(settings: Settings) -> str:
+    """How much smaller everything is."""
+    return f"{len(settings.tasks)} small tasks with {settings.seeds} seeds, where the papers have ResNets on CIFAR and ImageNet."
+
+
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     """Every method on each task, seed by seed."""
     for name in settings.tasks:

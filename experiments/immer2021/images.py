@@ -103,19 +103,22 @@ class Part:
     def validation(self) -> Pair:
         """Held-out images of the official training set."""
         x, y = _read(self.data_dir, self.name, "validation")
-        return x[: self.settings.validation], y[: self.settings.validation]
+        count = self.settings.validation if self.name == "mnist" else self.settings.clothes_validation
+        return x[:count], y[:count]
 
     @property
     def test(self) -> Pair:
         """Test images."""
         x, y = _read(self.data_dir, self.name, "test")
-        return x[: self.settings.test], y[: self.settings.test]
+        count = self.settings.test if self.name == "mnist" else self.settings.clothes_test
+        return x[:count], y[:count]
 
     @property
     def other(self) -> Tensor:
         """Test images of the other data set."""
-        name = "fashion-mnist" if self.name == "mnist" else "mnist"
-        return _read(self.data_dir, name, "test")[0][: self.settings.other]
+        if self.name == "mnist":
+            return _read(self.data_dir, "fashion-mnist", "test")[0][: self.settings.other]
+        return _read(self.data_dir, "mnist", "test")[0][: self.settings.clothes_test]
 
     def _weights(self, seed: int, precision: float) -> Path:
         return work_folder(self.name) / f"network{seed}_{precision:g}.pt"

@@ -171,7 +171,7 @@ def _far(results: Results) -> Any:
                 )
     ax.set_xscale("log")
     ax.set_ylim(0.45, 1.02)
-    finish(ax, x="factor", y="mean confidence", legend=True)
+    finish(ax, x="inputs times", y="mean confidence", legend=True)
     return ax.figure
 
 
@@ -189,7 +189,7 @@ def _occam(results: Results) -> Any:
             ax.fill_between(curve["x"], low, high, color=CATEGORIES[0], alpha=alpha, lw=0)
         ax.plot(curve["x"], curve["mean"], color=CATEGORIES[0], lw=1.2)
         ax.plot(*curve["data"], ".", color="k", markersize=2)
-        title = f"{depth} hidden, evidence {row['log_evidence']:.1f}, test {row['test_log_likelihood']:.2f}"
+        title = f"{depth} hidden layers\nevidence {row['log_evidence']:.1f}, test {row['test_log_likelihood']:.2f}"
         finish(ax, title=title, x="x")
         ax.set_ylim(-2, 2)
         ax.title.set_fontsize(7.5)

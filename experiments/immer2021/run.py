@@ -22,6 +22,15 @@ TITLE = "Linearised Laplace (Immer, Korzepa and Bauer 2021)"
 DATA = ("uci_classification", "mnist", "fashion-mnist", "cifar10", "svhn", "models")
 
 
+def scale(settings: Settings) -> str:
+    """How much smaller everything is."""
+    images, tables = settings.images, settings.uci
+    return (
+        f"networks on MNIST and Fashion-MNIST see {images.train:,} images for {images.epochs} epochs and choose among {len(images.precisions)} precisions (the paper: 60,000, 500 and 16); "
+        f"those on tables have {tables.steps:,} steps and {len(tables.precisions)} precisions (10,000 and 10); {len(tables.seeds)} seeds instead of 10."
+    )
+
+
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     """All jobs; those that compare images use the weights that earlier ones trained."""
     yield from confidence.jobs(settings.far, settings.svhn, data_dir)

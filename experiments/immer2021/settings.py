@@ -52,6 +52,8 @@ class Images:
         channels: The channels of the convolutional network.
         dense: The units of its dense layer.
         samples: Weight samples.
+        clothes_validation: The validation images of clothes.
+        clothes_test: The test images of clothes, and the digits that are shown to their network.
         subset: The size of the subset of data, for the convolutional network.
         subset_test: Test images, and images of the other set, that the subset's predictive is asked about.
     """
@@ -67,8 +69,10 @@ class Images:
     channels: tuple[int, int] = (8, 16)
     dense: int = 64
     samples: int = 50
+    clothes_validation: int = 500
+    clothes_test: int = 1000
     subset: int = 100
-    subset_test: int = 1000
+    subset_test: int = 500
 
 
 @dataclass(frozen=True)
@@ -167,6 +171,8 @@ BUDGETS = {
             channels=(2, 3),
             dense=8,
             samples=5,
+            clothes_validation=100,
+            clothes_test=100,
             subset=10,
             subset_test=50,
         ),

@@ -159,10 +159,10 @@ def _confidence(results: Results, pairs: list[str]) -> Any:
         ax.plot([left, right], [place, place], color="0.8", linewidth=1.2, zorder=1)
     ax.plot(network, places, "o", color=CATEGORIES[1], markersize=4, label="network")
     ax.plot(kron, places, "o", color=CATEGORIES[0], markersize=4, label="Laplace, Kronecker")
-    ax.axvline(0.1, color="0.5", linewidth=0.8)
+    ax.axvline(0.1, color="0.5", linewidth=0.8, label="chance")
     ax.set_yticks(places, labels)
     ax.set_xlim(0, 1)
-    return finish(ax, x="mean confidence", legend=True).figure
+    return finish(ax, x="mean confidence", legend="lower right").figure
 
 
 def _iris(curves: dict[str, list[float]]) -> Any:

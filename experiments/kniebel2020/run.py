@@ -22,6 +22,12 @@ TITLE = "Where is the uncertainty in Bayesian neural networks (Kniebel 2020)"
 DATA = ("mnist", "fashion-mnist", "kmnist", "notmnist", "cifar10", "svhn")
 
 
+def scale(settings: Settings) -> str:
+    """How much smaller everything is."""
+    images = settings.images
+    return f"networks see {images.train:,} images of a set for {images.epochs} epochs; {images.seeds} seeds. The thesis has no results to compare with."
+
+
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     """All jobs, the cheap parts first."""
     yield from iris.jobs(settings.iris)

@@ -104,5 +104,5 @@ def _amortised(results: Results) -> Any:
                 scale = sum(known) / len(known)
                 into += [float("nan") if v is None else v / scale for v in values]
         ax.plot(across, up, "o", color=colour, markersize=4, alpha=0.7, label=label)
-    ax.plot([0, 2], [0, 2], color="0.5", linewidth=0.8)
+    ax.axline((0, 0), slope=1, color="0.5", linewidth=0.8)
     return finish(ax, x="standard deviation, exact Hessian", y="relative to its mean", legend=True).figure

@@ -117,6 +117,14 @@ BUDGETS = {
 TOLERANCE, WIDE_TOLERANCE = 1e-5, 1e-3
 
 
+def scale(settings: Settings) -> str:
+    """How much smaller everything is."""
+    return (
+        "the document's own data were not at hand; networks are small where the exact Hessian is needed, UCI sets have at most "
+        f"{settings.gap_rows} training rows, and the large network has {settings.wide_rows}."
+    )
+
+
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     """The parts: the sine (H1, H3), the table of approximations (H2, H6), gaps (H4), the large network (H5)."""
     for seed in range(settings.seeds):

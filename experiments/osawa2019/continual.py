@@ -198,6 +198,6 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
         for number, value in enumerate(found):
             label = METHODS[method] if number == 0 else None
             ax.plot(range(1, len(value["means"]) + 1), value["means"], color=colour, lw=1, label=label)
-    finish(ax, x="tasks so far", y="mean accuracy over them", legend=True)
+    finish(ax, x="tasks so far", y="mean accuracy over them", legend="lower left")
     (folder / "continual.svg").write_text(save_svg(ax.figure), encoding="utf-8")
     return {"continual.svg": "Permuted MNIST: mean test accuracy over all tasks so far, every seed."}

@@ -71,7 +71,8 @@ def _convergence(results: Results) -> Any:
         curve = _curve(results, "residual", method)
         if curve:
             ax.plot(range(1, len(curve) + 1), curve, lw=1.2, color=colour, label=label)
-    finish(ax, title="VOGN, residual network", x="epoch", legend=True)
+    finish(ax, title="VOGN, residual network", x="epoch", legend="lower right")
+    ax.set_ylim(bottom=0)
     return figure
 
 

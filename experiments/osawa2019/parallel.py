@@ -251,7 +251,11 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
         ax.yaxis.set_major_formatter("{x:g}")
         ax.yaxis.set_minor_formatter("")
         finish(
-            ax, title=title, x="processes", y="ms of each process, per step" if place == 0 else "", legend=place == 0
+            ax,
+            title=title,
+            x="processes",
+            y="ms of each process, per step" if place == 0 else "",
+            legend="upper right" if place else False,
         )
     ax = figure.add_subplot(1, 3, 3)
     for colour, (kind, label) in zip(CATEGORIES, (("fixed", "one batch"), ("new", "new batches")), strict=False):

@@ -199,6 +199,11 @@ class Digits:
         return {**found, "evidence_precision": precision, "weights": la.posterior.n_params}
 
 
+def scale(settings: Settings) -> str:
+    """How much smaller everything is."""
+    return f"{settings.seeds} networks and {settings.ensembles} ensemble instead of 10, {settings.epochs} epochs, {settings.test:,} test images of each set."
+
+
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     """Training first, then what each method says."""
     digits = Digits(settings, data_dir)

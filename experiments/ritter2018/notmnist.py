@@ -377,9 +377,11 @@ def _dropout(results: Results) -> Verdict:
 
 def _narrower(results: Results) -> Verdict:
     sizes = {m: results.numbers(f"notmnist/tune_{m}/*", "mean_deviation") for m in METHODS}
+    found = {m: results.among(f"notmnist/tune_{m}/*").items() for m in METHODS}
     pairs = "; ".join(
-        f"{NAMES[m]}: N × {results.text(f'notmnist/tune_{m}/*', 'scale', 1)}, τ {results.text(f'notmnist/tune_{m}/*', 'precision', 1)}"
-        for m in METHODS
+        f"{NAMES[m]}: (N, τ) of the seeds "
+        + ", ".join(f"(× {v['scale']:g}, {v['precision']:.0e})" for _, v in sorted(rows))
+        for m, rows in found.items()
     )
     ours = f"mean standard deviation {mean_and_error(sizes['diagonal'], 4)} against {mean_and_error(sizes['kron'], 4)}; {pairs}"
     each = ", ".join(f"{d:.2g} against {k:.2g}" for d, k in zip(sizes["diagonal"], sizes["kron"], strict=True))

@@ -303,4 +303,22 @@ def _outlook(results: Results) -> Verdict:
         "fewer labels",
     )
     reason = ", ".join(f"{name} {'yes' if held else 'no'}" for name, held in zip(parts, conditions, strict=True))
-    return Verdict.of("R20", conditions, ours, reason, results.settings.outlook.seeds)
+    return Verdict.of("R20", conditions, ours, f"{reason}. {_why_not(results)}", results.settings.outlook.seeds)
+
+
+def _why_not(results: Results) -> str:
+    """What the numbers say about each part that may fail."""
+
+    def of(name: str) -> list[float]:
+        return results.numbers("outlook/evidence/*", name)
+
+    loss = paired(of("evidence"), of("network"))
+    gains = [paired(of(f"{name}_mixture"), of(name)) for name in ("evidence", "grid")]
+    told = []
+    if loss.higher:
+        told.append(f"Posteriors by evidence are too wide: their NLL less that of the network itself is {loss}")
+    told.append(
+        f"a mixture is compared with the member that is best in hindsight; from the average member it differs by {gains[0]} by evidence and {gains[1]} by the grid"
+    )
+    told.append("mutual information of so few labels follows the brightness of an image (see the README)")
+    return "; ".join(told)

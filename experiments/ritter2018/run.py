@@ -21,6 +21,15 @@ DATA = ("mnist", "notmnist", "cifar10", "models")
 TITLE = "A scalable Laplace approximation for neural networks (Ritter, Botev and Barber 2018)"
 
 
+def scale(settings: Settings) -> str:
+    """How much smaller everything is."""
+    images, residual = settings.images, settings.residual
+    return (
+        f"the network on MNIST has the paper's width, but {images.epochs} epochs instead of 250, and its curvature is of {images.passes} random binarisations of {images.fit:,} images "
+        f"instead of 1,000 of all; a pretrained ResNet-20 on CIFAR-10, with the curvature of {residual.fit} images, stands for wide residual networks on CIFAR-100; {images.seeds} seeds."
+    )
+
+
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     """All jobs, the cheap parts first; a job may use what an earlier one kept."""
     yield from toy.jobs(settings.toy)

@@ -127,11 +127,11 @@ class Residual:
     seeds: int = 3
     fit: int = 300
     passes: int = 1
-    tuning: int = 150
-    tuning_samples: int = 3
+    tuning: int = 100
+    tuning_samples: int = 2
     scales: tuple[float, ...] = _decades(0, 6)
     ratios: tuple[float, ...] = (1.0, 100.0, 1e4)
-    samples: int = 4
+    samples: int = 3
     test: int = 5000
     drops: tuple[float, ...] = (0.02, 0.05, 0.1)
 

@@ -22,7 +22,7 @@ import aftermap as am
 from aftermap.analysis.figures import CATEGORIES, finish, save_svg
 from aftermap.baselines import Particles
 from aftermap.likelihoods import Gaussian
-from experiments.framework import Job, Paired, Results, Verdict, judged, mean_and_error, paired, work_folder
+from experiments.framework import NOT_RUN, Job, Paired, Results, Verdict, judged, mean_and_error, paired, work_folder
 from experiments.ritter2018.settings import Toy
 from experiments.ritter2018.tempering import Perceptron, sample
 
@@ -254,7 +254,9 @@ def tables(results: Results) -> str:
     """What comes out under the other priors."""
     lines = []
     for prior in results.settings.toy.priors[1:]:
-        found = _under(results, prior)
+        found = [v for v in _under(results, prior) if v.verdict != NOT_RUN]
+        if not found:
+            continue
         lines += [
             f"The toy under the prior N(0, {1 / prior:g}) instead of N(0, 10):",
             "",

@@ -116,6 +116,14 @@ BUDGETS = {
 SMALL = ("bostonhousing", "concrete", "energy", "wine-quality-red", "yacht")
 
 
+def scale(settings: Settings) -> str:
+    """How much smaller everything is."""
+    return (
+        f"{settings.splits} to {settings.more_splits} of the 20 standard splits, and {settings.steps:,} steps of training or {settings.epochs} epochs, whichever is more "
+        "(the published networks: up to 4,000 epochs)."
+    )
+
+
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     """Network and Laplace on every split, then the other methods on the first ones."""
     for name in settings.sets:

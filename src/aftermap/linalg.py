@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ from torch import Tensor
 from aftermap.errors import NumericalError, NumericalWarning
 
 __all__ = [
+    "GRADIENT_ROUNDING",
     "TERMS_PER_PART",
     "DenseWork",
     "GramSum",
@@ -30,7 +31,9 @@ __all__ = [
     "add_product_",
     "all_finite",
     "counted_decompositions",
+    "differing",
     "kron",
+    "norms",
     "psd_eigh",
     "safe_cholesky",
     "symmetrise",
@@ -44,6 +47,8 @@ __all__ = [
 TERMS_PER_PART = 1024
 # The rows of a sum in float64 that rounding is allowed for: 2e-12 of the trace at most, far below what a matrix that is wrong would show.
 _LONGEST_SUM = 2**20
+# Two computations of the gradients of a network that works in this dtype may differ by so much of their size.
+GRADIENT_ROUNDING = {torch.float64: 1e-7, torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 # Eigenvalues this many times further below zero than rounding alone would put them mean that a matrix is not p.s.d.
 _ROUNDING_MARGIN = 16.0
 # Rows of a strip: narrower ones save more of the lower triangle, but make thinner products. Strips start, and their rows lie, at
@@ -201,6 +206,48 @@ def all_finite(values: Tensor) -> bool:
     (True, False)
     """
     return math.isfinite(float(values.detach().sum())) or bool(torch.isfinite(values).all())
+
+
+def norms(values: Sequence[Tensor]) -> list[float]:
+    """The Euclidean norms of all tensors, with one look at the device."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for number, value in enumerate(values):
+        by_dtype.setdefault(value.dtype, []).append(number)
+    lengths = [0.0] * len(values)
+    for dtype, numbers in by_dtype.items():
+        wide = torch.promote_types(dtype, torch.float32)
+        lengths_of = torch._foreach_norm([values[n] for n in numbers], 2, dtype=wide)
+        for number, length in zip(numbers, torch.stack(lengths_of).tolist(), strict=True):
+            lengths[number] = length
+    return lengths
+
+
+def differing(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], dtype: torch.dtype) -> set[str]:
+    """The names of gradients that differ from the true ones by more than rounding, or in shape.
+
+    Args:
+        found: The gradients to be checked, which are overwritten. One that is missing is zero.
+        truth: The gradients of plain autograd, by name; None is zero.
+        dtype: The dtype in which the network works.
+
+    >>> one = torch.ones(2)
+    >>> differing(
+    ...     {"a": one.clone(), "b": 2 * one, "c": one[:1]}, {"a": one, "b": one, "c": one, "d": None}, torch.float32
+    ... ) == {"b", "c"}
+    True
+    """
+    dense = {n: t.to_dense() if t.is_sparse else t for n, t in truth.items() if t is not None}
+    wrong = {n for n, g in found.items() if n in dense and g.shape != dense[n].shape}
+    sizes = dict(zip(dense, norms(list(dense.values())), strict=True))
+    # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.
+    noise = 32 * torch.finfo(dtype).eps * max(sizes.values(), default=0.0)
+    differences = {n: found[n].sub_(t) if n in found else t for n, t in dense.items() if n not in wrong}
+    differences.update({n: g for n, g in found.items() if n not in dense})
+    for name, error in zip(differences, norms(list(differences.values())), strict=True):
+        # This is not "error > ...", since a NaN is wrong, too.
+        if not error <= GRADIENT_ROUNDING[dtype] * sizes.get(name, 0.0) + noise:
+            wrong.add(name)
+    return wrong
 
 
 def symmetrise(matrix: Tensor) -> Tensor:

@@ -160,6 +160,12 @@ def autograd_errors_explained() -> Iterator[None]:
                 "use_reentrant=False to torch.utils.checkpoint.checkpoint (in Hugging Face models "
                 "gradient_checkpointing_enable({'use_reentrant': False}), or gradient_checkpointing_disable())"
             ) from error
+        if "is not implemented" in str(error) and "derivative for" in str(error):
+            raise UnsupportedError(
+                f"an operation of the network can be differentiated only once ({error}), and products with the Gauss-Newton matrix need "
+                "it twice, or forwards. Use structure='kron', 'diagonal', 'full' or 'subset', or write the operation in others "
+                "(((a[:, None] - b) ** 2).sum(-1) for torch.cdist, say)"
+            ) from error
         if "must override the setup_context" in str(error):
             raise UnsupportedError(
                 "the network uses a torch.autograd.Function without setup_context (re-entrant checkpointing is one), which "
@@ -431,8 +437,7 @@ def check_modes(model: nn.Module) -> None:
     """Raises if a layer would make outputs random or dependent on other examples."""
     bad: list[str] = []
     for path, module in model.named_modules():
-        dropout = _dropout(module) > 0
-        if module.training and (dropout or isinstance(module, nn.modules.batchnorm._BatchNorm)):
+        if module.training and (_dropout(module) > 0 or isinstance(module, nn.modules.batchnorm._BatchNorm)):
             bad.append(f"{path or 'the model'} ({type(module).__name__})")
         elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is None:
             bad.append(f"{path or 'the model'} ({type(module).__name__} without running statistics)")

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from aftermap.errors import InputError
 
-__all__ = ["announce", "in_seconds", "progress", "progress_enabled", "showing"]
+__all__ = ["announce", "in_seconds", "progress", "progress_enabled", "showing", "waiting"]
 
 T = TypeVar("T")
 _wish: ContextVar[bool | None] = ContextVar("wish", default=None)  # of a caller farther up
@@ -95,6 +95,22 @@ def progress(
         return iterable
     bar: Iterable[T] = tqdm(iterable, desc=description, total=total, file=sys.stderr, leave=False, dynamic_ncols=True)
     return bar
+
+
+@contextmanager
+def waiting(description: str, *, enabled: bool | None = None) -> Iterator[None]:
+    """Inside, a line says what is being done, under the same policy as a bar; afterwards it is gone.
+
+    It is for work whose length nobody knows, such as reading a file.
+
+    >>> with waiting("reading", enabled=False):
+    ...     pass
+    """
+    if not progress_enabled(enabled):
+        yield
+        return
+    with tqdm(desc=description, bar_format="{desc} …", file=sys.stderr, leave=False, dynamic_ncols=True):
+        yield
 
 
 def announce(message: str, *, enabled: bool | None = None) -> None:

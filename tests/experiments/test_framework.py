@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, result_of, run
+from experiments.framework import Job, Results, Verdict, _smaller, judged, mean_and_error, paired, result_of, run
 
 NAME = "antoran2022"  # It judges one claim, L10.
 
@@ -28,7 +28,7 @@ def experiment(done: list[str], **budget: Any) -> SimpleNamespace:
     def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
         def work(seed: int) -> dict[str, Any]:
             done.append(f"seed{seed}")
-            return {"value": seed * settings.size, "curves": {"line": [1 / 3, float("nan")]}}
+            return {"value": seed * settings.size, "curves": {"line": [1 / 3, float("nan")], "first": [0.5]}}
 
         for seed in range(settings.seeds):
             yield Job(f"part/seed{seed}", lambda s=seed: work(s))
@@ -72,7 +72,7 @@ def test_jobs_are_done_once_and_a_part_can_be_written(tmp_path: Path) -> None:
     content = written(tmp_path)
     assert content["verdicts"][0] == {"id": "L10", "verdict": "holds", "ours": "1.0 ± 0.6", "reason": "", "seeds": 3}
     assert content["budget"] == {"name": "small", "seeds": 3, "size": 1.0}
-    assert content["values"]["part/seed1"]["curves"] == {"line": [0.3333, None]}
+    assert content["values"]["part/seed1"]["curves"] == {"line": [0.3333, None], "first": [0.5]}
     assert content["values"]["part/seed1"]["commit"] == content["commit"]
     assert "| L10 |" in (tmp_path / "output" / "README.md").read_text(encoding="utf-8")
 
@@ -160,3 +160,14 @@ def test_paired_differences() -> None:
     assert not paired([1.0], [0.0]).higher  # One seed decides nothing.
     with pytest.raises(ValueError, match="3 and 2"):
         paired([1.0, 2.0, 3.0], [1.0, 2.0])
+
+
+def test_drawings_are_smaller_and_look_the_same() -> None:
+    mark = '   <use xlink:href="#m" x="1.23456" y="{}" style="fill: red; fill-opacity: 0.6"/>\n'
+    faint = '   <use xlink:href="#m" x="1" y="2" style="opacity: 0.5"/>\n'
+    other = '   <use xlink:href="#m" x="1" y="2" style="fill: blue"/>\n'
+    drawing = "<svg>\n  <g>\n" + mark.format(1) + mark.format(2.71828) + other + 2 * faint + "  </g>\n</svg>\n"
+    found = _smaller(drawing)
+    group = '<g style="fill: red; fill-opacity: 0.6">\n<use xlink:href="#m" x="1.23" y="1"/>\n<use xlink:href="#m" x="1.23" y="2.72"/>\n</g>\n'
+    assert found == "<svg>\n<g>\n" + group + (other + 2 * faint).replace("   ", "") + "</g>\n</svg>\n"
+    assert _smaller(found) == found  # A figure that is written again has the same bytes.

@@ -105,7 +105,11 @@ def test_the_committed_page_is_the_generated_one() -> None:
 
 def test_the_page_counts_and_tells() -> None:
     claims = [c for c in CLAIMS if c.id in ("H1", "H2", "X1")]
-    text = page.page_of(claims, {"mcinerney2024": content()}, {})
+    text = page.page_of(claims, {"mcinerney2024": content(scale="3 of 10 sets *.")}, {})
+    assert "Smaller here: 3 of 10 sets *." in text
+    assert "| H1 | Hessian-free Laplace has the variance" in text
+    assert "**H2** (abstract): **not run yet**" in text
+    assert "- *Here:* 0.01" in text
     assert re.search(r"^\| \*\*all\*\* \| 3 \| 1 \| 0 \| 0 \| 0 \| 2 \|$", text, re.MULTILINE)
     assert "aftermap reproduce mcinerney2024" in text
     assert "1,234 s" in text

@@ -14,6 +14,7 @@ from aftermap.laplace import Laplace
 __all__ = [
     "Data",
     "classes",
+    "contrast_root",
     "dense_covariance",
     "generator",
     "linear_regression",
@@ -40,6 +41,15 @@ def seeded(build: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build().double().eval()
+
+
+def contrast_root(cov: Tensor) -> Tensor:
+    """Q R [..., C, C - 1] with R Rᵀ = Qᵀ cov Q: Q the Householder reflection of e_0 to the constant vector, without that vector."""
+    k = cov.shape[-1]
+    w = -torch.full((k,), k**-0.5, dtype=cov.dtype)
+    w[0] += 1
+    q = (torch.eye(k, dtype=cov.dtype) - 2 * torch.outer(w, w) / w.dot(w))[:, 1:]
+    return q @ torch.linalg.cholesky(q.mT @ cov @ q)
 
 
 def mlp(inputs: int = 3, hidden: int = 5, outputs: int = 4, seed: int = 1) -> nn.Module:

@@ -18,7 +18,7 @@ from aftermap.laplace.latents import OutputGaussians
 from aftermap.laplace.validation import RATIOS, search_family
 from aftermap.likelihoods import Bernoulli, Categorical
 from aftermap.predictive.quadrature import normal_points
-from tests.laplace.problems import generator, normal
+from tests.laplace.problems import contrast_root, generator, normal
 
 CLASSES = [2, 3, 10, 100]
 
@@ -72,7 +72,8 @@ def rule(f: np.ndarray, covariances: list[np.ndarray], y: np.ndarray, weight: np
     for w, i in order:
         V = covariances[i]
         v = mean(np.einsum("ab,nbc,ca->n", centred, V, centred)) / (k - 1)
-        noise = np.einsum("nab,sb->sna", np.linalg.cholesky(V), points) * math.sqrt(w / v)
+        root = contrast_root(torch.as_tensor(V)).numpy()
+        noise = np.einsum("nab,sb->sna", root, points[:, :-1]) * math.sqrt(w / v)
 
         diagonal = np.diagonal(V, axis1=1, axis2=2)
         apart = (diagonal[:, :, None] + diagonal[:, None, :] - 2 * V) * w / v

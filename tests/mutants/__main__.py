@@ -71,6 +71,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "laplace/regression_rule.py": ("tests/laplace/test_regression_rule.py",),
     "laplace/validation.py": ("tests/laplace/test_validation_rule.py", "tests/laplace/test_validation_tune.py"),
     "laplace/dimension.py": ("tests/laplace/test_dimension.py",),
+    "predictive/latent.py": ("tests/predictive/test_links.py", "tests/laplace/test_shift.py"),
     "predictive/links.py": ("tests/predictive/test_links.py", "tests/predictive/test_links_other.py", "tests/laplace/test_output_temperature.py"),
     "predictive/linearised.py": ("tests/predictive/test_linearised.py", "tests/predictive/test_predictor.py"),
     "predictive/quadrature.py": ("tests/predictive/test_quadrature.py", "tests/predictive/test_links.py"),

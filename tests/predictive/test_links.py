@@ -231,9 +231,11 @@ def test_only_a_variance_is_a_diagonal_covariance() -> None:
     mean, cov = latent(5, 3)
     var = cov.diagonal(dim1=-2, dim2=-1)
     for link in LINKS:
-        by_var = gaussian_prediction(Categorical(), mean, None, var, link=link, generator=seeded())
-        by_cov = gaussian_prediction(Categorical(), mean, torch.diag_embed(var), link=link, generator=seeded())
-        assert_close(by_var.mean, by_cov.mean)
+        by_var = gaussian_prediction(Categorical(), mean, None, var, link=link, samples=2**14)
+        by_cov = gaussian_prediction(Categorical(), mean, torch.diag_embed(var), link=link, samples=2**14)
+        # Draws of a covariance leave out what is common to all logits, those of variances do not.
+        exact = {} if link not in ("auto", "mc") else {"rtol": 0, "atol": 2e-4}
+        assert_close(by_var.mean, by_cov.mean, **exact)
         assert by_var.latent_cov is None
 
 

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 import aftermap
 from aftermap.cli.signals import end_start_up
 from aftermap.lazy import lazy_attribute
+from aftermap.progress import waiting
 
 __all__ = ["COMMANDS", "EXAMPLES", "Entry", "app", "load_command"]
 
@@ -128,7 +129,9 @@ def load_command(name: str) -> Any:
     register = alone.command(
         name, epilog=f"Example: `{entry.example}`", rich_help_panel=entry.panel, context_settings=settings
     )
-    register(lazy_attribute(entry.module, name))
+    with waiting("starting"):  # PyTorch alone takes some seconds
+        function = lazy_attribute(entry.module, name)
+    register(function)
     return typer.main.get_command(alone)
 
 

@@ -13,6 +13,7 @@ from aftermap.analysis.report import MARKS, Verdict, comparison, score_notes, va
 from aftermap.baselines import Deterministic
 from aftermap.cli import options as o
 from aftermap.cli.console import CHECK_FAILED, GOOD, WORSE, Reporter, confirmed, plain_table
+from aftermap.cli.cost import say_evaluation_cost
 from aftermap.cli.fit import try_model
 from aftermap.cli.sources import Source, open_source, parse_ood
 from aftermap.cli.store import Fitted
@@ -196,11 +197,13 @@ def evaluate(
     fitted = saved.load(run.checked_device())
     score = fitted.score_name(predictive.score)
     source, ood = open_test(fitted, sets, data)
+    options = fitted.predict_options(predictive.kind, predictive.samples)
+    say_evaluation_cost(fitted, [source, *ood.values()], options, resamples, reporter)
     compared = compare_with_map(
         fitted,
         source,
         ood,
-        options=fitted.predict_options(predictive.kind, predictive.samples),
+        options=options,
         score=score,
         seed=run.seed,
         n_resamples=resamples,

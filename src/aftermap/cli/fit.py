@@ -13,6 +13,7 @@ from torch import nn
 from aftermap.batches import iterate, unpack_batch
 from aftermap.cli import options as o
 from aftermap.cli.console import Reporter, confirmed
+from aftermap.cli.cost import say_tuning_cost
 from aftermap.cli.models import import_object, make_model
 from aftermap.cli.sources import Batches, DataFormat, Source, first_batch, open_parts, open_source
 from aftermap.cli.store import Fitted, describe_fit, finish
@@ -462,6 +463,7 @@ def tune(
         laplace.with_prior(tuning.prior_precision)
     else:
         by_evidence = validation is None or tuning.method in ("evidence", "lbfgs")
+        say_tuning_cost(laplace, validation, options, reporter)
         laplace.tune(
             None if by_evidence or validation is None else validation.batches,
             method=None if tuning.method == "auto" else tuning.method,

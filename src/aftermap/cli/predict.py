@@ -7,34 +7,28 @@ import io
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from torch import Tensor
 
-from aftermap.baselines import Deterministic
-from aftermap.batches import Batch, iterate
 from aftermap.cli import options as o
 from aftermap.cli.console import GOOD, confirmed
+from aftermap.cli.cost import say_prediction_cost
 from aftermap.cli.fit import try_model
-from aftermap.cli.sources import Batches, Source, open_source
+from aftermap.cli.sources import Source, open_source
 from aftermap.cli.store import Fitted
 from aftermap.data import csv_rows
 from aftermap.errors import InputError
 from aftermap.evaluation.predictor import predict_all
-from aftermap.laplace.rehearsal import seconds_per_input
-from aftermap.likelihoods import Bernoulli, Categorical
-from aftermap.models import check_device as device_of_model
 from aftermap.predictive import Prediction
-from aftermap.progress import in_seconds
 from aftermap.writing import replaced_file
 
 __all__ = ["predict"]
 
 _LEVEL = 0.95
-_LONG = 5.0  # seconds from which the cheap way is offered
 _DIGITS = 7  # of predictions, uncertainties and scores; standard deviations have 4
 
 
@@ -80,13 +74,8 @@ def predict(
     lost = fitted.promise_lost(options)
     if lost is not None:
         reporter.note(lost)
+    say_prediction_cost(fitted, source, options, reporter)
     predictor: Any = fitted.predictor
-    n_inputs = source.batches.n_examples()
-    if n_inputs is not None:
-        first = _first_batch(predictor, source.batches)
-        each = seconds_per_input(predictor, first, options)
-        if each * n_inputs >= 1:
-            reporter.note(_cost(each, n_inputs, fitted, first, options))
     prediction = predict_all(
         predictor, source.batches.named("predicting"), options=options, need_targets=False
     ).prediction
@@ -116,23 +105,6 @@ def predict(
     reporter.note(summary)
     reporter.result({"n_data": n, "score": score, "flagged": flagged, "output": None, "rows": columns})
     return GOOD
-
-
-def _first_batch(predictor: Any, batches: Batches) -> Batch:
-    device, dtype = device_of_model(predictor.model)
-    return next(iter(iterate(batches.named(""), device=device, dtype=dtype)))
-
-
-def _cost(each: float, n: int, fitted: Fitted, batch: Batch, options: Mapping[str, Any]) -> str:
-    """What a prediction will cost, beside the network alone, and the cheap way where it is long."""
-    network = Deterministic(fitted.model, fitted.predictor.predictor.network_likelihood)
-    alone = seconds_per_input(network, batch, {}, most=0.1)
-    line = f"{n:,} inputs: about {in_seconds(each * n)}, {1000 * each:.3g} ms each ({each / max(alone, 1e-12):.0f} times the network alone)"
-    classes = isinstance(fitted.predictor.predictor.likelihood, Categorical | Bernoulli)
-    if each * n < _LONG or options["kind"] != "linearised" or not classes:
-        return line
-    cheap = seconds_per_input(fitted.predictor, batch, {**options, "kind": "margin"}, most=0.1)
-    return f"{line}; --kind margin takes about {in_seconds(cheap * n)}" if cheap < 0.7 * each else line
 
 
 def _copied_columns(spec: str, keep: str | None, limit: int | None) -> dict[str, list[Any]]:

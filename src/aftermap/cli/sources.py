@@ -33,7 +33,7 @@ from aftermap.data.examples import as_inputs
 from aftermap.data.readers import about_bytes
 from aftermap.distributed import rank, world_size
 from aftermap.errors import DataError, InputError
-from aftermap.progress import progress, showing
+from aftermap.progress import progress, showing, waiting
 
 __all__ = [
     "Batches",
@@ -243,6 +243,11 @@ def open_source(
     Raises:
         InputError, DataError: There is nothing of that kind, or the data cannot be read.
     """
+    with waiting(f"reading {spec}"):
+        return _open(spec, part, data_format, need_targets, what)
+
+
+def _open(spec: str, part: str, data_format: DataFormat, need_targets: bool, what: str) -> Source:
     before, _, ending = spec.rpartition(":")
     # `toy:test` is a toy problem called test, and no code in a module called toy; `loaders.py:test` is a function.
     has_part = ending in _PARTS and before not in ("", "builtin", "toy") and not before.endswith(".py")

@@ -181,8 +181,9 @@ def self_check(predictor: Any, validation: Source | None, options: Mapping[str, 
     if isinstance(made, SelfCheck) and dict(options) == {"kind": "linearised", "samples": 100}:
         return made  # `aftermap.fit` has compared the same predictive on the same data
     device, dtype = device_of_model(predictor.model)
-    batches = iterate(validation.batches.named("self-check"), device=device, dtype=dtype)
-    return check_predictive(predictor, batches, **options)
+    batches = iterate(validation.batches.named(""), device=device, dtype=dtype)
+    known = validation.batches.n_examples() is not None
+    return check_predictive(predictor, batches, total=len(validation.batches) if known else None, **options)
 
 
 def finish(

@@ -29,6 +29,7 @@ from aftermap.evaluation.selective import clopper_pearson
 from aftermap.likelihoods.base import aligned
 from aftermap.params import weights_hash
 from aftermap.predictive import Prediction
+from aftermap.progress import waiting
 
 __all__ = [
     "LEVELS",
@@ -276,16 +277,18 @@ def evaluate(
     outside = {n: _outside(predictor, n, d, inside, chosen, unpack, scored[n]) for n, d in ood.items()}
     others = {key: detected.scores() for key, detected in scored.items()}
 
-    boot = Bootstrap(n_resamples, level, seed)
-    numbers, curves = _measure(inside, boot)
-    numbers.update(_errors_found(inside, others["test"], boot))
-    if reference is not None:
-        numbers["flagged"] = _share(reference.flag(inside.prediction), level)
-    for key, collected in (("", inside), *outside.items()):
-        numbers.update(_parts_compared(key, collected.prediction, boot))
-    for key, collected in (("test", inside), *outside.items()):
-        if collected.prediction.kind in ("classification", "binary"):
-            curves[f"entropy/{key}"] = inverse_ecdf(collected.prediction.score("entropy"))
+    with waiting("scores and their intervals"):
+        boot = Bootstrap(n_resamples, level, seed)
+        numbers, curves = _measure(inside, boot)
+        numbers.update(_errors_found(inside, others["test"], boot))
+        if reference is not None:
+            numbers["flagged"] = _share(reference.flag(inside.prediction), level)
+        for key, collected in (("", inside), *outside.items()):
+            numbers.update(_parts_compared(key, collected.prediction, boot))
+        for key, collected in (("test", inside), *outside.items()):
+            if collected.prediction.kind in ("classification", "binary"):
+                curves[f"entropy/{key}"] = inverse_ecdf(collected.prediction.score("entropy"))
+        detections = _detect(inside, outside, scores, others, reference, boot)
     attacked = _attack(
         predictor, data, attacks, seed, options if attack_options is None else attack_options, unpack, max_attacked
     )
@@ -294,7 +297,7 @@ def evaluate(
         inside.prediction.kind,
         len(inside.prediction),
         numbers,
-        _detect(inside, outside, scores, others, reference, boot),
+        detections,
         attacked,
         _table(inside, outside, scores, others, reference) if table else {},
         curves,

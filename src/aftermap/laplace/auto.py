@@ -192,10 +192,7 @@ def _size_of(val_loader: Iterable[Any]) -> int:
     size = getattr(getattr(val_loader, "dataset", None), "__len__", None)
     if size is not None:
         return int(size())
-    try:
-        batches = len(val_loader) if isinstance(val_loader, Sized) else None
-    except TypeError:  # a loader over a stream
-        batches = None
+    batches = _number_of_batches(val_loader)
     if batches is None:
         return _CHECKED
     first = next(iter(val_loader), None)
@@ -254,7 +251,16 @@ def _check(laplace: Laplace, val_loader: Iterable[Any] | None, unpack: Unpack | 
     if val_loader is None:
         return getattr(laplace.tuning, "check", None)
     device, dtype = check_device(laplace.model)
-    return check_predictive(laplace, iterate(val_loader, device=device, dtype=dtype, unpack=unpack))
+    batches = iterate(val_loader, device=device, dtype=dtype, unpack=unpack)
+    return check_predictive(laplace, batches, total=_number_of_batches(val_loader))
+
+
+def _number_of_batches(loader: Iterable[Any]) -> int | None:
+    """The number of batches of a loader; None where nobody knows it."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a loader over a stream
+        return None
 
 
 def _choose(

@@ -26,12 +26,12 @@ from aftermap.laplace.regression import regression_work
 from aftermap.linalg import DenseWork, counted_decompositions
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.base import has_noise
-from aftermap.progress import showing
+from aftermap.progress import showing, waiting
 
 if TYPE_CHECKING:
     from aftermap.laplace.laplace import Laplace
 
-__all__ = ["Rehearsal", "decomposition_seconds", "dense_seconds", "rehearse", "seconds_per_input"]
+__all__ = ["Rehearsal", "decomposition_seconds", "dense_seconds", "rehearse", "seconds_per_input", "tuning_seconds"]
 
 _LEAST, _MOST, _SHARE = 0.35, 2.0, 0.015  # seconds for the rehearsal of a fit: so many, or this share of it
 _LEAST_SLOPE = 0.25  # of a proportional growth: clocks are noisy, and some of the work is for each example
@@ -141,7 +141,7 @@ def rehearse(
         fetch: The seconds that a batch takes to be loaded.
     """
     own = copy(laplace)
-    with _unnoticed():
+    with waiting("estimating the cost"), _unnoticed():
         _fit(own, _ClockedData(batch, 1))  # what is done once in a process is not measured
         points: list[tuple[int, _Spent]] = []
         size = 1
@@ -254,6 +254,20 @@ def seconds_per_input(predictor: Any, batch: Batch, options: Mapping[str, Any], 
     options = {**options, "generator": None}
     with torch.random.fork_rng():
         return _grown(lambda inputs, _: predictor.predict(inputs, **options), batch, most)
+
+
+def tuning_seconds(laplace: Laplace, batch: Batch, validation: int) -> float:
+    """The seconds that the tuning of a fitted approximation on held-out data takes, rehearsed on some of a batch.
+
+    Args:
+        laplace: The approximation, which stays as it is.
+        batch: The first batch of the held-out data.
+        validation: The number of held-out data.
+    """
+    own = copy(laplace)
+    with _unnoticed():
+        each = _grown(lambda inputs, _: own.predict(inputs), batch, 0.2)
+        return _tuning_seconds(own, batch, int(own.n_data), validation, each, _LEAST)
 
 
 def _grown(predict: Callable[[Any, int], Any], batch: Batch, most: float) -> float:

@@ -87,6 +87,7 @@ def check_predictive(
     kind: str = "linearised",
     link: str = "auto",
     samples: int = 100,
+    total: int | None = None,
 ) -> SelfCheck:
     """Compares the network's own answers with the Bayesian ones.
 
@@ -97,6 +98,7 @@ def check_predictive(
         kind: The predictive to check: "linearised" or "sampling"; see `Laplace.predict`.
         link: How the linearised predictive turns the Gaussian over logits into probabilities.
         samples: The number of draws that the predictive averages over.
+        total: The number of batches, for the bar; None where it is not known.
     """
     predictor = laplace.predictor
     plain: list[Prediction] = []
@@ -104,7 +106,7 @@ def check_predictive(
     targets: list[Tensor] = []
     count = 0
     finite = FiniteExamples(predictor.model, batches, "labelled", quiet=True)
-    for batch in progress(finite, description="check"):
+    for batch in progress(finite, description="self-check", total=total):
         if count >= limit:
             break
         plain.append(predictor.map_prediction(batch.inputs))

@@ -30,7 +30,8 @@ from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.latents import OutputGaussians
 from aftermap.likelihoods import Bernoulli, Categorical, Likelihood, Poisson, at_temperature, temperature_of
 from aftermap.linalg import psd_eigh
-from aftermap.predictive.links import Latent, draw, gaussian_prediction
+from aftermap.predictive.latent import Latent, draw, draw_logits
+from aftermap.predictive.links import gaussian_prediction
 from aftermap.predictive.quadrature import normal_points
 
 __all__ = ["Cavities", "CavityCheck", "SelfConsistentResult", "averages_curvature", "self_consistent_scale"]
@@ -133,7 +134,7 @@ def self_consistent_scale(
         The factor c, and whether the iteration settled.
     """
     mean, cov = gaussians.mean, gaussians.covariances[0]
-    deviations = _deviations(mean, cov)
+    deviations = _deviations(likelihood, mean, cov)
     at_mean = (gaussians.weight * _curvature_trace(likelihood, cov, mean[None], gaussians.targets)[0]).sum()
     log_c = 0.0
     for _ in range(_ITERATIONS):
@@ -160,10 +161,11 @@ def _mean_trace(likelihood: Likelihood, gaussians: OutputGaussians, deviations: 
     return _curvature_trace(likelihood, cov, mean + deviations / math.sqrt(narrowing), gaussians.targets).mean(0)
 
 
-def _deviations(mean: Tensor, cov: Tensor) -> Tensor:
+def _deviations(likelihood: Likelihood, mean: Tensor, cov: Tensor) -> Tensor:
     """Draws from N(0, V) [S, M, C]: fixed points and their mirror images, so that their mean is zero."""
     points = normal_points(_DRAWS, mean.shape[-1], fixed=True)
-    return draw(Latent(torch.zeros_like(mean), cov, cov.diagonal(dim1=-2, dim2=-1)), torch.cat([points, -points]))
+    drawn = draw_logits if isinstance(likelihood, Categorical) else draw
+    return drawn(Latent(torch.zeros_like(mean), cov, cov.diagonal(dim1=-2, dim2=-1)), torch.cat([points, -points]))
 
 
 def _curvature_trace(likelihood: Likelihood, cov: Tensor, z: Tensor, targets: Tensor) -> Tensor:
@@ -312,7 +314,7 @@ def _averages(likelihood: Likelihood, mean: Tensor, cov: Tensor, targets: Tensor
     if isinstance(likelihood, Poisson):
         rate = (mean + cov.diagonal(dim1=-2, dim2=-1) / 2).exp()
         return rate - targets.reshape(rate.shape), torch.diag_embed(rate)
-    z = mean + _deviations(mean, cov)
+    z = mean + _deviations(likelihood, mean, cov)
     size, width = mean.shape
     gradient, curvature = torch.zeros(size, width, dtype=z.dtype), torch.zeros(size, width, width, dtype=z.dtype)
     step = max(1, _NUMBERS // (size * width**2))

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp
 
 from aftermap.batches import Batch, Unpack, iterate
 from aftermap.curvature import fit_curvature
+from aftermap.curvature.passes.products import pushed_forward
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.laplace.evidence import log_evidence
 from aftermap.laplace.fitted import Fitted
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, check_device, evaluating, functional_outputs, prepare_forward_mode
+from aftermap.models import call_model, check_device, evaluating, functional_outputs
 from aftermap.params import Params, flatten, unflatten
 from aftermap.posteriors import CurvaturePosterior, GaussianPosterior
 from aftermap.posteriors.base import with_noise
@@ -249,7 +249,6 @@ def _find_mode(laplace: Laplace, batches: list[Batch], iterations: int) -> tuple
     if not isinstance(posterior, GaussianPosterior):
         raise UnsupportedError(f"refinement needs a posterior with blocks, got a {type(posterior).__name__}")
     laplace.check_weights()
-    prepare_forward_mode()
     model, names = laplace.model, list(posterior.names)
     start = {n: v.detach() for n, v in posterior.mean.items()}
 
@@ -284,7 +283,7 @@ def _direction(flat: Tensor, start: Params) -> Params:
 @torch.no_grad()
 def _offsets(model: nn.Module, start: Params, direction: Params, batch: Batch) -> Tensor:
     """Returns J(x)(v − θ*), what moving adds to the outputs of the linear model."""
-    return jvp(lambda params: functional_outputs(model, params, batch.inputs), (start,), (direction,))[1]
+    return next(pushed_forward(model, start, batch.inputs, [direction]))[1]
 
 
 @torch.inference_mode(False)

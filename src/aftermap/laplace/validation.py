@@ -24,7 +24,8 @@ from torch import Tensor
 from aftermap.laplace.golden import golden_section
 from aftermap.laplace.latents import OutputGaussians
 from aftermap.likelihoods import Categorical, Likelihood, temperature_of
-from aftermap.predictive.links import Latent, draw, log_probabilities, uses_draws
+from aftermap.predictive.latent import Latent, draw, draw_logits
+from aftermap.predictive.links import log_probabilities, uses_draws
 from aftermap.predictive.prediction import PROBABILITY_FLOOR
 from aftermap.predictive.quadrature import normal_points
 
@@ -159,7 +160,8 @@ class _Family:
         if i not in self._drawn:
             cov = self.covariances[i]
             latent = Latent(torch.zeros_like(self.mean), cov, cov.diagonal(dim1=-2, dim2=-1))
-            self._drawn[i] = draw(latent, self._points).float()
+            drawn = draw_logits if isinstance(self.likelihood, Categorical) else draw
+            self._drawn[i] = drawn(latent, self._points).float()
         return self._drawn[i]
 
     def _at(self, width: float, i: int) -> tuple[Tensor, Tensor | None]:

@@ -14,21 +14,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import jacrev, jvp, vmap
+from torch.func import jacrev, vmap
 
 from aftermap.batches import Batch
 from aftermap.curvature.passes.backward import Accumulator, BackwardPass, LayerGradients
 from aftermap.curvature.passes.plan import CheckedPlan
+from aftermap.curvature.passes.products import pushed_forward
 from aftermap.curvature.passes.record import ForwardRecord
 from aftermap.curvature.structures.base import flatten_batch
 from aftermap.errors import InputError
+from aftermap.linalg import differing
 from aftermap.models import (
     autograd_errors_explained,
     check_outputs,
     evaluating,
     functional_outputs,
     only_require_grad,
-    prepare_forward_mode,
 )
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import Posterior
@@ -216,8 +217,8 @@ def latent_gaussians(
 def margin_gaussian(checked: CheckedPlan, posterior: Posterior, batch: Batch) -> LatentGaussian:
     """Returns a Gaussian over the outputs whose variance is that of one difference, from one backward pass.
 
-    The variance v of the difference between the two largest outputs is that of the linearised network, exactly. All outputs
-    are then taken as independent with variance v/2, so that every difference varies as this one does.
+    The variance v of the difference between the two largest outputs is that of the linearised network, exactly or, for wide layers
+    with Kronecker factors, to about a tenth (`Posterior.approximate_variance`). All outputs are then taken as independent with variance v/2, so that every difference varies as this one does.
 
     Args:
         checked: The plan of the trained network, in eval mode, and of the posterior's parameters.
@@ -229,8 +230,7 @@ def margin_gaussian(checked: CheckedPlan, posterior: Posterior, batch: Batch) ->
     for _, position, values, gradients in output_gradients(checked, batch, margin=True):
         if position == 0:
             means.append(values)
-        (blocks,) = posterior.functional_covariance(gradients, [posterior], diagonal=True)
-        parts.setdefault(position, []).append(torch.stack(blocks).sum(0))
+        parts.setdefault(position, []).append(posterior.approximate_variance(gradients))
     mean = torch.cat(means)
     variance = torch.stack([torch.cat(chunks) for _, chunks in sorted(parts.items())], dim=1)  # [N, positions, 1]
     variance = variance.reshape(*mean.shape[:-1], 1).clamp_min(0.0)
@@ -269,20 +269,12 @@ def function_samples(
     model: nn.Module, posterior: Posterior, inputs: Any, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
     """Returns samples f(x, θ*) + J(x)(θ_s − θ*) with the true correlation between inputs: [count, N, ..., C]; one jvp each."""
-    prepare_forward_mode()
     own = named_parameters(model)
     mean = {n: own[n].detach() for n in posterior.names}
-
-    def outputs(params: Params) -> Tensor:
-        return functional_outputs(model, params, inputs)
-
-    drawn: list[Tensor] = []
+    draws = weight_samples(posterior, count, generator)
+    directions = ({n: weights[n] - posterior.mean[n] for n in posterior.names} for weights in draws)
     with evaluating(model), torch.no_grad():
-        for weights in weight_samples(posterior, count, generator):
-            direction = {n: weights[n] - posterior.mean[n] for n in posterior.names}
-            linearised = jvp(outputs, (mean,), (direction,))  # f(x, θ*) and J(x)(θ_s − θ*)
-            drawn.append(linearised[0] + linearised[1])
-    return torch.stack(drawn)
+        return torch.stack([f + pushed for f, pushed in pushed_forward(model, mean, inputs, directions)])
 
 
 def differentiable_latent(
@@ -303,7 +295,12 @@ def differentiable_latent(
     with evaluating(model), torch.enable_grad():
         try:
             mean, lines = _vectorised_jacobian(model, params, inputs)
+            # The vectorised derivatives of a few operations are silently wrong.
+            truth = {n: v[:, 0].detach() for n, v in _looped_jacobian(model, params, inputs[:1])[1].items()}
+            confirmed = not differing({n: v[:, 0].detach().clone() for n, v in lines.items()}, truth, mean.dtype)
         except RuntimeError:  # An operation has no batching rule, and the loop makes the same numbers.
+            confirmed = False
+        if not confirmed:
             mean, lines = _looped_jacobian(model, params, inputs)
     check_outputs(mean, len(inputs))
     check_chosen(outputs, mean.shape[-1])

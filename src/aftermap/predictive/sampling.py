@@ -30,7 +30,7 @@ from aftermap.curvature.rules.base import append_ones
 from aftermap.curvature.structures.base import BlockPosterior, OutputNoise
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.models import call_model, functional_outputs, only_require_grad
-from aftermap.params import Params, swapped
+from aftermap.params import Params, named_parameters, swapped
 from aftermap.posteriors import GaussianPosterior, Posterior
 
 __all__ = ["draw_weights", "locally_sampled_outputs", "outputs_under", "sampled_outputs", "weight_samples"]
@@ -80,12 +80,29 @@ def sampled_outputs(
 
 
 def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
-    """Returns outputs with other weights in place; with gradients on, they can be differentiated in the inputs."""
+    """Returns outputs with other weights in place; with gradients on, they can be differentiated in the inputs.
+
+    The padding of an embedding stays what it is in the model: it has no gradient, so that it is no random variable.
+    """
+    weights = _with_padding(model, weights)
     if torch.is_grad_enabled():
         # A backward pass reads the weights late: the graph must hold these tensors, not a parameter that changes back.
         return functional_outputs(model, weights, inputs)
     with swapped(model, weights):
         return call_model(model, inputs)
+
+
+def _with_padding(model: nn.Module, weights: Params) -> Params:
+    """Returns the weights with the model's own rows for padding, in a copy where there are any."""
+    names = {id(p): n for n, p in named_parameters(model).items()}
+    changed = dict(weights)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
+            name = names[id(module.weight)]
+            if name in changed:
+                padding = torch.arange(module.num_embeddings, device=module.weight.device) == module.padding_idx
+                changed[name] = torch.where(padding[:, None], module.weight.detach(), changed[name])
+    return changed
 
 
 def locally_sampled_outputs(

@@ -66,8 +66,8 @@ def axes(ax: Any = None, *, width: float = COLUMN, height: float | None = None, 
     return ax
 
 
-def finish(ax: Any, *, title: str = "", x: str = "", y: str = "", legend: bool = False) -> Any:
-    """Gives an Axes labels, thin spines and small type, the same on every figure, and returns it."""
+def finish(ax: Any, *, title: str = "", x: str = "", y: str = "", legend: bool | str = False) -> Any:
+    """Gives an Axes labels, thin spines and small type, the same on every figure, and returns it; `legend` may say where, as matplotlib does."""
     ax.set_title(title, fontsize=9, color=INK, loc="left")
     ax.set_xlabel(x, fontsize=8, color=INK)
     ax.set_ylabel(y, fontsize=8, color=INK)
@@ -76,7 +76,7 @@ def finish(ax: Any, *, title: str = "", x: str = "", y: str = "", legend: bool =
         spine.set_visible(side in ("left", "bottom", "polar"))
         spine.set(linewidth=0.6, color=INK)
     if legend:
-        ax.legend(fontsize=7, frameon=False, labelcolor=INK)
+        ax.legend(loc=legend if isinstance(legend, str) else "best", fontsize=7, frameon=False, labelcolor=INK)
     return ax
 
 

@@ -28,7 +28,7 @@ from aftermap.curvature.passes.fallback import per_example_products
 from aftermap.curvature.passes.record import ForwardRecord, LayerCall
 from aftermap.curvature.rules.base import examples_per_chunk
 from aftermap.errors import UnsupportedError
-from aftermap.linalg import take_under
+from aftermap.linalg import differing, norms, take_under
 
 __all__ = [
     "Accumulator",
@@ -37,11 +37,8 @@ __all__ = [
     "PerExampleAccumulator",
     "PerExampleSum",
     "contradictions",
-    "norms",
+    "vectors_agree",
 ]
-
-# A layer's gradient and autograd's may differ by this much, relative to their size.
-_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
 
 
 @dataclass(frozen=True)
@@ -224,31 +221,15 @@ class BackwardPass:
         Returns:
             The gradients of ``also``; None where the outputs do not depend on a parameter.
         """
-        if together and len(vectors) > 1:
-            self._run_together(vectors, keep_graph)
-            return []
-        return self._run_one_by_one(vectors, keep_graph, also)
-
-    def _run_together(self, vectors: Tensor, keep_graph: bool) -> None:
-        edges = self.record.edges
-        gradients: Sequence[Tensor | None] = []
-        if edges:
-            with warnings.catch_warnings():
-                # A missing batching rule makes PyTorch loop inside, which is slower, not wrong.
-                warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
-                gradients = torch.autograd.grad(
-                    self.record.outputs,
-                    edges,
-                    vectors,
-                    is_grads_batched=True,
-                    retain_graph=keep_graph,
-                    allow_unused=True,
-                )
+        if not together or len(vectors) == 1:
+            return self._run_one_by_one(vectors, keep_graph, also)
+        gradients = _gradients_together(self.record, vectors, keep_graph) if self.record.edges else []
         self.start_vectors(vectors)
         for edge, gradient in enumerate(gradients):
             if gradient is not None:
                 self.receive(edge, gradient)
         self.end_vectors()
+        return []
 
     def _run_one_by_one(self, vectors: Tensor, keep_graph: bool, also: Sequence[Tensor]) -> list[Tensor | None]:
         """Hands out the gradient at each edge as soon as it is complete.
@@ -365,6 +346,16 @@ class BackwardPass:
         return len(calls) == 1 and len(edges) == 1 and edges[0] == get_gradient_edge(self.record.outputs)
 
 
+def _gradients_together(record: ForwardRecord, vectors: Tensor, keep_graph: bool) -> Sequence[Tensor | None]:
+    """Returns the gradients [v, ...] of several vectors at all edges, by PyTorch's vectorised autograd."""
+    with warnings.catch_warnings():
+        # A missing batching rule makes PyTorch loop inside, which is slower.
+        warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
+        return torch.autograd.grad(
+            record.outputs, record.edges, vectors, is_grads_batched=True, retain_graph=keep_graph, allow_unused=True
+        )
+
+
 class _RuleGradient(Accumulator):
     """The gradient of one layer's block as its rule gives it for every second example, and what the others received."""
 
@@ -413,30 +404,25 @@ def contradictions(record: ForwardRecord) -> dict[str, str]:
             sums[name] = value if name not in sums else sums[name] + value
     others = [(check.layer, other) for check in checks for other in check.others]
     mixing = {k for (k, _), size in zip(others, norms([o for _, o in others]), strict=True) if size != 0}
-    zero = outputs.new_zeros(())
-    dense = [zero if t is None else t.to_dense() if t.is_sparse else t for t in truth]
-    sizes = dict(zip(names, norms(dense), strict=True))
-    # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.
-    noise = 32 * torch.finfo(outputs.dtype).eps * max(sizes.values(), default=0.0)
-    errors = norms([sums[n].sub_(t) if n in sums else t for n, t in zip(names, dense, strict=True)])
-    tolerance = _TOLERANCE.get(outputs.dtype, 5e-2)
-    reasons: dict[str, str] = {}
-    for name, error in zip(names, errors, strict=True):
-        # This is not "error > ...", since a NaN is wrong, too.
-        if not error <= tolerance * sizes[name] + noise or mixing.intersection(plan.layers_of_parameter[name]):
-            reasons[name] = "it is also used outside its layer's call (or the layer mixes examples)"
-    return reasons
+    wrong = differing(sums, dict(zip(names, truth, strict=True)), outputs.dtype)
+    wrong |= {n for n in names if mixing.intersection(plan.layers_of_parameter[n])}
+    reason = "it is also used outside its layer's call (or the layer mixes examples)"
+    return {n: reason for n in names if n in wrong}
 
 
-def norms(values: Sequence[Tensor]) -> list[float]:
-    """Returns the Euclidean norms of all tensors, with one look at the device."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for number, value in enumerate(values):
-        by_dtype.setdefault(value.dtype, []).append(number)
-    lengths = [0.0] * len(values)
-    for dtype, numbers in by_dtype.items():
-        wide = torch.promote_types(dtype, torch.float32)
-        lengths_of = torch._foreach_norm([values[n] for n in numbers], 2, dtype=wide)
-        for number, length in zip(numbers, torch.stack(lengths_of).tolist(), strict=True):
-            lengths[number] = length
-    return lengths
+def vectors_agree(record: ForwardRecord) -> bool:
+    """Tells whether vectors that go back together give what each gives alone; the graph is still there afterwards.
+
+    PyTorch's vectorised autograd is silently wrong for some operations, and raises for others.
+    """
+    outputs, edges = record.outputs, record.edges
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(2, *outputs.shape, generator=generator, dtype=torch.float32).to(outputs)
+    try:
+        together = _gradients_together(record, vectors, keep_graph=True)
+    except (RuntimeError, NotImplementedError):
+        return False
+    alone = [torch.autograd.grad(outputs, edges, v, retain_graph=True, allow_unused=True) for v in vectors]
+    found = {f"{v}.{e}": g[v] for v in range(2) for e, g in enumerate(together) if g is not None}
+    truth = {f"{v}.{e}": g for v, gradients in enumerate(alone) for e, g in enumerate(gradients)}
+    return not differing(found, truth, outputs.dtype)

@@ -1,7 +1,8 @@
 """Exact per-example gradients for parameters without a rule: slower, never wrong.
 
 The model is run on one example at a time, vectorised by torch.func where its operations allow that (`vmap`), in a plain
-loop where they do not (recurrent layers, control flow that depends on data).
+loop where they do not (recurrent layers, control flow that depends on data). The vectorised derivatives of a few operations
+are silently wrong (`torch.cdist`, `nn.InstanceNorm2d`), so that one example of every call is made by the loop as well.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from aftermap.batches import Batch, Path
+from aftermap.linalg import differing
 from aftermap.models import functional_outputs
 from aftermap.params import named_parameters
 
@@ -43,10 +45,27 @@ def per_example_products(
     chosen = batch.take(torch.arange(start, start + length)).inputs
     parts = vectors[:, start : start + length]
     try:
-        return _vectorised(model, names, chosen, dims, parts)
+        products = _vectorised(model, names, chosen, dims, parts)
     except (RuntimeError, NotImplementedError, ValueError, TypeError):
         # An operation cannot be vectorised: the loop makes the same numbers, and raises what is really wrong.
         return _looped(model, names, chosen, dims, parts)
+    return (
+        products if _is_confirmed(products, model, chosen, dims, parts) else _looped(model, names, chosen, dims, parts)
+    )
+
+
+def _is_confirmed(products: Mapping[str, Tensor], model: nn.Module, inputs: Any, dims: Any, vectors: Tensor) -> bool:
+    """Tells whether the loop gives the same sum over all vectors, with random signs and weights, for one of the examples."""
+    own, (count, length) = named_parameters(model), vectors.shape[:2]
+    if any(value.shape != (count, length, *own[name].shape) for name, value in products.items()):
+        return False
+    weights = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(vectors)
+    combined = torch.tensordot(weights, vectors, 1)
+    example = int(combined.flatten(1).square().sum(1).argmax())  # the one with the largest gradients, or nearly so
+    chosen = _with_batch(_one(inputs, dims, example), dims)
+    truth = _looped(model, list(products), chosen, dims, combined[None, example : example + 1])
+    found = {name: torch.tensordot(weights.to(value), value[:, example], 1) for name, value in products.items()}
+    return not differing(found, {name: value[0, 0] for name, value in truth.items()}, vectors.dtype)
 
 
 def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vectors: Tensor) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Batch, Path, tensors_of
-from aftermap.curvature.passes.backward import contradictions
+from aftermap.curvature.passes.backward import contradictions, vectors_agree
 from aftermap.curvature.passes.record import ForwardRecord, ModelCall, RecordedCall, Signature, record_calls
 from aftermap.curvature.rules.attention import attention_projections
 from aftermap.curvature.rules.base import LayerRule, Layout, find_rule
@@ -88,7 +88,7 @@ class ModelPlan:
         hooked: The pair (module, layer number) for every module whose calls are recorded by a hook.
         attention: The pair (module, {projection: layer number}) for every multi-head attention.
         vectors_go_together: Whether several vectors are back-propagated in one pass of PyTorch's vectorised autograd, which is
-            slow for convolutions, pooling and recurrent layers.
+            slow for convolutions, pooling and recurrent layers, and wrong for a few operations.
         selected: The parameters whose curvature is wanted.
         uncovered: The reason for each selected parameter that no rule covers.
         batch_dimensions: For each (layer number, id of the module) the dimension of the batch in its inputs.
@@ -454,13 +454,14 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
     """Makes a plan, where it is known which of the inputs have a batch dimension."""
     check_modes(model)
     plan = find_layers(model, names)
+    # Examples are repeated where the batch has fewer.
+    three = replace(batch, targets=None, weight=None).take(torch.arange(3) % batch.size)
     with only_require_grad(model, names):
         # The pair holds the last two of the three, backwards, so that any influence of an example on another shows.
-        pair, calls_of_pair = run_recorded(model, plan, _copies(batch, [2, 1]))
+        pair, calls_of_pair = run_recorded(model, plan, three.take(torch.tensor([2, 1])))
         shapes_of_pair = [c.out_shape for c in calls_of_pair]
         pair = pair.detach()
         del calls_of_pair  # With them goes the graph of the pair.
-        three = _copies(batch, [0, 1, 2])
         outputs, calls = run_recorded(model, plan, three)
         check_outputs(outputs, 3)
         check_outputs(pair, 2)
@@ -484,17 +485,18 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
         wrong = dict(record.misfits)
         wrong.update({name: USED_OUTSIDE for name, calls, uses, _ in record.signature if uses > calls})
         wrong |= contradictions(record)
+        together = plan.vectors_go_together and bool(record.edges) and vectors_agree(record)
     # A parameter that is wrong spoils only itself: the others keep their rule, but not in a common block.
     unused = frozenset(n for n in names if not record.uses.get(n))
     # One row is broadcast, and may be one row for each example in another batch.
     whole = frozenset(p for p, t in batch.tensors() if t.dim() > 0 and t.shape[0] != 1 and not batch.is_batched(p, t))
-    return replace(plan.without(wrong), unused=unused, whole_inputs=whole, verified=record.signature)
-
-
-def _copies(batch: Batch, places: Sequence[int]) -> Batch:
-    """Returns chosen examples of a batch, repeated where it has fewer."""
-    index = torch.tensor(places) % batch.size
-    return replace(batch.take(index), targets=None, weight=None)
+    return replace(
+        plan.without(wrong),
+        vectors_go_together=together,
+        unused=unused,
+        whole_inputs=whole,
+        verified=record.signature,
+    )
 
 
 def run_recorded(model: nn.Module, plan: ModelPlan, batch: Batch) -> tuple[Tensor, list[RecordedCall]]:

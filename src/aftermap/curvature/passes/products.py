@@ -1,8 +1,13 @@
-"""Products with the generalised Gauss-Newton matrix, without the matrix."""
+"""Products with the Jacobian and with the generalised Gauss-Newton matrix, without the matrices.
+
+A gradient is what plain autograd gives, and J is its transpose. Forward mode gives J v faster, but PyTorch's derivatives in the
+two modes contradict each other for some operations (an embedding with padding_idx moves its padding in forward mode only), and its
+vectorised derivatives are wrong for others. So every product is confirmed before it is used, and made by double backward where it is not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +18,7 @@ from aftermap.distributed import all_reduce_, fail_together, is_distributed
 from aftermap.draws import normal_like
 from aftermap.errors import DataError, InputError, ShapeError
 from aftermap.likelihoods import Likelihood
+from aftermap.linalg import GRADIENT_ROUNDING
 from aftermap.models import (
     autograd_errors_explained,
     check_device,
@@ -23,7 +29,66 @@ from aftermap.models import (
 )
 from aftermap.params import Params, flatten, unflatten
 
-__all__ = ["GGNOperator"]
+__all__ = ["GGNOperator", "pushed_forward"]
+
+
+_CONTRADICTED = "the derivatives of the network in forward mode are not those in backward mode"
+
+
+def pushed_forward(
+    model: nn.Module, params: Params, inputs: Any, directions: Iterable[Params]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the outputs f and J d for each direction d, at the weights ``params``; detached.
+
+    Forward mode is confirmed by one backward pass with the first direction, and replaced by double backward where it fails.
+    """
+    prepare_forward_mode()
+    weights = {n: p.detach() for n, p in params.items()}
+    pushed: Callable[[list[Tensor]], Tensor] | None = None
+    first = True
+    for direction in directions:
+        if pushed is None:
+            try:
+                f, u, *_ = torch.func.jvp(lambda p: functional_outputs(model, p, inputs), (weights,), (direction,))
+                if not first or _is_transposed(model, weights, inputs, direction, u):
+                    first = False
+                    yield f.detach(), u.detach()
+                    continue
+            except torch.OutOfMemoryError:
+                raise
+            except (NotImplementedError, RuntimeError):
+                pass  # An operation knows no forward mode. The model's own errors come back below.
+            with torch.enable_grad():
+                leaves = {n: w.clone().requires_grad_() for n, w in weights.items()}
+                outputs = functional_outputs(model, leaves, inputs)
+                pushed = _double_backward(outputs, list(leaves.values()))
+        yield outputs.detach(), pushed([direction[n] for n in weights]).detach()
+
+
+def _is_transposed(model: nn.Module, weights: Params, inputs: Any, direction: Params, u: Tensor) -> bool:
+    """Tells whether z·(J d) is (Jᵀ z)·d for a random z, up to rounding."""
+    z = torch.randn(u.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(u)
+    with torch.enable_grad():
+        leaves = {n: w.clone().requires_grad_() for n, w in weights.items()}
+        f = functional_outputs(model, leaves, inputs)
+        gradients = torch.autograd.grad(f, list(leaves.values()), z, allow_unused=True, materialize_grads=True)
+    pairs = [(g.double(), direction[n].double()) for n, g in zip(leaves, gradients, strict=True)]
+    backwards = sum(float((g * d).sum()) for g, d in pairs)
+    size = sum(float(g.norm() * d.norm()) for g, d in pairs) + float(z.norm() * u.norm())
+    return abs(backwards - float((z.double() * u.double()).sum())) <= GRADIENT_ROUNDING[u.dtype] * size
+
+
+def _double_backward(f: Tensor, leaves: list[Tensor]) -> Callable[[list[Tensor]], Tensor]:
+    """Returns the function v -> J v: Jᵀ z is linear in z, so that its derivative in z, applied to v, is J v."""
+    z = torch.zeros_like(f, requires_grad=True)
+    JTz = torch.autograd.grad(f, leaves, z, create_graph=True, allow_unused=True, materialize_grads=True)
+
+    def pushed(tangents: list[Tensor]) -> Tensor:
+        used = [(g, t) for g, t in zip(JTz, tangents, strict=True) if g.requires_grad]
+        options: dict[str, Any] = {"retain_graph": True, "materialize_grads": True}
+        return torch.autograd.grad([g for g, _ in used], z, [t for _, t in used], **options)[0]
+
+    return pushed
 
 
 class GGNOperator:
@@ -31,7 +96,7 @@ class GGNOperator:
 
     In an initialised process group each process holds a part of the data, and products are sums over all; every
     process must then ask for the same products. Every product streams once over the data: u = J v (forward mode), Lambda u, J^T Lambda u (reverse mode).
-    Where an operation of the model knows no forward mode or no vmap, the product falls back to double
+    Where an operation of the model knows no forward mode or no vmap, or where the derivatives in the two modes contradict each other, the product falls back to double
     backward, one column at a time. The model runs in eval mode and is unchanged afterwards.
 
     Products with a network in half precision are made in single precision, with copies of its weights: the small
@@ -75,6 +140,7 @@ class GGNOperator:
         self._chunk_size = chunk_size
         self._n_data: int | None = None
         self._forward_mode = True
+        self._steepest = 0.0  # the largest |G v| / |v| of a batch so far
         prepare_forward_mode()
         self.names = list(self._params)
         self.size = sum(p.numel() for p in self._params.values())
@@ -226,16 +292,31 @@ class GGNOperator:
         f, pullback, *_ = torch.func.vjp(outputs, weights)
         Lambda = self._output_hessian(f.detach(), batch)
 
-        def product(tangent: Params) -> Tensor:
+        def product(tangent: Params) -> tuple[Tensor, Tensor]:
             _, u, *_ = torch.func.jvp(outputs, (weights,), (tangent,))
-            (gradient,) = pullback((Lambda @ u[..., None].to(Lambda.dtype))[..., 0].to(u.dtype))
-            return flatten(gradient, self.names)
+            Lambda_u = (Lambda @ u[..., None].to(Lambda.dtype))[..., 0]
+            (gradient,) = pullback(Lambda_u.to(u.dtype))
+            return flatten(gradient, self.names), (u * Lambda_u).sum()
 
-        parts = [
-            torch.func.vmap(product)(unflatten(chunk, weights)).T.detach()
-            for chunk in columns.split(self._chunk_size, dim=1)
-        ]
+        parts = []
+        for chunk in columns.split(self._chunk_size, dim=1):
+            products, energies = torch.func.vmap(product)(unflatten(chunk, weights))
+            self._check_transposed(chunk, products.T.detach(), energies.detach())
+            parts.append(products.T.detach())
         return torch.cat(parts, dim=1)
+
+    def _check_transposed(self, columns: Tensor, products: Tensor, energies: Tensor) -> None:
+        """Raises where v·(Jᵀ Λ J v) is not (J v)·Λ (J v): then J forwards is not the transpose of Jᵀ backwards."""
+        v, Gv = columns.to(torch.float64), products.to(torch.float64)
+        lengths, sizes = v.norm(dim=0), Gv.norm(dim=0)
+        # Where G v vanishes it is rounding of the largest product.
+        steepest = max(self._steepest, float((sizes / lengths.clamp_min(1e-300)).max()))
+        rounding = GRADIENT_ROUNDING[self.dtype] * lengths * sizes
+        rounding += 64 * torch.finfo(self.dtype).eps * steepest * lengths.square()
+        # This is not "error > ...", since a NaN is wrong, too.
+        if not bool((((v * Gv).sum(0) - energies).abs() <= rounding).all()):
+            raise NotImplementedError(_CONTRADICTED)
+        self._steepest = steepest
 
     def _double_backward_product(self, batch: Batch, columns: Tensor) -> Tensor:
         with torch.enable_grad():
@@ -243,16 +324,10 @@ class GGNOperator:
             leaves = list(params.values())
             f = self._outputs(params, batch)
             Lambda = self._output_hessian(f.detach(), batch)
-            # J^T z is linear in z, so that its derivative in z, applied to v, is J v.
-            z = torch.zeros_like(f, requires_grad=True)
-            JTz = torch.autograd.grad(f, leaves, z, create_graph=True, allow_unused=True, materialize_grads=True)
+            pushed = _double_backward(f, leaves)
             out = []
             for column in columns.T:
-                tangent = list(unflatten(column, self._params).values())
-                used = [(g, t) for g, t in zip(JTz, tangent, strict=True) if g.requires_grad]
-                (u,) = torch.autograd.grad(
-                    [g for g, _ in used], z, [t for _, t in used], retain_graph=True, materialize_grads=True
-                )
+                u = pushed(list(unflatten(column, self._params).values()))
                 vector = (Lambda @ u[..., None].to(Lambda.dtype))[..., 0].to(u.dtype)
                 gradient = torch.autograd.grad(f, leaves, vector, retain_graph=True, materialize_grads=True)
                 out.append(torch.cat([g.reshape(-1) for g in gradient]))

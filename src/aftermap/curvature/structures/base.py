@@ -281,6 +281,14 @@ class BlockPosterior(ABC):
         stride = examples_per_chunk(2 * gradients.n_vectors * sum(math.prod(s) for s in self.shapes.values()))
         return covariances_by_example(gradients, self.names, stride, self.gradient_rows, variants, diagonal)
 
+    def approximate_variance(self, gradients: LayerGradients) -> Tensor:
+        """Returns the variances of J Σ Jᵀ of this block [b, v], exactly or, where that is much cheaper, to about a tenth.
+
+        Args:
+            gradients: The gradients of some vectors at every layer.
+        """
+        return self.functional_covariance(gradients, [self], diagonal=True)[0]
+
     def output_noise(self, layout: Layout) -> OutputNoise | None:
         """Returns how to draw the outputs of a linear layer instead of its weights; None where the structure does not allow it.
 

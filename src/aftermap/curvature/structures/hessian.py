@@ -18,6 +18,7 @@ from aftermap.curvature.structures.full import FullBlock
 from aftermap.distributed import all_reduce_, fail_together, is_distributed
 from aftermap.errors import InputError, NumericalError, NumericalWarning
 from aftermap.likelihoods import Likelihood
+from aftermap.linalg import differing
 from aftermap.models import autograd_errors_explained, check_device, chosen_parameters, evaluating, functional_outputs
 from aftermap.params import Params
 
@@ -171,6 +172,9 @@ def _add_batch(
                     raise
                 batched = False  # Some operation has no batching rule, so rows go one at a time.
                 continue
+            if batched and start == 0 and not _is_confirmed(gradient, variables, units, rows):
+                batched = False  # The vectorised derivative of some operation is wrong.
+                continue
             H[start:stop] += rows.to(H)
             start = stop
 
@@ -186,6 +190,13 @@ def _rows(gradient: Tensor, variables: list[Tensor], units: Tensor, batched: boo
     if batched:
         return torch.cat([g.reshape(len(units), -1) for g in pull(units)], dim=1)
     return torch.stack([torch.cat([g.reshape(-1) for g in pull(unit)]) for unit in units])
+
+
+def _is_confirmed(gradient: Tensor, variables: list[Tensor], units: Tensor, rows: Tensor) -> bool:
+    """Tells whether rows that were made together give what a random combination of them gives alone."""
+    weights = torch.randn(len(units), generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(units)
+    truth = _rows(gradient, variables, (weights @ units)[None], batched=False)[0]
+    return not differing({"row": weights.to(rows) @ rows}, {"row": truth}, gradient.dtype)
 
 
 def fit_hessian(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ from aftermap.curvature.structures.eigenbasis import (
 )
 from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
+from aftermap.curvature.structures.sketch import sketch_basis
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import GramSum, kron, take_like, take_under
@@ -80,6 +82,7 @@ APPROACHES = ("expand", "reduce")
 # An embedding with more entries than this has no reduced Kronecker factors: their input side would be a dense matrix.
 _MAX_REDUCED_ONE_HOT = 4096
 _SAMPLE_NUMBERS = 1 << 20
+_LEAST_DATA = 0.1  # Data that add less than this share to the prior's precision count as none in a sketch.
 _ROUNDING = 8  # Times machine epsilon this is less than the rotations themselves round.
 
 
@@ -508,6 +511,29 @@ class KronBlockPosterior(BlockPosterior):
         if layer is None or len(tables) != len(variants):
             return super().functional_covariance(gradients, variants, diagonal)
         return layer_covariance(gradients, layer, tables, self.basis.outputs, self.basis.inputs, diagonal)
+
+    def approximate_variance(self, gradients: LayerGradients) -> Tensor:
+        layer = layer_of(gradients, self.names)
+        if layer is None or self._sketch is None:
+            return super().approximate_variance(gradients)
+        outer, inner, table = self._sketch
+        return layer_covariance(gradients, layer, [table], outer, inner, diagonal=True)[0]
+
+    @cached_property
+    def _sketch(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Output and input directions [1, o, r] and [1, i, c] that stand for the eigenbasis, and their variances [1, r, c]."""
+        mu, lam, inputs = self.eigen.outputs, self.eigen.inputs, self.basis.inputs
+        if mu is None or lam is None or inputs is None or self.layout.groups > 1 or self.damping != "exact":
+            return None
+        scale, prior = float(self.scale), float(self.prior)
+        bases, table = [], (1 / self.precision.detach())[0]
+        for vectors, own, other in ((self.basis.outputs[0], mu[0], lam[0]), (inputs[0], lam[0], mu[0])):
+            most = scale * float(other.amax())
+            least = _LEAST_DATA * prior / most if most > 0 else torch.inf
+            directions, weights = sketch_basis(vectors, own, least)
+            bases.append(directions[None])
+            table = (weights.to(table) @ table).mT  # first over the outputs, then over the inputs
+        return bases[0], bases[1], table[None].to(self.basis.outputs.dtype)
 
 
 register_structure(
