@@ -21,7 +21,7 @@ import aftermap.cli.training as training
 from aftermap.cli.app import app
 from aftermap.cli.console import Reporter
 from aftermap.cli.store import load_fitted
-from aftermap.cli.training import CHECKPOINT, RATES
+from aftermap.cli.training import CHECKPOINT, HISTORY, RATES
 from aftermap.optim import TrainedPosterior
 from tests.cli.common import answer, invoke, words
 from tests.processes import free_port
@@ -45,6 +45,34 @@ def attempt(*arguments: str) -> Any:
 
 class Killed(BaseException):
     """Nothing catches it, like a signal."""
+
+
+def test_killed_in_the_last_write_it_leaves_the_whole_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [*BASE, "--optimizer", "adam", "--checkpoint-seconds", "0", "-o", str(tmp_path / "run")]
+    real, writes = training.replaced_file, list[Path]()
+
+    def killed(file: Path) -> Any:
+        writes.append(file)
+        if file.name == HISTORY and sum(w.name == HISTORY for w in writes) == 24:  # One after each step.
+            raise Killed
+        return real(file)
+
+    monkeypatch.setattr(training, "replaced_file", killed)
+    with pytest.raises(Killed):
+        attempt(*command)
+    monkeypatch.undo()
+    attempt(*command)
+    assert len(json.loads((tmp_path / "run" / HISTORY).read_text())) == 3
+
+
+@pytest.mark.parametrize("left", [[f".{HISTORY}.part"], [HISTORY], [HISTORY, f".{CHECKPOINT}.part"]])
+def test_killed_in_the_first_write_it_begins_anew(tmp_path: Path, left: list[str]) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    for name in left:
+        (place / name).write_text("[]")
+    attempt(*BASE, "--optimizer", "adam", "-o", str(place))
+    assert sorted(p.name for p in place.iterdir()) == [CHECKPOINT, HISTORY, "model.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--jobs", nargs="*", choices=[kind.name for kind in JOBS], help="only these; others keep what is known"
+        "--jobs", nargs="*", choices=[kind.name for kind in JOBS], help="these again; others keep what is known"
     )
     parser.add_argument("--again", action="store_true", help="forget what an earlier run with the same numbers counted")
     parser.add_argument("--output", type=Path, default=OUTPUT)
@@ -371,7 +371,7 @@ def main(arguments: list[str] | None = None) -> int:
             base / "files", f"{base / 'files' / 'somebodys_nets.py'}:build", base / "files" / "model.pt", **parts
         )
         for number, kind in enumerate(JOBS):
-            if kind.name in found or (options.jobs and kind.name not in options.jobs):
+            if not (kind.name in options.jobs if options.jobs else kind.name not in found):
                 continue
             place = base / kind.name.replace(" ", "_")
             place.mkdir()

@@ -21,6 +21,7 @@ from aftermap.cli.store import Fitted, describe_fit, finish
 from aftermap.cli.training import (
     CHECKPOINT,
     DAMPINGS,
+    HISTORY,
     RATES,
     Recipe,
     Run,
@@ -220,7 +221,14 @@ def _check_folder(output: Path, force: bool) -> None:
     check_writable(output)
     if output.exists() and not output.is_dir():
         raise InputError(f"{output} is a file; a run is a folder: choose another name with -o")
-    foreign = output.is_dir() and any(output.iterdir()) and not (output / CHECKPOINT).is_file()
+    first = {
+        HISTORY,
+        f".{HISTORY}.part",
+        f".{CHECKPOINT}.part",
+    }  # What a kill leaves before the first checkpoint is there.
+    foreign = (
+        output.is_dir() and not (output / CHECKPOINT).is_file() and any(p.name not in first for p in output.iterdir())
+    )
     if foreign and not force:
         raise InputError(f"{output} exists and is no run to go on with. Choose another name with -o, or add --force")
 

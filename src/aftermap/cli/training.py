@@ -202,10 +202,11 @@ class Run:
                     "step": self.step,
                     "history": self.history,
                 }
-                with replaced_file(self.folder / CHECKPOINT) as part:
-                    torch.save(content, part)
+                # The checkpoint comes last: what a kill leaves undone is done again by the run that goes on from the one before.
                 with replaced_file(self.folder / HISTORY) as part:
                     part.write_text(json.dumps(self.history, indent=1) + "\n", encoding="utf-8")
+                with replaced_file(self.folder / CHECKPOINT) as part:
+                    torch.save(content, part)
 
 
 def _rest(recipe: Recipe, step: int) -> Iterator[Tensor]:
