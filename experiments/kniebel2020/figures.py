@@ -162,6 +162,7 @@ def _confidence(results: Results, pairs: list[str]) -> Any:
     ax.axvline(0.1, color="0.5", linewidth=0.8, label="chance")
     ax.set_yticks(places, labels)
     ax.set_xlim(0, 1)
+    ax.set_ylim(bottom=-4)  # room for the legend
     return finish(ax, x="mean confidence", legend="lower right").figure
 
 
