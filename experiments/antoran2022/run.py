@@ -303,6 +303,9 @@ def _l10(results: Results) -> Verdict:
         f"network {mean_and_error(network)}, by validation {mean_and_error(nll['validation'])}"
     )
     reason = f"ratio {ratio:.1f}, NLL at the joint optimum {_mean(nll['joint']):.3f}"
+    unfinished = sum(not done for done in results.numbers("full/*", "joint_converged"))
+    if unfinished:
+        reason += f"; the mode of the linear model was not reached in {unfinished} of {len(network)} seeds, so that this is not the joint optimum itself"
     return Verdict.of("L10", conditions, ours, reason, len(network))
 
 
