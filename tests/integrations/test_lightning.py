@@ -333,6 +333,7 @@ def test_laplace_is_fitted_and_saved_after_training(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:the posterior that was found without held-out labels")  # The data are few.
 def test_laplace_of_the_whole_module_by_the_evidence(tmp_path: Path) -> None:
     callback = LaplaceCallback(validation=False, structure="kron", prior_precision=3.0)
     module = Module(lambda m: torch.optim.Adam(m.parameters(), lr=0.05))
