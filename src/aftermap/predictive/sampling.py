@@ -16,6 +16,7 @@ distribution that weight samples give.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,13 +94,17 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
 
 
 def _with_padding(model: nn.Module, weights: Params) -> Params:
-    """Returns the weights with the model's own rows for padding, in a copy where there are any."""
+    """Returns the weights with the model's own rows for padding, in a copy where there are any.
+
+    A weight that another module shares is left as it was drawn: there the row has a gradient.
+    """
     names = {id(p): n for n, p in named_parameters(model).items()}
+    owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     changed = dict(weights)
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.padding_idx is not None:
-            name = names[id(module.weight)]
-            if name in changed:
+            name = names.get(id(module.weight))  # There is none for a weight that is computed from others.
+            if name in changed and owners[id(module.weight)] == 1:
                 padding = torch.arange(module.num_embeddings, device=module.weight.device) == module.padding_idx
                 changed[name] = torch.where(padding[:, None], module.weight.detach(), changed[name])
     return changed

@@ -202,3 +202,29 @@ def test_the_padding_of_an_embedding_is_no_random_variable() -> None:
         assert_close(samples, samples[:1].expand_as(samples), **CLOSE)
     assert float(laplace.predict(only_padding).latent_var.max()) == 0.0
     assert float(laplace.function_samples(x, 3, generator).std(0).min()) > 0
+
+
+def test_a_padding_that_another_layer_shares_is_drawn() -> None:
+    """Its row has a gradient there; and the weight of a parametrised embedding is no parameter at all."""
+
+    class Tied(Sentence):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 7, bias=False)
+            self.head.weight = self.embed.weight
+
+    tied = randomised(Tied())
+    x = inputs(tied)
+    laplace = am.Laplace(tied, "classification", structure="diagonal").fit([(x, torch.arange(6))])
+    ((name, weight),) = tied.named_parameters()
+    moved = weight.detach().clone()
+    moved[0] += 1.0
+    without = x.clamp_min(1)
+    drawn = laplace.predict(without, kind="sampling", weights=[{name: moved}]).mean
+    with torch.no_grad():
+        weight.copy_(moved)
+    assert_close(drawn, tied(without).softmax(1).detach(), **CLOSE)
+    model = randomised(Sentence())
+    nn.utils.parametrizations.weight_norm(model.embed)
+    laplace = am.Laplace(model, "classification", structure="diagonal").fit([(x, torch.arange(6) % 3)])
+    assert laplace.predict(x, kind="sampling", samples=2).mean.shape == (6, 3)

@@ -32,7 +32,8 @@ from aftermap.params import Params, flatten, unflatten
 __all__ = ["GGNOperator", "pushed_forward"]
 
 
-_CONTRADICTED = "the derivatives of the network in forward mode are not those in backward mode"
+class _ForwardModeContradicted(RuntimeError):
+    """The derivatives of the network in forward mode are not those in backward mode; double backward takes over."""
 
 
 def pushed_forward(
@@ -315,7 +316,7 @@ class GGNOperator:
         rounding += 64 * torch.finfo(self.dtype).eps * steepest * lengths.square()
         # This is not "error > ...", since a NaN is wrong, too.
         if not bool((((v * Gv).sum(0) - energies).abs() <= rounding).all()):
-            raise NotImplementedError(_CONTRADICTED)
+            raise _ForwardModeContradicted
         self._steepest = steepest
 
     def _double_backward_product(self, batch: Batch, columns: Tensor) -> Tensor:
