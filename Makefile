@@ -83,10 +83,10 @@ demo: $(DEV_STAMP) ## train a small network on digits, make it Bayesian, write d
 test: $(DEV_STAMP) ## run the tests and doctests (PYTEST_ARGS="-k kron" narrows them)
 	$(TEST_ENV) $(BIN)/python -m pytest -q $(IN_PARALLEL) $(PYTEST_ARGS)
 
-test-portable: $(DEV_STAMP) ## run the numerical tests as other processors would (takes six times as long as once)
+test-portable: $(DEV_STAMP) ## run the numerical tests as other processors would, six times
 	@failed=; for arithmetic in $(ARITHMETICS); do for threads in $(THREADS); do \
 		echo "$$arithmetic $$threads"; \
-		env $$arithmetic $$threads $(BIN)/python -m pytest -q $(NUMERICAL_TESTS) $(PYTEST_ARGS) || failed="$$failed\n  $$arithmetic $$threads"; \
+		env $$arithmetic $$threads $(BIN)/python -m pytest -q $(IN_PARALLEL) $(NUMERICAL_TESTS) $(PYTEST_ARGS) || failed="$$failed\n  $$arithmetic $$threads"; \
 	done; done; \
 	if test -n "$$failed"; then printf "tests failed under:$$failed\n"; exit 1; fi
 
