@@ -61,9 +61,16 @@ def _mosaic(path: Path) -> Tensor:
     return tiles(path, 10_000)
 
 
+@cache
+def _training_images(folder: Path, files: int) -> Tensor:
+    """So many files of 10,000 training images."""
+    names = [f"train_{10_000 * k:05}_{10_000 * k + 9999:05}.webp" for k in range(files)]
+    return _mosaic(folder / names[0]) if files == 1 else torch.cat([_mosaic(folder / name) for name in names])
+
+
 @dataclass(frozen=True)
 class Data:
-    """The images of one network: all training images come from the first 10,000 of CIFAR-10.
+    """The images of one network: all training images come from the first 10,000 of CIFAR-10, or from 20,000 where these are too few.
 
     Attributes:
         folder: The folder with the data sets.
@@ -73,26 +80,31 @@ class Data:
     folder: Path
     settings: Pictures
 
-    def _part(self, file: str, labels: str, first: int, count: int) -> Pair:
-        x = _mosaic(self.folder / "cifar10" / file)[first : first + count]
-        y = np.load(self.folder / "cifar10" / "labels.npz")[labels][first : first + count]
-        return x, torch.from_numpy(y).long()
+    def _labels(self, name: str) -> Tensor:
+        return torch.from_numpy(np.load(self.folder / "cifar10" / "labels.npz")[name]).long()
+
+    def _training_part(self) -> Pair:
+        """As many files of 10,000 training images as are needed."""
+        x = _training_images(self.folder / "cifar10", -(-(self.settings.train + self.settings.held_out) // 10_000))
+        return x, self._labels("train_labels_all")[: len(x)]
 
     @property
     def train(self) -> Pair:
         """The images that are trained on."""
-        return self._part("train_00000_09999.webp", "train_labels_all", 0, self.settings.train)
+        x, y = self._training_part()
+        return x[: self.settings.train], y[: self.settings.train]
 
     @property
     def held_out(self) -> Pair:
         """Training images that are not trained on, the last ones."""
-        count = self.settings.held_out
-        return self._part("train_00000_09999.webp", "train_labels_all", 10_000 - count, count)
+        x, y = self._training_part()
+        return x[-self.settings.held_out :], y[-self.settings.held_out :]
 
     @property
     def test(self) -> Pair:
         """The test images."""
-        return self._part("test_10k.webp", "test_labels", 0, self.settings.test)
+        count = self.settings.test
+        return _mosaic(self.folder / "cifar10" / "test_10k.webp")[:count], self._labels("test_labels")[:count]
 
     @property
     def other(self) -> Tensor:
@@ -267,7 +279,12 @@ def closure(method: str, model: nn.Module, opt: Any, x: Tensor, y: Tensor) -> Ca
 def _by_backprop(
     model: nn.Module, settings: Pictures, data: Data, batches: Batches, seed: int, values: Mapping[str, float]
 ) -> Trained:
-    field = am.MeanField(model, prior_precision=settings.prior_precision, samples=settings.samples)
+    field = am.MeanField(
+        model,
+        prior_precision=settings.prior_precision,
+        initial_scale=values["initial_scale"],
+        samples=settings.samples,
+    )
     start = time.process_time()
     field.fit(
         batches,
@@ -312,6 +329,17 @@ def _weights(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+def _deviation(predictor: Any) -> float | None:
+    """The median standard deviation of a weight, where there is one."""
+    if isinstance(predictor, am.MeanField):
+        parts = list(predictor.deviation.values())
+    elif hasattr(predictor, "posterior"):
+        parts = [v.sqrt() for v in predictor.posterior.marginal_variance().values()]
+    else:
+        return None
+    return float(torch.cat([part.flatten().double() for part in parts]).median())
+
+
 def _scores(p: Tensor, y: Tensor) -> dict[str, float]:
     """Accuracy and NLL; a run that left the numbers counts as one that knows nothing."""
     if not bool(p.isfinite().all()):
@@ -352,6 +380,7 @@ def judge(trained: Trained, data: Data, samples: int) -> dict[str, Any]:
         "auroc": metrics.auroc(metrics.max_probability(p), wrong),
         "train_accuracy": trained.accuracy,
         "weights": trained.weights,
+        "deviation": _deviation(trained.predictor),
         "entropy": float(inside.mean()),
         "entropy_svhn": float(outside.mean()),
         "equal_entropy_svhn": float(metrics.entropy(tempered).mean()),

@@ -66,11 +66,11 @@ class Settings:
     members: int = 5
     ensembles: int = 1
     train: int = 54_000
-    epochs: int = 3
+    epochs: int = 20
     fit: int = 5400
     validation: int = 500
-    test: int = 1500
-    other: int = 1500
+    test: int = 10_000
+    other: int = 5000
 
 
 BUDGETS = {
@@ -201,7 +201,7 @@ class Digits:
 
 def scale(settings: Settings) -> str:
     """How much smaller everything is."""
-    return f"{settings.seeds} networks and {settings.ensembles} ensemble instead of 10, {settings.epochs} epochs, {settings.test:,} test images of each set."
+    return f"{settings.seeds} networks and {settings.ensembles} ensemble instead of 10, {settings.epochs} epochs, {settings.other:,} images of each other set."
 
 
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
