@@ -26,7 +26,18 @@ from experiments.kniebel2020.iris import pushed_losses
 from experiments.kniebel2020.layers import PRIORS, by_layer, fitted, generator, tuned
 from experiments.kniebel2020.settings import OTHERS, Images
 
-__all__ = ["LAPLACE", "METHODS", "complete", "detection", "jobs", "measured", "tables", "trained", "verdicts"]
+__all__ = [
+    "LAPLACE",
+    "METHODS",
+    "OVERCONFIDENT",
+    "complete",
+    "detection",
+    "jobs",
+    "measured",
+    "tables",
+    "trained",
+    "verdicts",
+]
 
 METHODS = {
     "network": "network",

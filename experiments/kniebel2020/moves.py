@@ -28,7 +28,7 @@ from experiments.framework import Job, Results, Verdict, judged, mean_and_error
 from experiments.kniebel2020.layers import PRIORS, by_layer, fitted, tuned
 from experiments.kniebel2020.settings import Moves
 
-__all__ = ["AXES", "correlation", "curve", "direction", "jobs", "statement", "verdicts"]
+__all__ = ["AXES", "LEAST", "correlation", "curve", "direction", "jobs", "statement", "verdicts"]
 
 BATCH = 64
 LEAST = 0.5  # the size of a rank correlation that counts

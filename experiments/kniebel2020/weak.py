@@ -18,7 +18,7 @@ from experiments.framework import Job, Results, Verdict, judged, mean_and_error,
 from experiments.kniebel2020.images import measured, trained
 from experiments.kniebel2020.settings import OTHERS, Settings
 
-__all__ = ["NETWORKS", "jobs", "tables", "verdicts"]
+__all__ = ["KINDS", "NETWORKS", "jobs", "tables", "verdicts"]
 
 KINDS = {"narrow": "narrow networks", "few": "networks that saw few data"}
 TERABYTE = 1e12

@@ -171,3 +171,17 @@ def test_drawings_are_smaller_and_look_the_same() -> None:
     group = '<g style="fill: red; fill-opacity: 0.6">\n<use xlink:href="#m" x="1.23" y="1"/>\n<use xlink:href="#m" x="1.23" y="2.72"/>\n</g>\n'
     assert found == "<svg>\n<g>\n" + group + (other + 2 * faint).replace("   ", "") + "</g>\n</svg>\n"
     assert _smaller(found) == found  # A figure that is written again has the same bytes.
+
+
+def test_words_of_a_drawing_keep_their_font_and_their_turn() -> None:
+    def word(font: str, turn: str) -> str:
+        return f'<text style="font-size: 7px; font-family: {font}; fill: red"{turn}>a</text>\n'
+
+    usual, turned = "'DejaVu Sans', sans-serif", ' transform="rotate(-90 1 2)"'
+    words = word(usual, ' transform="rotate(-0 1.5 2.5)"') + word(usual, turned) + word("serif", "")
+    found = _smaller(f'<svg>\n<style type="text/css">*{{a: b}}</style>\n{words}</svg>\n')
+    assert f'<style type="text/css">text{{font-family: {usual};}} *{{a: b}}</style>' in found
+    assert '<text style="font-size: 7px; fill: red">a</text>' in found
+    assert f'<text style="font-size: 7px; fill: red"{turned}>a</text>' in found
+    assert word("serif", "") in found
+    assert _smaller(found) == found
