@@ -36,7 +36,7 @@ __all__ = [
     "world_size",
 ]
 
-Found = TypeVar("Found")
+Item = TypeVar("Item")
 _NOTE_BYTES = 512  # This many bytes of an error's message are told to the other processes.
 
 
@@ -82,10 +82,10 @@ def _talking() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        said = str(error).strip().partition("\n")[0][:200]
+        message = str(error).strip().partition("\n")[0][:200]
         raise ProcessError(
             "another process has ended or does not answer, so this one stops, too. Look at the messages of the others; started again, "
-            f"`aftermap train`, and `aftermap fit` with --checkpoint, go on where they were ({said})"
+            f"`aftermap train`, and `aftermap fit` with --checkpoint, go on where they were ({message})"
         ) from error
 
 
@@ -177,7 +177,7 @@ def fail_together(what: str) -> Iterator[None]:
         raise error
 
 
-def from_any_process(value: Found | None) -> Found | None:
+def from_any_process(value: Item | None) -> Item | None:
     """Returns the value of the first process that has one, on every process; None where nobody has one.
 
     The value goes over the network as Python's pickle, which only reads what the processes of this run have sent.
@@ -311,12 +311,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def unsynchronised(model: nn.Module, block: AbstractContextManager[Found]) -> AbstractContextManager[Found]:
+def unsynchronised(model: nn.Module, block: AbstractContextManager[Item]) -> AbstractContextManager[Item]:
     """Returns a block inside which a DistributedDataParallel wrapper averages no gradients, because somebody else sums them."""
     return _within(model.no_sync(), block) if isinstance(model, DistributedDataParallel) else block
 
 
 @contextmanager
-def _within(outer: AbstractContextManager[object], block: AbstractContextManager[Found]) -> Iterator[Found]:
-    with outer, block as found:
-        yield found
+def _within(outer: AbstractContextManager[object], block: AbstractContextManager[Item]) -> Iterator[Item]:
+    with outer, block as entered:
+        yield entered

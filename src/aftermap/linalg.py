@@ -188,10 +188,10 @@ def take_like(state: dict[str, Tensor], name: str, like: Tensor, dtype: torch.dt
     """
     if name not in state:
         raise ValueError(f"{name} is missing")
-    found, dtype = state.pop(name), dtype or like.dtype
-    if found.shape != like.shape or found.dtype != dtype:
-        raise ValueError(f"{name} is {found.dtype} {tuple(found.shape)} instead of {dtype} {tuple(like.shape)}")
-    return found.to(like.device)
+    value, dtype = state.pop(name), dtype or like.dtype
+    if value.shape != like.shape or value.dtype != dtype:
+        raise ValueError(f"{name} is {value.dtype} {tuple(value.shape)} instead of {dtype} {tuple(like.shape)}")
+    return value.to(like.device)
 
 
 def take_under(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -222,11 +222,11 @@ def norms(values: Sequence[Tensor]) -> list[float]:
     return lengths
 
 
-def differing(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], dtype: torch.dtype) -> set[str]:
+def differing(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], dtype: torch.dtype) -> set[str]:
     """The names of gradients that differ from the true ones by more than rounding, or in shape.
 
     Args:
-        found: The gradients to be checked, which are overwritten. One that is missing is zero.
+        gradients: The gradients to be checked, which are overwritten. One that is missing is zero.
         truth: The gradients of plain autograd, by name; None is zero.
         dtype: The dtype in which the network works.
 
@@ -237,12 +237,12 @@ def differing(found: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], d
     True
     """
     dense = {n: t.to_dense() if t.is_sparse else t for n, t in truth.items() if t is not None}
-    wrong = {n for n, g in found.items() if n in dense and g.shape != dense[n].shape}
+    wrong = {n for n, g in gradients.items() if n in dense and g.shape != dense[n].shape}
     sizes = dict(zip(dense, norms(list(dense.values())), strict=True))
     # A gradient that cancels (a bias before a normalisation) is rounding noise on both sides.
     noise = 32 * torch.finfo(dtype).eps * max(sizes.values(), default=0.0)
-    differences = {n: found[n].sub_(t) if n in found else t for n, t in dense.items() if n not in wrong}
-    differences.update({n: g for n, g in found.items() if n not in dense})
+    differences = {n: gradients[n].sub_(t) if n in gradients else t for n, t in dense.items() if n not in wrong}
+    differences.update({n: g for n, g in gradients.items() if n not in dense})
     for name, error in zip(differences, norms(list(differences.values())), strict=True):
         # This is not "error > ...", since a NaN is wrong, too.
         if not error <= GRADIENT_ROUNDING[dtype] * sizes.get(name, 0.0) + noise:

@@ -82,12 +82,10 @@ def call_model(model: Callable[..., Any], inputs: Any, *, update_buffers: bool =
         outputs = model(*args, **kwargs)
     if isinstance(outputs, Tensor):
         return outputs
-    if isinstance(outputs, Mapping) and isinstance(outputs.get("logits"), Tensor):
-        found: Tensor = outputs["logits"]
-        return found
-    logits = getattr(outputs, "logits", None)
-    if isinstance(logits, Tensor):
-        return logits
+    entry = outputs.get("logits") if isinstance(outputs, Mapping) else None
+    for logits in (entry, getattr(outputs, "logits", None)):
+        if isinstance(logits, Tensor):
+            return logits
     if isinstance(outputs, tuple | list) and len(outputs) == 1 and isinstance(outputs[0], Tensor):
         return outputs[0]
     raise ShapeError(
@@ -221,14 +219,14 @@ def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterato
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, AftermapError):
             raise
-        given = inputs()
+        arguments = inputs()
         try:
             with torch.no_grad():
-                call_model(model, given)
+                call_model(model, arguments)
         except (RuntimeError, TypeError, ValueError, IndexError) as own:
-            shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(given))
-            keys = f" with the keys {', '.join(map(str, given))}" if isinstance(given, Mapping) else ""
-            bytes_given = any(t.dtype == torch.uint8 for t in tensors_of(given))
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments))
+            keys = f" with the keys {', '.join(map(str, arguments))}" if isinstance(arguments, Mapping) else ""
+            bytes_given = any(t.dtype == torch.uint8 for t in tensors_of(arguments))
             advice = (
                 ". Bytes are no numbers to multiply: pass pixels as in training, such as x.float() / 255"
                 if bytes_given
@@ -343,10 +341,14 @@ class _PlainEmbeddingBags(TorchFunctionMode):
         if func is F.embedding_bag:
             call = inspect.signature(F.embedding_bag).bind(*args, **kwargs)
             call.apply_defaults()
-            given = call.arguments
-            if given["input"].dim() == 2 and given["max_norm"] is None and not given["scale_grad_by_freq"]:
+            arguments = call.arguments
+            if arguments["input"].dim() == 2 and arguments["max_norm"] is None and not arguments["scale_grad_by_freq"]:
                 return _plain_embedding_bag(
-                    given["input"], given["weight"], given["mode"], given["per_sample_weights"], given["padding_idx"]
+                    arguments["input"],
+                    arguments["weight"],
+                    arguments["mode"],
+                    arguments["per_sample_weights"],
+                    arguments["padding_idx"],
                 )
         return func(*args, **kwargs)
 
@@ -402,8 +404,8 @@ def functional_outputs(
     """
     tensors: dict[str, Tensor] = dict(params)
     if not update_buffers:
-        own = {name: tensors.get(name, b) for name, b in model.named_buffers()}
-        tensors.update({name: b.detach().clone() for name, b in own.items() if _is_copied(b)})
+        buffers = {name: tensors.get(name, b) for name, b in model.named_buffers()}
+        tensors.update({name: b.detach().clone() for name, b in buffers.items() if _is_copied(b)})
     inner, prefix = without_wrappers(model)
     tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 

@@ -69,11 +69,11 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
     >>> select(net, r".*bias")
     ['0.bias', '2.bias']
     """
-    own = named_parameters(model)
-    lazy = [n for n, p in own.items() if is_lazy(p)]
+    every = named_parameters(model)
+    lazy = [n for n, p in every.items() if is_lazy(p)]
     if lazy:
         raise InputError(f"{checks.few(lazy, 8)} of the model have no values yet; run one forward pass to make them")
-    parameters = {n: p for n, p in own.items() if p.is_floating_point()}
+    parameters = {n: p for n, p in every.items() if p.is_floating_point()}
     if not parameters:
         raise InputError(
             f"{type(model).__name__} has no floating-point parameter, so there is nothing to be uncertain about"
@@ -106,8 +106,8 @@ def _select_by_word(model: nn.Module, parameters: dict[str, nn.Parameter], word:
         )
     if word == "last_layer":
         owner = [n for n, m in model.named_modules() if any(p is not None for p in m._parameters.values())][-1]
-        own = {id(p) for p in model.get_submodule(owner)._parameters.values()}
-        return [n for n, p in parameters.items() if id(p) in own]
+        members = {id(p) for p in model.get_submodule(owner)._parameters.values()}
+        return [n for n, p in parameters.items() if id(p) in members]
     if word in parameters or word in dict(model.named_modules()):
         return _select_by_names(model, parameters, [word])
     try:
@@ -146,8 +146,8 @@ def describe_names(model: nn.Module, names: Sequence[str]) -> str:
     >>> describe_names(net, ["0.weight", "2.1.weight", "2.1.bias"])
     '0.weight and 2.1'
     """
-    own = named_parameters(model)
-    wanted, known = {id(own[n]) for n in names}, {id(p): n for n, p in own.items()}
+    every = named_parameters(model)
+    wanted, known = {id(every[n]) for n in names}, {id(p): n for n, p in every.items()}
     described: list[str] = []
     done: set[int] = set()
 
@@ -226,19 +226,19 @@ def swapped(model: nn.Module, params: Params) -> Iterator[nn.Module]:
     >>> bool(torch.equal(net.weight, before))
     True
     """
-    own = named_parameters(model)
-    unknown = [n for n in params if n not in own]
+    parameters = named_parameters(model)
+    unknown = [n for n in params if n not in parameters]
     if unknown:
         raise InputError(f"the model has no parameter called {checks.few(unknown, 8)}")
-    wrong = [n for n in params if params[n].shape != own[n].shape]
+    wrong = [n for n in params if params[n].shape != parameters[n].shape]
     if wrong:
         name = wrong[0]
-        raise InputError(f"{name} has shape {tuple(own[name].shape)}, but {tuple(params[name].shape)} was given")
-    saved = {n: own[n].data for n in params}
+        raise InputError(f"{name} has shape {tuple(parameters[name].shape)}, but {tuple(params[name].shape)} was given")
+    saved = {n: parameters[n].data for n in params}
     try:
         for name, value in params.items():
-            own[name].data = value.detach().to(dtype=saved[name].dtype, device=saved[name].device)
+            parameters[name].data = value.detach().to(dtype=saved[name].dtype, device=saved[name].device)
         yield model
     finally:
         for name, value in saved.items():
-            own[name].data = value
+            parameters[name].data = value

@@ -174,7 +174,7 @@ def test_many_inputs_keep_samples_and_covariances_only_up_to_a_size(most: int, m
     options: dict[str, Any] = {"samples": 20, "generator": torch.Generator().manual_seed(1)}
     whole = la.predict(x, **options)
     monkeypatch.setattr(module, "_PIECE", 4)  # 20 samples of 4 inputs take 1,600 bytes, their covariances 400
-    monkeypatch.setattr(module, "_MOST_KEPT", most)
+    monkeypatch.setattr(module, "_MOST_SAMPLE_BYTES", most)
     options["generator"].manual_seed(1)
     found = la.predict(x, **options)
     for name in ("mean", "epistemic", "aleatoric", "total", "latent_mean", "latent_var"):
@@ -193,6 +193,6 @@ def test_the_samples_of_a_regression_are_kept_whatever_their_size(monkeypatch: p
     x, net = torch.randn(40, 2), nn.Linear(2, 1).eval()
     la = Laplace(net, "regression").fit([(x, x[:, :1])])
     monkeypatch.setattr(module, "_PIECE", 4)
-    monkeypatch.setattr(module, "_MOST_KEPT", 0)
+    monkeypatch.setattr(module, "_MOST_SAMPLE_BYTES", 0)
     assert la.predict(x, kind="sampling", samples=20).samples is not None
     assert la.predict(x).latent_cov is not None

@@ -90,24 +90,24 @@ def layers_of(parts: Sequence[LayerParts], model: nn.Module, order: Sequence[str
     modules = dict(model.named_modules())
     users = _users(model)
     layers = []
-    for name, held in parameters_of.items():
+    for name, members in parameters_of.items():
         path = "" if name == "(model)" else name
         owner = modules.get(path, modules.get(path.rpartition(".")[0]) if path not in place else None)
-        used = tuple(dict.fromkeys(u for n in held for u in users[n]))
+        used = tuple(dict.fromkeys(u for n in members for u in users[n]))
         words = "+".join(dict.fromkeys(kinds[name]))
-        own = tuple(sorted(held, key=place.__getitem__))
-        layers.append(Layer(name, type(owner).__name__ if owner is not None else "Parameter", own, used, words))
+        module_kind = type(owner).__name__ if owner is not None else "Parameter"
+        layers.append(Layer(name, module_kind, tuple(sorted(members, key=place.__getitem__)), used, words))
     return tuple(sorted(layers, key=lambda layer: place[layer.parameters[0]]))
 
 
 def _users(model: nn.Module) -> dict[str, list[str]]:
     """Returns for each parameter the paths of every module that holds it, under all of its names."""
-    own = {id(p): n for n, p in model.named_parameters()}
-    users: dict[str, list[str]] = {n: [] for n in own.values()}
+    names = {id(p): n for n, p in model.named_parameters()}
+    users: dict[str, list[str]] = {n: [] for n in names.values()}
     for path, module in model.named_modules(remove_duplicate=False):
         for parameter in module._parameters.values():
-            if parameter is not None and path not in users[own[id(parameter)]]:
-                users[own[id(parameter)]].append(path or "(model)")
+            if parameter is not None and path not in users[names[id(parameter)]]:
+                users[names[id(parameter)]].append(path or "(model)")
     return users
 
 
@@ -152,10 +152,10 @@ def contributions(
         by_kind = _by_layer(parts, layers, gradients, only, kinds)
         whole = torch.stack([*by_kind["own"], *by_kind.get("cross", [])]).sum(0)
         total.setdefault(position, []).append(whole.to(values.dtype))
-        for kind, each in by_kind.items():
-            stacked = torch.stack(each).to(torch.float64)  # [L, b, v, v] or [L, b, v]
-            own = stacked if only else stacked.diagonal(dim1=-2, dim2=-1)
-            variance[kind].setdefault(position, []).append(own)
+        for kind, covariances in by_kind.items():
+            stacked = torch.stack(covariances).to(torch.float64)  # [L, b, v, v] or [L, b, v]
+            variances = stacked if only else stacked.diagonal(dim1=-2, dim2=-1)
+            variance[kind].setdefault(position, []).append(variances)
             if not only:
                 weighted = 0.5 * (stacked * curvature[:, position]).sum((-2, -1))
                 nats[kind].setdefault(position, []).append(weighted)
@@ -179,9 +179,9 @@ def _has(parts: Sequence[LayerParts], kind: str) -> bool:
     return any(p.has_cross_terms for p in parts) and all(p.has_conditionals or not p.has_cross_terms for p in parts)
 
 
-def _positions(found: dict[int, list[Tensor]]) -> Tensor:
+def _positions(chunks: dict[int, list[Tensor]]) -> Tensor:
     """Joins the chunks [L, b, ...] of each position to [L, n, T, ...]."""
-    return torch.stack([torch.cat(v, 1) for _, v in sorted(found.items())], 2)
+    return torch.stack([torch.cat(v, 1) for _, v in sorted(chunks.items())], 2)
 
 
 def _by_layer(
@@ -196,10 +196,10 @@ def _by_layer(
     for part in parts:
         covariances = part.covariances(gradients, diagonal)
         for kind in kinds:
-            given = getattr(covariances, kind)
+            by_name = getattr(covariances, kind)
             if kind == "conditional" and not part.has_cross_terms:
-                given = covariances.own  # For independent layers nothing changes when the others are held.
-            for name, value in given.items():
+                by_name = covariances.own  # For independent layers nothing changes when the others are held.
+            for name, value in by_name.items():
                 sums[kind][name] = sums[kind][name] + value if name in sums[kind] else value
     zero = torch.zeros_like(next(iter(sums["own"].values())))
     return {k: [by.get(layer.name, zero) for layer in layers] for k, by in sums.items()}
@@ -222,14 +222,14 @@ class LayerSums:
         self.variance: dict[str, Tensor] = {}
         self.nats: dict[str, Tensor] = {}
 
-    def add(self, found: Contributions) -> None:
+    def add(self, contributions: Contributions) -> None:
         """Adds the contributions of a batch."""
-        self.examples += len(found.mean)
-        self.positions += found.mean[..., 0].numel()
-        for kind, value in found.variance.items():
+        self.examples += len(contributions.mean)
+        self.positions += contributions.mean[..., 0].numel()
+        for kind, value in contributions.variance.items():
             now = value.sum((1, 2)).cpu()  # [L, C]
             self.variance[kind] = self.variance[kind] + now if kind in self.variance else now
-        for kind, value in found.nats.items():
+        for kind, value in contributions.nats.items():
             now = value.sum((1, 2)).cpu()  # [L]
             self.nats[kind] = self.nats[kind] + now if kind in self.nats else now
 
@@ -282,10 +282,10 @@ class LayerResult:
         return self.layer.name
 
 
-def _add(found: Sequence[dict[str, float]]) -> dict[str, float]:
+def _add(counts: Sequence[dict[str, float]]) -> dict[str, float]:
     total: dict[str, float] = {}
-    for each in found:
-        for name, value in each.items():
+    for count in counts:
+        for name, value in count.items():
             total[name] = total.get(name, 0.0) + value
     return total
 
@@ -302,8 +302,8 @@ def layer_results(
     nats_by_part = [p.information() for p in parts]
     information, gained = _add([nats for nats, _ in nats_by_part]), sum(total for _, total in nats_by_part)
     traces = sum(w.trace for w in weights)
-    own, cross = sums.variance["own"].sum(1), sums.variance.get("cross", torch.zeros(0, 1)).sum(1)
-    whole = float(own.sum() + cross.sum())
+    alone, cross = sums.variance["own"].sum(1), sums.variance.get("cross", torch.zeros(0, 1)).sum(1)
+    whole = float(alone.sum() + cross.sum())
     conditional = sums.variance["conditional"].sum(1) if "conditional" in sums.variance else None
     nats_all = float(sum(v.sum() for k, v in sums.nats.items() if k != "conditional")) if sums.nats else 0.0
     results = []
@@ -317,8 +317,8 @@ def layer_results(
                 information[layer.name],
                 own_weights.trace,
                 _ratio(own_weights.trace, traces),
-                float(own[i]) / sums.positions,
-                _ratio(float(own[i]), whole),
+                float(alone[i]) / sums.positions,
+                _ratio(float(alone[i]), whole),
                 _ratio(float(cross[i]), whole) if len(cross) else None,
                 None if conditional is None else _ratio(float(conditional[i]), float(conditional.sum())),
                 None if nats is None else _ratio(nats, nats_all),

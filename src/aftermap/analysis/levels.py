@@ -251,7 +251,7 @@ class InputKeeper:
         self.top, self.seen = top, 0
         self.epistemic: list[Tensor] = []
         self.aleatoric: list[Tensor] = []
-        self.kept: list[tuple[float, int, Any, Any, Prediction, Tensor]] = []
+        self.most_uncertain: list[tuple[float, int, Any, Any, Prediction, Tensor]] = []
 
     def add(self, batch: Batch, contributions: Contributions, prediction: Prediction) -> None:
         """Adds the inputs of a batch."""
@@ -262,17 +262,17 @@ class InputKeeper:
         layers = contributions.variance["own"].sum((2, 3)).T.cpu()  # [n, L]
         shares = layers / layers.sum(1, keepdim=True)
         for i in epistemic.argsort(descending=True, stable=True)[: self.top].tolist():
-            if len(self.kept) == self.top and float(epistemic[i]) <= self.kept[-1][0]:
+            if len(self.most_uncertain) == self.top and float(epistemic[i]) <= self.most_uncertain[-1][0]:
                 break
             chosen = batch.take(torch.tensor([i]))
             example, target = _on_cpu(chosen.inputs), _on_cpu(chosen.targets)
-            self.kept.append((float(epistemic[i]), self.seen + i, example, target, light[i], shares[i]))
-            self.kept = sorted(self.kept, key=lambda k: (-k[0], k[1]))[: self.top]
+            self.most_uncertain.append((float(epistemic[i]), self.seen + i, example, target, light[i], shares[i]))
+            self.most_uncertain = sorted(self.most_uncertain, key=lambda k: (-k[0], k[1]))[: self.top]
         self.seen += batch.size
 
     def result(self, predictor: PosteriorPredictor, saliency: bool | None, generator: Any) -> InputResult:
         """Returns what was kept, with saliency maps if asked for."""
-        selected = self.kept
+        selected = self.most_uncertain
         if not selected:
             raise DataError("the data hold no example")
         predictions = Prediction.concatenate([k[4] for k in selected])

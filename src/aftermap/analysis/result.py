@@ -165,12 +165,12 @@ class Where:
             return self._layer_table()
         left_out = ("cross share", "epistemic share", "epistemic cross share")
         columns = {name: values for name, values in self._layer_table().items() if name not in left_out}
-        own = {"own share": list(self.own_shares)}
+        own_shares = {"own share": list(self.own_shares)}
         return Table(
             {
                 k: v
                 for name, values in columns.items()
-                for k, v in (own if name == "predictive share" else {name: values}).items()
+                for k, v in (own_shares if name == "predictive share" else {name: values}).items()
             }
         )
 

@@ -222,10 +222,17 @@ def _lessons(
         pair = unpack is not None or (isinstance(raw, tuple | list) and len(raw) in (2, 3))
         batch = unpack_batch(raw, unpack) if pair else unpack_inputs(raw[0] if isinstance(raw, tuple | list) else raw)
         check_inputs(batch.inputs, dtype)
-        said = predictor.predict(batch.inputs, **predict_options).detach()
+        prediction = predictor.predict(batch.inputs, **predict_options).detach()
         # Only what the loss needs is kept: samples and covariances of a whole data set would fill the memory.
-        said = Prediction(said.kind, said.mean, said.epistemic, said.aleatoric, said.total, link=said.link)
-        lessons.append((batch.to(device).inputs, said._map(lambda _, value: value.to(device))))
+        prediction = Prediction(
+            prediction.kind,
+            prediction.mean,
+            prediction.epistemic,
+            prediction.aleatoric,
+            prediction.total,
+            link=prediction.link,
+        )
+        lessons.append((batch.to(device).inputs, prediction._map(lambda _, value: value.to(device))))
     if not lessons:
         raise DataError("inputs_loader is empty: not a single batch came")
     return lessons
@@ -265,9 +272,9 @@ def _train(
         with private_randomness(generator, device):
             for _ in progress(range(epochs), description="distilling", enabled=show):
                 total, count = 0.0, 0
-                for inputs, said in _shuffled(lessons, generator):
-                    total += _step(student, optimiser, inputs, said, temperature) * len(said)
-                    count += len(said)
+                for inputs, prediction in _shuffled(lessons, generator):
+                    total += _step(student, optimiser, inputs, prediction, temperature) * len(prediction)
+                    count += len(prediction)
                 losses.append(total / count)
     finally:
         for module, mode in modes.items():
@@ -277,13 +284,13 @@ def _train(
 
 
 def _step(
-    student: nn.Module, optimiser: torch.optim.Optimizer, inputs: Any, said: Prediction, temperature: float
+    student: nn.Module, optimiser: torch.optim.Optimizer, inputs: Any, prediction: Prediction, temperature: float
 ) -> float:
     first: list[float] = []
 
     def closure() -> Tensor:
         optimiser.zero_grad()
-        loss = distillation_loss(said, call_model(student, inputs, update_buffers=True), temperature).mean()
+        loss = distillation_loss(prediction, call_model(student, inputs, update_buffers=True), temperature).mean()
         if not math.isfinite(loss.item()):
             raise NumericalError(
                 f"the distillation loss is {loss.item()}; use a smaller learning rate, or scale the inputs and targets"
@@ -323,7 +330,7 @@ def _measured(
     """Measures teacher and student on the same data."""
     nll: list[float] = []
     if test is None:
-        teacher = Prediction.concatenate([said for _, said in lessons]).cpu()
+        teacher = Prediction.concatenate([answers for _, answers in lessons]).cpu()
         pupil = Prediction.concatenate([student.predict(inputs).cpu() for inputs, _ in lessons])
     else:
         batches = list(test)

@@ -102,7 +102,7 @@ class Ensemble(Baseline):
                     job.result()
             models = []
             for member_seed, path in zip(seeds, paths, strict=True):
-                model = _made(factory, member_seed)
+                model = _make_network(factory, member_seed)
                 model.load_state_dict(load_file(path))
                 models.append(model.eval())
         return Ensemble(models, likelihood)
@@ -126,14 +126,14 @@ def _member_seed(seed: int, member: int) -> int:
     return int(torch.randint(2**62, (member + 1,), generator=generator)[member])
 
 
-def _made(factory: Factory, seed: int) -> nn.Module:
+def _make_network(factory: Factory, seed: int) -> nn.Module:
     with torch.random.fork_rng():  # Layers draw their first weights from the default generator.
         torch.manual_seed(seed)
         return checks.module("Ensemble.train (from factory=)", factory())
 
 
 def _trained(factory: Factory, train: Train, seed: int) -> nn.Module:
-    model = _made(factory, seed)
+    model = _make_network(factory, seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         train(model, torch.Generator().manual_seed(seed))

@@ -85,9 +85,9 @@ class FeatureReader:
         calls: list[tuple[Tensor, Tensor]] = []
         dimensions: list[int] = []
 
-        def keep(module: nn.Module, given: Any, output: Any) -> Any:
-            calls.append((_pooled(module, given, batch.size), output))
-            dimensions.append(given.dim())
+        def keep(module: nn.Module, features: Any, output: Any) -> Any:
+            calls.append((_pooled(module, features, batch.size), output))
+            dimensions.append(features.dim())
             return output
 
         changes: dict[nn.Module, Callable[[Tensor, Tensor], Tensor]] = {m: partial(keep, m) for m in self.modules}
@@ -102,7 +102,7 @@ class FeatureReader:
         if not calls:
             raise UnsupportedError(f"the layer whose input the features are was not called. {_ADVICE}")
         # As `find_last_layer`: the call whose output is returned as it is, failing that the last one.
-        features = next((given for given, made in calls if made is outputs), calls[-1][0])
+        features = next((inputs for inputs, output in calls if output is outputs), calls[-1][0])
         if not all_finite(features):
             raise DataError("the features are not finite; check the weights and the scale of the inputs")
         if max(dimensions) > 2 and batch.size > 1 and not self._checked:
@@ -157,22 +157,23 @@ def _named_module(model: nn.Module, name: str) -> nn.Module:
     return modules[name]
 
 
-def _pooled(module: nn.Module, given: Any, size: int) -> Tensor:
+def _pooled(module: nn.Module, features: Any, size: int) -> Tensor:
     """The input of a layer as features [N, F], a copy: what follows may overwrite it."""
-    if not isinstance(given, Tensor) or not given.is_floating_point() or given.dim() < 2 or given.shape[0] != size:
-        what = f"a tensor {given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+    is_tensor = isinstance(features, Tensor)
+    if not is_tensor or not features.is_floating_point() or features.dim() < 2 or features.shape[0] != size:
+        what = f"a tensor {features.dtype} {list(features.shape)}" if is_tensor else type(features).__name__
         raise UnsupportedError(
             f"the input of {type(module).__name__} is {what} for {size} examples; features must be floating-point numbers with the "
             f"examples first. {_ADVICE}"
         )
-    if given.dim() == 2:
-        return given.detach().clone()
+    if features.dim() == 2:
+        return features.detach().clone()
     if isinstance(module, _CONVOLUTIONS):
-        return given.detach().flatten(2).mean(2)
+        return features.detach().flatten(2).mean(2)
     if isinstance(module, nn.Linear):
-        return given.detach().flatten(1, -2).mean(1)
+        return features.detach().flatten(1, -2).mean(1)
     raise UnsupportedError(
-        f"the input of {type(module).__name__} has shape {list(given.shape)}, and which of its dimensions are positions is known of "
+        f"the input of {type(module).__name__} has shape {list(features.shape)}, and which of its dimensions are positions is known of "
         f"linear layers and convolutions only. {_ADVICE}"
     )
 
@@ -352,10 +353,10 @@ class FeatureSample:
         """Puts rows with smaller keys in the places of those with the largest."""
         if self._rows is None or not len(rows):
             return
-        held = len(self._keys)
-        chosen = torch.zeros(held + len(rows), dtype=torch.bool)
-        chosen[torch.cat([self._keys, keys]).topk(held, largest=False).indices] = True
-        places, new = (~chosen[:held]).nonzero()[:, 0], chosen[held:].nonzero()[:, 0]
+        size = len(self._keys)
+        chosen = torch.zeros(size + len(rows), dtype=torch.bool)
+        chosen[torch.cat([self._keys, keys]).topk(size, largest=False).indices] = True
+        places, new = (~chosen[:size]).nonzero()[:, 0], chosen[size:].nonzero()[:, 0]
         self._rows[places], self._keys[places] = rows[new], keys[new]
 
     @property

@@ -171,8 +171,8 @@ def _with_flags(text: str) -> str:
     "Raise --memory or --seconds, or --params 'last_layer'"
     """
 
-    def flag(found: re.Match[str]) -> str:
-        return _FLAGS[found[1]] + (" " if found[2] else "")
+    def flag(match: re.Match[str]) -> str:
+        return _FLAGS[match[1]] + (" " if match[2] else "")
 
     return re.sub(rf"\b({'|'.join(_FLAGS)})=(?=(['\"\w])?)", flag, text)
 

@@ -224,7 +224,7 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
 def _place(file: Path, text: str, key: str) -> str:
     """The file and the line of a key or of a table."""
     start = re.compile(rf"""\s*\[?\s*["']?{re.escape(key)}["']?\s*(=|\])""")
-    line = next((n for n, found in enumerate(text.splitlines(), 1) if start.match(found)), None)
+    line = next((n for n, content in enumerate(text.splitlines(), 1) if start.match(content)), None)
     return str(file) if line is None else f"{file}, line {line}"
 
 

@@ -147,9 +147,9 @@ def bench(context: typer.Context) -> int:
     """
     reporter = Reporter()
     root = find_checkout("benchmarks")
-    own = root / ".venv-bench" / "bin" / "python"
-    python = str(own) if own.is_file() else sys.executable
-    if not own.is_file():
+    own_python = root / ".venv-bench" / "bin" / "python"
+    python = str(own_python) if own_python.is_file() else sys.executable
+    if not own_python.is_file():
         reporter.note(
             "there is no .venv-bench here (make bench-setup), so that libraries to compare with may be missing"
         )

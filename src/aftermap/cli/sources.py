@@ -151,7 +151,7 @@ class Source:
         examples = self.examples
         if examples is None:
             return []
-        found = self.note_of_bytes()
+        notes = self.note_of_bytes()
         if examples.is_classes and examples.targets is not None and examples.targets.dim() == 1:
             missing = self.missing_classes(int(examples.targets.max()) + 1)
             if missing == [0]:
@@ -159,13 +159,13 @@ class Source:
             else:
                 why = ", although there are higher ones"
             if missing:
-                found.append(f"{self.spec} holds no example of {_named_classes(missing)}{why}")
+                notes.append(f"{self.spec} holds no example of {_named_classes(missing)}{why}")
         elif _are_whole(examples.targets):
-            found.append(
+            notes.append(
                 f"the targets of {self.spec} are whole numbers in floating point and are taken as numbers (a regression) unless "
                 "--task says otherwise; save classes as integers"
             )
-        return found
+        return notes
 
     def check_labels(self, outputs: int | None) -> None:
         """Refuses class labels that the network has no output for.
@@ -317,10 +317,10 @@ def open_parts(
 
 def _part_of_path(path: Path, part: str, data_format: DataFormat, need_targets: bool) -> Examples:
     """One part of a file or folder: its own, of an .npz with several, or a cut that is always the same."""
-    own = own_parts(path) if path.suffix == ".npz" else ()
-    if not own or part == "all":
+    parts = own_parts(path) if path.suffix == ".npz" else ()
+    if not parts or part == "all":
         return part_of(_from_path(path, part, data_format, need_targets), part)
-    if "validation" in own or part == "test":
+    if "validation" in parts or part == "test":
         return read_npz(path, part=part, need_targets=need_targets)
     training = read_npz(path, part="train", need_targets=need_targets)
     return split(training, validation=0.2, test=0.0)[part]

@@ -177,9 +177,9 @@ def self_check(predictor: Any, validation: Source | None, options: Mapping[str, 
     """The network against the Bayesian predictive: on at most 1,000 held-out examples, or as far as tuning could judge without them."""
     if validation is None:
         return getattr(getattr(predictor, "tuning", None), "check", None)
-    made = getattr(getattr(predictor, "report", None), "check", None)
-    if isinstance(made, SelfCheck) and dict(options) == {"kind": "linearised", "samples": 100}:
-        return made  # `aftermap.fit` has compared the same predictive on the same data
+    check = getattr(getattr(predictor, "report", None), "check", None)
+    if isinstance(check, SelfCheck) and dict(options) == {"kind": "linearised", "samples": 100}:
+        return check  # `aftermap.fit` has compared the same predictive on the same data
     device, dtype = device_of_model(predictor.model)
     batches = iterate(validation.batches.named(""), device=device, dtype=dtype)
     known = validation.batches.n_examples() is not None

@@ -187,8 +187,8 @@ class Run:
                 f"{self.folder} holds a run with other settings ({'; '.join(different[:4])}). "
                 "Go on with the old ones, choose another folder, or start anew with --force"
             )
-        found: dict[str, Any] = saved
-        return found
+        record: dict[str, Any] = saved
+        return record
 
     def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Writes a checkpoint beside the old one, then takes its place; process 0 does it for all."""

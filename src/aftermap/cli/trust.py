@@ -68,8 +68,10 @@ def remember(spec: str, folder: Path) -> None:
 
 def memory_file() -> Path:
     """The file with the fingerprints: in the folder that AFTERMAP_STATE names, or in the folder `aftermap` of the user's state folder."""
-    own, state = os.environ.get("AFTERMAP_STATE"), Path(os.environ.get("XDG_STATE_HOME", ""))
-    folder = Path(own) if own else (state if state.is_absolute() else Path.home() / ".local" / "state") / "aftermap"
+    chosen, state = os.environ.get("AFTERMAP_STATE"), Path(os.environ.get("XDG_STATE_HOME", ""))
+    folder = (
+        Path(chosen) if chosen else (state if state.is_absolute() else Path.home() / ".local" / "state") / "aftermap"
+    )
     return folder / "trusted_posteriors"
 
 

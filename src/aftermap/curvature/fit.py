@@ -196,11 +196,11 @@ def fit_curvature(
 
 def _without_rules(problem: CurvatureProblem, contradicted: PlanContradicted) -> CurvatureProblem:
     """Returns the problem without the layer rules that a batch contradicted."""
-    kept = problem.checkpoint
+    checkpoint = problem.checkpoint
     return replace(
         problem,
         plan=problem.plan.without(contradicted.reasons),
-        checkpoint=None if kept is None else kept.without_rules(contradicted.reasons),
+        checkpoint=None if checkpoint is None else checkpoint.without_rules(contradicted.reasons),
     )
 
 
@@ -210,10 +210,10 @@ def _with_checkpoint(
     """Returns the problem with the checkpoint of a folder: its sums, the rules it gave up, and its random numbers."""
     _check_resumable(entry, problem.passes)
     identity = _identity(problem, entry)
-    kept = Checkpoint.open(folder, every, identity)
-    given_up = {n: why for n, why in kept.given_up.items() if n in problem.plan.layers_of_parameter}
+    checkpoint = Checkpoint.open(folder, every, identity)
+    given_up = {n: why for n, why in checkpoint.given_up.items() if n in problem.plan.layers_of_parameter}
     generator = problem.generator or _generator(identity, problem.device)
-    return replace(problem, plan=problem.plan.without(given_up), checkpoint=kept, generator=generator)
+    return replace(problem, plan=problem.plan.without(given_up), checkpoint=checkpoint, generator=generator)
 
 
 def _check_resumable(entry: Structure, passes: int) -> None:

@@ -449,16 +449,16 @@ def read_idx(path: str | Path) -> Tensor:
             kind, shape = _idx_header(file, stream.read(4), stream)
             expected, there = math.prod(shape) * kind.itemsize, size - 4 - 4 * len(shape)
             if expected > (_PACKED * size if packed else there):
-                content, held = b"", f"a part of {size:,}" if packed else f"{there:,}"
+                content, actual = b"", f"a part of {size:,}" if packed else f"{there:,}"
             else:  # One byte more, to see whether there are too many.
                 content = stream.read(checks.memory(str(file), expected) + 1)
-                held = f"{there:,}" if not packed else f"{len(content):,}" if len(content) <= expected else "more"
+                actual = f"{there:,}" if not packed else f"{len(content):,}" if len(content) <= expected else "more"
     except (OSError, EOFError, zlib.error, MemoryError) as error:
         what = "is a damaged gzip file" if packed else "cannot be read"
         raise DataError(f"{file} {what}: {_named(error)}") from error
     if len(content) != expected:
         raise DataError(
-            f"{file} says that its shape is {list(shape)}, which takes {expected:,} bytes, but holds {held}"
+            f"{file} says that its shape is {list(shape)}, which takes {expected:,} bytes, but holds {actual}"
         )
     values = np.frombuffer(content, kind).reshape(shape)
     return torch.from_numpy(values.astype(kind.newbyteorder("="), copy=True))

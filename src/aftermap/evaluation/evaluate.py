@@ -280,7 +280,7 @@ def evaluate(
     with waiting("scores and their intervals"):
         boot = Bootstrap(n_resamples, level, seed)
         numbers, curves = _measure(inside, boot)
-        numbers.update(_errors_found(inside, others["test"], boot))
+        numbers.update(_detected_errors(inside, others["test"], boot))
         if reference is not None:
             numbers["flagged"] = _share(reference.flag(inside.prediction), level)
         for key, collected in (("", inside), *outside.items()):
@@ -387,7 +387,7 @@ def _outside(
     inside: PredictedData,
     options: Mapping[str, Any],
     unpack: Unpack | None,
-    found: DetectorScores,
+    scores: DetectorScores,
 ) -> PredictedData:
     first, data = _peek(data)
     shape = _shape_of(first, unpack)
@@ -396,7 +396,7 @@ def _outside(
             f"the OOD set {name!r} has inputs of shape {list(shape)}, the test data {list(inside.input_shape)}; "
             "resize or reshape it first"
         )
-    return predict_all(predictor, data, options=options, unpack=unpack, need_targets=False, on_inputs=found.add)
+    return predict_all(predictor, data, options=options, unpack=unpack, need_targets=False, on_inputs=scores.add)
 
 
 def _check_task(detectors: Mapping[str, Detector], prediction: Prediction) -> None:
@@ -414,7 +414,7 @@ def _check_task(detectors: Mapping[str, Detector], prediction: Prediction) -> No
             )
 
 
-def _errors_found(inside: PredictedData, scores: Mapping[str, Tensor], boot: Bootstrap) -> dict[str, Metric]:
+def _detected_errors(inside: PredictedData, scores: Mapping[str, Tensor], boot: Bootstrap) -> dict[str, Metric]:
     """How well the scores of detectors find the predictor's errors."""
     prediction, targets = inside.prediction, inside.targets
     one = prediction.kind == "classification" or (prediction.kind == "binary" and prediction.mean.shape[1] == 1)
@@ -486,19 +486,19 @@ def _share(flags: Tensor, level: float) -> Metric:
 
 
 def _add_shares(
-    found: dict[str, dict[str, Metric]],
+    numbers: dict[str, dict[str, Metric]],
     inside: Prediction,
     outside: Prediction,
     reference: Reference | None,
     level: float,
 ) -> None:
     """Adds what share of another set is flagged by each score, and how much wider its outputs vary than those of usual data."""
-    for score in found:
+    for score in numbers:
         if reference is not None and score in reference.thresholds:
-            found[score]["detected"] = _share(reference.flag(outside, score), level)
-    ratio = variance_ratio(inside, outside) if "variance" in found else None
+            numbers[score]["detected"] = _share(reference.flag(outside, score), level)
+    ratio = variance_ratio(inside, outside) if "variance" in numbers else None
     if ratio is not None:
-        found["variance"]["median_ratio"] = _point(ratio)
+        numbers["variance"]["median_ratio"] = _point(ratio)
 
 
 def _attack(

@@ -185,8 +185,8 @@ def detections(
                 f"the predictions for {name!r} have shape {list(prediction.mean.shape)}, those for the usual data "
                 f"{list(inside.mean.shape)}; both sets must go through the same network"
             )
-        own = available_scores(prediction, names, reference) if names else {}
-        other = {**own, **beside.get(name, {})}
+        available = available_scores(prediction, names, reference) if names else {}
+        other = {**available, **beside.get(name, {})}
         result[name] = {
             s: detection(usual[s], other[s], n_resamples=n_resamples, level=level, generator=generator) for s in usual
         }

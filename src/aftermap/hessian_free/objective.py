@@ -282,9 +282,9 @@ def _alike(one: Batch, other: Batch) -> bool:
 
 def _is_confirmed(results: Any, single: Callable[..., Any], rows: Sequence[Tensor]) -> bool:
     """Tells whether the last row gives the same alone: the vectorised derivatives of a few operations are silently wrong."""
-    found, truth = tree_leaves(results), tree_leaves(single(*(r[-1] for r in rows)))
+    leaves, truth = tree_leaves(results), tree_leaves(single(*(r[-1] for r in rows)))
     named = {str(n): t for n, t in enumerate(truth)}
-    return not differing({str(n): f[-1].detach().clone() for n, f in enumerate(found)}, named, truth[0].dtype)
+    return not differing({str(n): f[-1].detach().clone() for n, f in enumerate(leaves)}, named, truth[0].dtype)
 
 
 def _looped(single: Callable[..., Any], *rows: Tensor) -> Any:

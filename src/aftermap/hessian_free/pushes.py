@@ -137,7 +137,7 @@ class _Rows:
     going: Tensor
     attempts: Tensor
     halvings: Tensor
-    moved: Tensor  # This is the λ at which plus and minus were reached, or 0 if never.
+    reached: Tensor  # This is the λ at which plus and minus were reached, or 0 if never.
 
 
 def perturb(
@@ -196,7 +196,7 @@ def perturb(
         _attempt(objective, fine_tuner, functionals, origin, settings, mixing, slopes, rows, index)
     reports = unpack_reports(rows.numbers)
     _judge(reports, settings)
-    one = rows.moved.clamp_min(torch.finfo(rows.moved.dtype).tiny)
+    one = rows.reached.clamp_min(torch.finfo(rows.reached.dtype).tiny)
     return Perturbed(rows.plus, rows.minus, 2 * one if settings.symmetric else one, reports)
 
 
@@ -214,7 +214,7 @@ def _attempt(
     """Fine-tunes the rows ``index`` once with their present λ, and decides for each whether it is done."""
     step, mix = rows.step[index], mixing[index]
     # What was reached with another λ is stretched, which is exact where the objective is quadratic.
-    stretch = torch.where(rows.moved[index] > 0, step / rows.moved[index].clamp_min(1e-300), 0.0)[:, None]
+    stretch = torch.where(rows.reached[index] > 0, step / rows.reached[index].clamp_min(1e-300), 0.0)[:, None]
     starts = [origin + stretch * (rows.plus[index] - origin)]
     weights, goal = [step[:, None] * mix], [step * slopes[index].norm(dim=1)]
     if settings.symmetric:
@@ -228,7 +228,7 @@ def _attempt(
     measured = _measure(fine_tuned, values, mix, step, goal[0], settings, objective.precision, objective.n_data)
     rows.plus[index] = fine_tuned.theta[: len(index)]
     rows.minus[index] = fine_tuned.theta[len(index) :] if settings.symmetric else fine_tuned.control
-    rows.moved[index] = step
+    rows.reached[index] = step
     rows.attempts[index] += 1
     for place, row in enumerate(index.tolist()):
         code, better = _decide(measured[place], settings, tolerance, int(rows.halvings[row]), int(rows.attempts[row]))
@@ -239,7 +239,7 @@ def _attempt(
         if better is not None:
             rows.halvings[row] += int(better < float(rows.step[row]))
             if code == _RUNAWAY:  # What was reached is no guide to where the next one should begin.
-                rows.moved[row] = 0.0
+                rows.reached[row] = 0.0
             rows.step[row] = better
 
 

@@ -216,12 +216,12 @@ def _arranged(
         warnings.warn(f"the likelihood stands second now, as in Laplace: {order}", DeprecationWarning, stacklevel=3)
         rest.insert(0, rest.pop())
     if rest and (_is_likelihood(rest[0]) or (rest[0] is None and len(rest) > 1)):
-        given = rest.pop(0)
-        if likelihood is not None and given is not None:
+        argument = rest.pop(0)
+        if likelihood is not None and argument is not None:
             raise InputError(
-                f"the likelihood is given twice, as {given!r} and as likelihood={likelihood!r}; the order is {order}"
+                f"the likelihood is given twice, as {argument!r} and as likelihood={likelihood!r}; the order is {order}"
             )
-        likelihood = likelihood if given is None else given
+        likelihood = likelihood if argument is None else argument
     wrong = next((a for a in (*rest, train_loader, val_loader) if _is_likelihood(a)), None)
     if wrong is not None:
         raise InputError(f"{wrong!r} stands where data are expected; the order is {order}")

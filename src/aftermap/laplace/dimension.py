@@ -230,14 +230,16 @@ def match_dimension(
     examples = checks.count("examples", examples)
     seed = common_seed(generator)
     # Processes have other data, so other numbers for these; the draws of the blocks are the same everywhere.
-    own = torch.Generator().manual_seed(seed + 1 + rank())
+    own_generator = torch.Generator().manual_seed(seed + 1 + rank())
     with fail_together("choosing informative examples"):
-        chosen = informative_examples(model, batches, likelihood, math.ceil(examples / world_size()), own)
+        chosen = informative_examples(model, batches, likelihood, math.ceil(examples / world_size()), own_generator)
     data = [(b.inputs, b.targets, b.weight) for b in chosen]
     operator = GGNOperator(model, data, likelihood, list(posterior.names))
     scale = float(posterior.scale.detach())
     prior = posterior.prior.vector(posterior.names)
-    gamma, bounds, passes = effective_dimension(operator, prior, scale, draws=draws, steps=steps, generator=own)
+    gamma, bounds, passes = effective_dimension(
+        operator, prior, scale, draws=draws, steps=steps, generator=own_generator
+    )
     before = block_dimension(operator, posterior, generator=torch.Generator().manual_seed(seed))
     if not gamma.value > 0 or not math.isfinite(before.value):
         raise DataError(

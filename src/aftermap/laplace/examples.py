@@ -177,7 +177,7 @@ def _cat(trees: Sequence[Any]) -> Any:
 
 
 def _weighted(trace: Tensor, batch: Batch, left_out: float) -> Batch:
-    own = torch.ones(batch.size, dtype=torch.float64) if batch.weight is None else batch.weight.to(trace)
-    weight = own * (left_out / trace.clamp_min(1e-300)).clamp_min(1.0) if left_out > 0 else own
+    weights = torch.ones(batch.size, dtype=torch.float64) if batch.weight is None else batch.weight.to(trace)
+    raised = weights * (left_out / trace.clamp_min(1e-300)).clamp_min(1.0) if left_out > 0 else weights
     # An example without curvature may sit in the sample of few data; its weight has no effect.
-    return Batch(batch.inputs, batch.targets, torch.where(trace > 0, weight, own), batch.size)
+    return Batch(batch.inputs, batch.targets, torch.where(trace > 0, raised, weights), batch.size)

@@ -401,9 +401,9 @@ class _Run:
         """Makes one pass over the data in train mode, and returns the mean loss of a datum."""
         self.model.train()
         likelihood, unit = with_noise(self.base_likelihood, self.noise), float(self.noise) ** 2
-        own = named_parameters(self.model)
+        parameters = named_parameters(self.model)
         # The gradient of ½‖θ‖²_{P₀} is added by hand, which needs no graph.
-        decay = [(own[n], self.precision[n] * unit / (self.likelihood_weight * self.n_data)) for n in self.names]
+        decay = [(parameters[n], self.precision[n] * unit / (self.likelihood_weight * self.n_data)) for n in self.names]
         total = count = 0.0
         for batch in self.batches():
             stepper.zero_grad()

@@ -277,12 +277,12 @@ def load_mixture(
     names, weights, evidences = config["components"], config["weights"], config["log_evidences"]
     if len(set(names)) != len(names) or not len(names) == len(weights) == len(evidences or names):
         raise DataError(f"{file}: components, weights and log_evidences must be equally many. {ADVICE}")
-    given = list(models) if isinstance(models, Sequence | nn.ModuleList) else [models]
-    if len(given) != len(names):
+    networks = list(models) if isinstance(models, Sequence | nn.ModuleList) else [models]
+    if len(networks) != len(names):
         raise InputError(
-            f"{folder} holds {len(names)} components, but {len(given)} models were given; pass one for each, in order"
+            f"{folder} holds {len(names)} components, but {len(networks)} models were given; pass one for each, in order"
         )
-    parts = [load_laplace(place / name, model, device=device) for name, model in zip(names, given, strict=True)]
+    parts = [load_laplace(place / name, model, device=device) for name, model in zip(names, networks, strict=True)]
     try:
         mixture = Mixture(parts, weights)
     except InputError as error:
@@ -371,19 +371,23 @@ def _samples(parts: list[Prediction], share: Tensor) -> tuple[Tensor | None, Ten
     kind, dtype = parts[0].kind, parts[0].mean.dtype
     values, variances, weights = [], [], []
     for part, w in zip(parts, share, strict=True):
-        samples, own = part.samples, part.weights
+        samples, of_samples = part.samples, part.weights
         spread = part.sample_variance
         if samples is None and kind == "counts" and part.latent_mean is not None and part.latent_var is not None:
             samples = poisson_lognormal_rates(part.latent_mean, part.latent_var)
         elif samples is None and kind in ("regression", "custom"):
-            samples, spread, own = part.mean.unsqueeze(0), part.total.unsqueeze(0), None
+            samples, spread, of_samples = part.mean.unsqueeze(0), part.total.unsqueeze(0), None
         if samples is None:
             return None, None, None
         if spread is None and kind in ("regression", "custom"):
             spread = part.aleatoric.expand(samples.shape)
         values.append(samples.to(dtype))
         variances.append(spread)
-        of = samples.new_full((len(samples),), 1 / len(samples), dtype=torch.float64) if own is None else own.double()
+        of = (
+            samples.new_full((len(samples),), 1 / len(samples), dtype=torch.float64)
+            if of_samples is None
+            else of_samples.double()
+        )
         weights.append(w * of)
     own_variances = [v.to(dtype) for v in variances if v is not None]
     return (
@@ -394,17 +398,17 @@ def _samples(parts: list[Prediction], share: Tensor) -> tuple[Tensor | None, Ten
 
 
 def _check_components(components: object) -> list[Laplace]:
-    given: list[Any] = list(components) if isinstance(components, Sequence) else [components]
-    if not given:
+    candidates: list[Any] = list(components) if isinstance(components, Sequence) else [components]
+    if not candidates:
         raise InputError("a mixture needs at least one Laplace approximation, got none")
-    for place, part in enumerate(given):
+    for place, part in enumerate(candidates):
         if not isinstance(part, Laplace):
             raise InputError(
                 f"component {place} of a mixture is {type(part).__name__}, not a Laplace approximation; "
                 "for plain networks use aftermap.Ensemble"
             )
         _ = part.posterior  # This raises before a fit.
-    parts: list[Laplace] = given
+    parts: list[Laplace] = candidates
     kinds = sorted({part.likelihood.kind for part in parts})
     if len(kinds) > 1:
         raise InputError(f"the components of a mixture must be of one kind of task, got {', '.join(kinds)}")

@@ -128,16 +128,18 @@ def tune_regression(
 
 def _trained_names(model: nn.Module, fitted: Fitted) -> list[str]:
     """All parameters that require a gradient and those of the posterior; the latter alone where the rows of all are too many."""
-    own = set(fitted.posterior.names)
-    trained = [n for n, p in named_parameters(model).items() if n in own or (p.requires_grad and p.is_floating_point())]
+    uncertain = set(fitted.posterior.names)
+    trained = [
+        n for n, p in named_parameters(model).items() if n in uncertain or (p.requires_grad and p.is_floating_point())
+    ]
     sizes = {n: p.numel() for n, p in named_parameters(model).items()}
     outputs = min(_OUTPUTS, max(1, fitted.factors.n_outputs))
     if sum(sizes[n] for n in trained) * outputs * _LEAST <= _NUMBERS:
         return trained
-    if sum(sizes[n] for n in own) * outputs * _LEAST <= _NUMBERS:
+    if sum(sizes[n] for n in uncertain) * outputs * _LEAST <= _NUMBERS:
         return select(model, list(fitted.posterior.names))
     raise InputError(
-        f"the gradients of {_LEAST} examples with {outputs} outputs in {sum(sizes[n] for n in own):,} parameters do not fit into memory; "
+        f"the gradients of {_LEAST} examples with {outputs} outputs in {sum(sizes[n] for n in uncertain):,} parameters do not fit into memory; "
         "tune by validation data or the evidence, or choose fewer parameters with params='last_layer'"
     )
 
@@ -190,9 +192,9 @@ def draw_examples(batches: Iterable[Batch], limit: int, seed: int, most: int | N
     return ExampleSample([b for _, b in sample], seen, size)
 
 
-def _smallest(kept: Sequence[tuple[Tensor, Batch]], size: int) -> list[tuple[Tensor, Batch]]:
-    bound = torch.cat([m for m, _ in kept]).sort().values[size - 1]
-    chosen = [(m, b, (m <= bound).nonzero()[:, 0]) for m, b in kept]
+def _smallest(batches: Sequence[tuple[Tensor, Batch]], size: int) -> list[tuple[Tensor, Batch]]:
+    bound = torch.cat([m for m, _ in batches]).sort().values[size - 1]
+    chosen = [(m, b, (m <= bound).nonzero()[:, 0]) for m, b in batches]
     return [(m[i], b.take(i)) for m, b, i in chosen if len(i)]
 
 
@@ -331,8 +333,8 @@ def _rows(checked: CheckedPlan, batch: Batch, chosen: _Chosen) -> tuple[Tensor, 
         if position == 0:
             outputs.append(values)
         if position in parts:
-            each = gradients.per_example(checked.names, 0, part.stop - part.start)
-            parts[position].append(flatten_batch(each, checked.names).transpose(0, 1).detach().cpu())
+            by_name = gradients.per_example(checked.names, 0, part.stop - part.start)
+            parts[position].append(flatten_batch(by_name, checked.names).transpose(0, 1).detach().cpu())
     return torch.cat([torch.cat(p) for p in parts.values()], dim=1), torch.cat(outputs)
 
 
@@ -418,11 +420,11 @@ def _is_same(leverage: Tensor, linear: LinearModel, result: RegressionResult) ->
     left = linear.leave_one_out(result.ratio).leverage * linear.weights[:, None]
     if linear.outputs > 1:
         rows = (linear.vectors * (linear.values / (linear.values + result.ratio)).sqrt()).square().sum(1)
-        own = rows.reshape(left.shape)
+        expected = rows.reshape(left.shape)
     else:
-        own = left / (1 + left)
-    own = own / linear.weights[:, None]
-    return float((leverage - own).abs().sum()) <= _SAME * float(own.sum())
+        expected = left / (1 + left)
+    expected = expected / linear.weights[:, None]
+    return float((leverage - expected).abs().sum()) <= _SAME * float(expected.sum())
 
 
 def _with_labels(

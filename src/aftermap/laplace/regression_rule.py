@@ -406,8 +406,8 @@ def apply_rule(
     gamma = model.gamma(ratio, copies)
     squares = model.squares / model.count if mean_square is None else mean_square
     total = model.count * copies
-    own = squares * total / max(total - gamma, 1e-9 * total)
-    variance = max(own, left.noise_variance, least_noise**2)
+    residual_variance = squares * total / max(total - gamma, 1e-9 * total)
+    variance = max(residual_variance, left.noise_variance, least_noise**2)
     if not (math.isfinite(variance) and variance > 0):
         raise DataError(
             "targets and outputs of the training data are all equal and zero, so there is no noise to be found; use "
@@ -421,7 +421,7 @@ def apply_rule(
         ratio_evidence=by_evidence,
         ratio_loo=by_loo,
         loo_nll=left.nll(variance),
-        constant_nll=left.constant_nll(max(own, least_noise**2)),
+        constant_nll=left.constant_nll(max(residual_variance, least_noise**2)),
         n_data=len(model.weights),
         n_params=model.n_params,
         determined=gamma / total,

@@ -244,21 +244,25 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_parameters(own: Mapping[str, Tensor], saved: Mapping[str, Mapping[str, Any]], folder: str | Path) -> None:
+def _check_parameters(
+    parameters: Mapping[str, Tensor], saved: Mapping[str, Mapping[str, Any]], folder: str | Path
+) -> None:
     """Names, shapes and dtypes, before anything large is read."""
     problems = []
     for name, entry in saved.items():
         shape, dtype = tuple(entry["shape"]), f"torch.{entry['dtype']}"
-        if name not in own:
+        if name not in parameters:
             problems.append(f"{name} {shape} is missing in the model")
-        elif tuple(own[name].shape) != shape:
-            problems.append(f"{name} is {tuple(own[name].shape)} in the model, {shape} in the file")
-        elif described(own[name])["dtype"] != entry["dtype"]:
-            problems.append(f"{name} is {own[name].dtype} in the model, {dtype} in the file")
+        elif tuple(parameters[name].shape) != shape:
+            problems.append(f"{name} is {tuple(parameters[name].shape)} in the model, {shape} in the file")
+        elif described(parameters[name])["dtype"] != entry["dtype"]:
+            problems.append(f"{name} is {parameters[name].dtype} in the model, {dtype} in the file")
     if problems:
         more = [f"… and {len(problems) - 20} more"] if len(problems) > 20 else []
         listed = "\n".join(f"  {p}" for p in [*problems[:20], *more])
-        wrapped = not any(name in own for name in saved) and all(n.removeprefix("module.") in own for n in saved)
+        wrapped = not any(name in parameters for name in saved) and all(
+            n.removeprefix("module.") in parameters for n in saved
+        )
         advice = (
             "It was fitted around a DataParallel or DistributedDataParallel wrapper: pass torch.nn.DataParallel(model), whose weights have these names"
             if wrapped
@@ -268,8 +272,8 @@ def _check_parameters(own: Mapping[str, Tensor], saved: Mapping[str, Mapping[str
 
 
 def _check_model(model: nn.Module, loaded: LoadedPosterior, folder: str | Path) -> None:
-    own = named_parameters(model)
-    changed = [n for n, v in loaded.posterior.mean.items() if not torch.equal(own[n].detach().cpu(), v.cpu())]
+    parameters = named_parameters(model)
+    changed = [n for n, v in loaded.posterior.mean.items() if not torch.equal(parameters[n].detach().cpu(), v.cpu())]
     if changed or weights_hash(_state(model)) != loaded.weights_hash:
         which = (
             f"other values in {', '.join(changed[:5])}"

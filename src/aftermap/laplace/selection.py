@@ -182,7 +182,7 @@ def select(
         start = time.perf_counter()
         runs = []
         for _ in range(restarts):
-            model = _made(name, factory, generator)
+            model = _make_network(name, factory, generator)
             with warnings.catch_warnings():
                 # This is told once, for all of them, below.
                 warnings.filterwarnings("ignore", "the network is not at a mode", StatisticalWarning)
@@ -214,7 +214,7 @@ def _check(factories: Mapping[str, Callable[[], nn.Module]], data: Iterable[Any]
         )
 
 
-def _made(name: str, factory: Callable[[], nn.Module], generator: torch.Generator | None) -> nn.Module:
+def _make_network(name: str, factory: Callable[[], nn.Module], generator: torch.Generator | None) -> nn.Module:
     if generator is None:
         model = factory()
     else:

@@ -116,10 +116,10 @@ def check_predictive(
         count += batch.size
     if not count:
         raise DataError("there are no labelled data to check the predictive on")
-    found = _compare(Prediction.concatenate(plain), Prediction.concatenate(bayes), torch.cat(targets))
+    check = _compare(Prediction.concatenate(plain), Prediction.concatenate(bayes), torch.cat(targets))
     if not finite.left_out:
-        return found
-    return replace(found, message=f"{found.message}; {finite.left_out} left out, whose outputs are not finite")
+        return check
+    return replace(check, message=f"{check.message}; {finite.left_out} left out, whose outputs are not finite")
 
 
 def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck:

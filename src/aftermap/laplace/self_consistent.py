@@ -205,17 +205,17 @@ class Cavities:
     weight: Tensor
 
     @staticmethod
-    def of(gaussians: OutputGaussians, likelihood: Likelihood, narrowing: float, held: float = 1.0) -> Cavities:
+    def of(gaussians: OutputGaussians, likelihood: Likelihood, narrowing: float, share: float = 1.0) -> Cavities:
         """The cavities under the covariances divided by ``narrowing``.
 
         Args:
             gaussians: N(f, V) at some training data.
             likelihood: The likelihood.
             narrowing: What the covariances are divided by.
-            held: How much of a datum is taken out: less than 1 where the log-likelihood was divided by a temperature.
+            share: How much of a datum is taken out: less than 1 where the log-likelihood was divided by a temperature.
         """
         mean, cov = gaussians.mean, gaussians.covariances[0] / narrowing
-        gradient, curvature = (held * part for part in _averages(likelihood, mean, cov, gaussians.targets))
+        gradient, curvature = (share * part for part in _averages(likelihood, mean, cov, gaussians.targets))
         values, vectors = psd_eigh(curvature, what="the averaged curvature", precision=torch.float32)
         root = vectors * values.clamp_min(0.0).sqrt().unsqueeze(-2)  # Λ̄^½
         shares, directions = torch.linalg.eigh(root.mT @ cov @ root)

@@ -110,9 +110,9 @@ def chosen_entries(
     entries, start = {}, 0
     for name in names:
         size = weights[name].numel()
-        own = best[(best >= start) & (best < start + size)] - start
-        if len(own):
-            entries[name] = own
+        offsets = best[(best >= start) & (best < start + size)] - start
+        if len(offsets):
+            entries[name] = offsets
         start += size
     return entries
 
@@ -160,9 +160,9 @@ def with_fixed_means(factors: Factors, weights: Params, prior_mean: float | Para
         return prior_mean
     means: Params = {}
     for name, places in block.entries.items():
-        given = prior_mean.get(name, 0.0) if isinstance(prior_mean, Mapping) else prior_mean
+        mean = prior_mean.get(name, 0.0) if isinstance(prior_mean, Mapping) else prior_mean
         flat = weights[name].to(torch.float64).reshape(-1).clone()
-        wanted = torch.as_tensor(given, dtype=torch.float64, device=flat.device).expand(weights[name].shape)
+        wanted = torch.as_tensor(mean, dtype=torch.float64, device=flat.device).expand(weights[name].shape)
         flat[places.to(flat.device)] = wanted.reshape(-1)[places.to(flat.device)]
         means[name] = flat.reshape(weights[name].shape)
     return means

@@ -276,10 +276,10 @@ def tune_by_dimension(
 def _warn_too_wide(seen: float, counted: float, checked: SelfCheck, data: Iterable[Any]) -> None:
     """A fit on a part of the training data, or a network that knows them by heart: the data themselves do not tell which."""
     size = _dataset_size(data)
-    each = "" if counted == 1 else f", each counted as {counted:g}"
+    counting = "" if counted == 1 else f", each counted as {counted:g}"
     hint = f" (the loader's dataset holds {size:,})" if size is not None and size > seen else ""
     warn_caller(
-        f"matched to the effective dimension of the {seen:g} data of this fit{each}, the predictive is much less sure of {checked.n_data} of "
+        f"matched to the effective dimension of the {seen:g} data of this fit{counting}, the predictive is much less sure of {checked.n_data} of "
         f"them than the network itself ({checked.message}). Either the network was trained on more data than these{hint}: then say how "
         f"many, Laplace(..., data_scale=N / {seen:g}) with N the number that it was trained on, or fit on all of them. Or it has learned "
         "few data by heart, and the wider predictive may be the better one. Validation data decide: tune(val_loader)",
@@ -418,7 +418,7 @@ def tune_self_consistently(
             generator=torch.Generator().manual_seed(0) if generator is None else generator,
         )
     dimension = 1.0 if matched is None else max(1.0, matched.factor)
-    own = torch.Generator().manual_seed(rank()) if generator is None else generator
+    own_generator = torch.Generator().manual_seed(rank()) if generator is None else generator
     with fail_together("looking at training data"):
         counted = _Counted(iterate(data, device=device, dtype=dtype, unpack=fitted.unpack))
         gaussians = output_gaussians(
@@ -427,7 +427,7 @@ def tune_self_consistently(
             likelihood,
             [posterior],
             limit=math.ceil(_TRAINING_INPUTS / world_size()),
-            generator=own,
+            generator=own_generator,
             what="training",
         )
     # The sample of a process stands for all of its data, which may be more than another one's.
@@ -436,8 +436,8 @@ def tune_self_consistently(
     if not any(bool(cov.any()) for cov in gaussians.covariances):
         _warn_of_no_variance("training")
     # A posterior that was meant to be warm holds less of each datum; a data scale below 1 is a mistake that shows in the check.
-    held = min(1.0, 1 / hyperparameters.temperature)
-    cavities = Cavities.of(gaussians, likelihood, dimension * curvature, held)
+    share = min(1.0, 1 / hyperparameters.temperature)
+    cavities = Cavities.of(gaussians, likelihood, dimension * curvature, share)
     narrower, sharper = cavities.corrected(likelihood, curvature)
     check = cavities.check(likelihood, curvature, narrower, sharper)
     temperature = hyperparameters.output_temperature * sharper

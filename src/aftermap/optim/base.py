@@ -186,9 +186,9 @@ class VariationalOptimizer(Optimizer, ABC):
         precision, mean = [], []
         for p in params:
             state = self.state[p]
-            own = "prior_precision" in state
-            precision.append(state["prior_precision"] * factor if own else torch.full_like(p.data, number))
-            mean.append(state["prior_mean"] if own else torch.full_like(p.data, center))
+            has_own_prior = "prior_precision" in state
+            precision.append(state["prior_precision"] * factor if has_own_prior else torch.full_like(p.data, number))
+            mean.append(state["prior_mean"] if has_own_prior else torch.full_like(p.data, center))
         return precision, mean
 
     def set_prior(self, mean: Mapping[str, Tensor], precision: Mapping[str, Tensor]) -> None:

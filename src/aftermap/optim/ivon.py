@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.optim.base import Group, VariationalOptimizer
-from aftermap.optim.options import Schedule, given
+from aftermap.optim.options import Schedule, constructor_options
 from aftermap.optim.statistics import StepStatistics
 from aftermap.optim.vogn import add_pull_of_prior_, damped_curvature, draw_weights, new_momentum_
 
@@ -138,7 +138,7 @@ class IVON(VariationalOptimizer):
         sample_groups: int = 1,
         generator: torch.Generator | None = None,
     ):
-        options = {**given(locals()), "curvature": "reparametrised", "momentum_form": "normalised"}
+        options = {**constructor_options(locals()), "curvature": "reparametrised", "momentum_form": "normalised"}
         if isinstance(model, nn.Module):
             super().__init__(model, params, options, generator)
         else:

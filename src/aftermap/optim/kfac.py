@@ -27,7 +27,7 @@ from aftermap.curvature.structures.eigenbasis import KroneckerEigenbasis, damped
 from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.optim.base import Group
-from aftermap.optim.options import Schedule, given
+from aftermap.optim.options import Schedule, constructor_options
 from aftermap.optim.statistics import StepStatistics, factor_dtype
 from aftermap.optim.vogn import DiagonalOptimizer, new_momentum_
 
@@ -375,7 +375,7 @@ class KFAC(KronOptimizer):
         reduction: str = "mean",
         max_grad_norm: float | None = None,
     ):
-        super().__init__(model, params, {**given(locals()), "sampling": False}, None)
+        super().__init__(model, params, {**constructor_options(locals()), "sampling": False}, None)
 
 
 class NoisyKFAC(KronOptimizer):
@@ -450,4 +450,4 @@ class NoisyKFAC(KronOptimizer):
         sample_groups: int = 1,
         generator: torch.Generator | None = None,
     ):
-        super().__init__(model, params, given(locals()), generator)
+        super().__init__(model, params, constructor_options(locals()), generator)

@@ -24,7 +24,7 @@ __all__ = [
     "Settings",
     "check_group",
     "constant",
-    "given",
+    "constructor_options",
     "parameter_groups",
     "parse_schedule",
     "precision_of_decay",
@@ -268,7 +268,7 @@ OPTIONS: dict[str, Option] = {
 }
 
 
-def given(variables: Mapping[str, Any]) -> dict[str, Any]:
+def constructor_options(variables: Mapping[str, Any]) -> dict[str, Any]:
     """The options among the local variables of a constructor ``(self, model, …, params, …, generator)``."""
     others = ("self", "__class__", "model", "params", "generator")
     return {name: value for name, value in variables.items() if name not in others}
@@ -293,10 +293,10 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
             shared[name] = option.check(name, value)
     settings = Settings(**shared)
     if decay is not None:
-        given_too = options.get("prior_precision", OPTIONS["prior_precision"].default)
-        if given_too != OPTIONS["prior_precision"].default:
+        precision = options.get("prior_precision", OPTIONS["prior_precision"].default)
+        if precision != OPTIONS["prior_precision"].default:
             raise InputError(
-                f"weight_decay={decay!r} and prior_precision={given_too!r} say the same thing: a decay of λ is a prior precision of λN, "
+                f"weight_decay={decay!r} and prior_precision={precision!r} say the same thing: a decay of λ is a prior precision of λN, "
                 f"here {decay * settings.n_effective:g}. Give one of them"
             )
         defaults["prior_precision"] = precision_of_decay(decay, settings)

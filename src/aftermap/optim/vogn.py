@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from aftermap.likelihoods import Likelihood
 from aftermap.optim.base import Group, VariationalOptimizer
-from aftermap.optim.options import Schedule, given
+from aftermap.optim.options import Schedule, constructor_options
 
 __all__ = [
     "OGN",
@@ -222,7 +222,7 @@ class VOGN(DiagonalOptimizer):
         sample_groups: int = 1,
         generator: torch.Generator | None = None,
     ):
-        super().__init__(model, params, given(locals()), generator)
+        super().__init__(model, params, constructor_options(locals()), generator)
 
 
 class OGN(DiagonalOptimizer):
@@ -278,4 +278,4 @@ class OGN(DiagonalOptimizer):
         reduction: str = "mean",
         max_grad_norm: float | None = None,
     ):
-        super().__init__(model, params, {**given(locals()), "sampling": False}, None)
+        super().__init__(model, params, {**constructor_options(locals()), "sampling": False}, None)

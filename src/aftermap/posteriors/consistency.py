@@ -88,12 +88,12 @@ def check_agreement(
     if not posterior.mean or not all(v.is_floating_point() for v in posterior.mean.values()):
         raise _refuse(where, "a posterior is over one or more parameters of floating point, and the mean is not")
     blocks: Iterable[tuple[str, Any]] = (("posterior", posterior.blocks), ("factors", factors.blocks))
-    for what, found in blocks:
-        for place, block in enumerate(found):
+    for what, listed in blocks:
+        for place, block in enumerate(listed):
             _check_block(block, where, f"{what}.blocks.{place}")
-        shapes = {n: tuple(s) for b in found for n, s in b.shapes.items()}
+        shapes = {n: tuple(s) for b in listed for n, s in b.shapes.items()}
         wrong = sorted(n for n in {*shapes, *posterior.names} if shapes.get(n) != posterior.shapes.get(n))
-        if wrong or sum(len(b.shapes) for b in found) != len(shapes):
+        if wrong or sum(len(b.shapes) for b in listed) != len(shapes):
             which = ", ".join(wrong[:5]) or "some belong to two"
             raise _refuse(where, f"the blocks of the {what} do not fit the parameters: {which}")
     _check_prior(posterior.prior, posterior.shapes, where)

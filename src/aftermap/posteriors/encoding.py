@@ -144,7 +144,7 @@ class StateWriter:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     table: dict[str, dict[str, Any]] = field(default_factory=dict)
     _keys: dict[int, str] = field(default_factory=dict)
-    _held: list[Tensor] = field(default_factory=list)
+    _tensors_alive: list[Tensor] = field(default_factory=list)
 
     def encode(self, value: Any, path: str) -> Any:
         """Returns JSON for a value; ``path`` says where it is and names its tensors.
@@ -190,7 +190,7 @@ class StateWriter:
         if any(packed.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() for t in self._shares(packed)):
             packed = packed.clone()
         self._keys[id(tensor)] = key
-        self._held.append(tensor)  # An id is only unique as long as its object lives.
+        self._tensors_alive.append(tensor)  # An id is only unique as long as its object lives.
         self.tensors[key] = packed
         self.table[key] = described(packed, order)
         return key

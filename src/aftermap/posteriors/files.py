@@ -149,8 +149,8 @@ def depth_of(text: str) -> int:
     3
     """
     depth = deepest = 0
-    for found in _BRACKETS.finditer(text):
-        sign = found.group()[0]
+    for bracket in _BRACKETS.finditer(text):
+        sign = bracket.group()[0]
         depth += (sign in "[{") - (sign in "]}")
         deepest = max(deepest, depth)
     return deepest

@@ -207,7 +207,7 @@ class _Shared:
 
 
 @dataclass(eq=False)
-class _Own:
+class _PriorDependent:
     """The parts that depend on the prior and the scale."""
 
     samples: Tensor | None = None
@@ -244,7 +244,7 @@ class MatrixFreePosterior(CurvaturePosterior):
     preconditioner: Preconditioner
     settings: MatrixFreeSettings = field(default_factory=MatrixFreeSettings)
     _shared: _Shared = field(default_factory=_Shared, repr=False)
-    _own: _Own = field(default_factory=_Own, repr=False)
+    _prior_dependent: _PriorDependent = field(default_factory=_PriorDependent, repr=False)
     is_estimated = True
     has_every_term = True
     working_numbers = (
@@ -305,14 +305,14 @@ class MatrixFreePosterior(CurvaturePosterior):
         """Returns the same curvature under another prior or scale; the random numbers stay, solves are done anew when asked."""
         prior, factor = self._new_prior_and_scale(precision, scale, prior)
         helper = Preconditioner.make(self.preconditioner.posterior, prior, factor, self.shapes, self.operator.device)
-        return replace(self, prior=prior, scale=factor, preconditioner=helper, _own=_Own())
+        return replace(self, prior=prior, scale=factor, preconditioner=helper, _prior_dependent=_PriorDependent())
 
     def with_settings(self, **changes: Any) -> MatrixFreePosterior:
         """Returns the same posterior with other settings, say ``kind="samples", samples=256``."""
         settings = replace(self.settings, **changes)
         same = settings.seed == self.settings.seed and settings.samples == self.settings.samples
         shared = self._shared if same else _Shared(curvature=self._shared.curvature)
-        return replace(self, settings=settings, _shared=shared, _own=_Own())
+        return replace(self, settings=settings, _shared=shared, _prior_dependent=_PriorDependent())
 
     # Products and solves, on rows [k, P].
 
@@ -337,9 +337,9 @@ class MatrixFreePosterior(CurvaturePosterior):
         if missing:
             raise InputError(f"no values for {', '.join(missing[:5])}; give one tensor for each of the parameters")
         for name, shape in self.shapes.items():
-            given = tuple(values[name].shape)
-            if given[len(given) - len(shape) :] != shape:
-                raise ShapeError(f"the values for {name} have shape {given}, which does not end in {shape}")
+            actual = tuple(values[name].shape)
+            if actual[len(actual) - len(shape) :] != shape:
+                raise ShapeError(f"the values for {name} have shape {actual}, which does not end in {shape}")
         name = self.names[0]
         lead = values[name].shape[: values[name].dim() - len(self.shapes[name])]
         rows = join_flat(values, self.names, len(lead)).to(torch.float64)
@@ -383,11 +383,11 @@ class MatrixFreePosterior(CurvaturePosterior):
 
     def fixed_samples(self) -> Tensor:
         """Returns deviations from the mean [S, P], drawn once and then kept; under another prior the same noise is used."""
-        if self._own.samples is None:
+        if self._prior_dependent.samples is None:
             if self._shared.noise is None:
                 self._shared.noise = draw_noise(self.operator, self.settings.samples, self.settings.seed)
-            self._own.samples = self._solve_noise(self._shared.noise)
-        return self._own.samples
+            self._prior_dependent.samples = self._solve_noise(self._shared.noise)
+        return self._prior_dependent.samples
 
     # The log determinant and the diagonal of the covariance: exact for few parameters, else estimated.
 
@@ -408,26 +408,26 @@ class MatrixFreePosterior(CurvaturePosterior):
         return (self.scale.to(curvature.device) * curvature + torch.diag(self._prior_vector())).cpu()
 
     def _dense_covariance(self) -> Tensor:
-        if self._own.covariance is None:
+        if self._prior_dependent.covariance is None:
             factor = safe_cholesky(self.to_dense().detach(), what="the posterior precision")
-            self._own.covariance = torch.cholesky_inverse(factor)
-        return self._own.covariance
+            self._prior_dependent.covariance = torch.cholesky_inverse(factor)
+        return self._prior_dependent.covariance
 
     def estimate_log_det(self) -> TraceEstimate:
         """Estimates log |P| by Lanczos quadrature relative to the preconditioner, with its standard error; computed once.
 
         A low-rank preconditioner leaves almost nothing to chance.
         """
-        if self._own.log_det is None:
+        if self._prior_dependent.log_det is None:
             system = self._system
-            self._own.log_det = log_det_quadrature(
+            self._prior_dependent.log_det = log_det_quadrature(
                 system.precision,
                 self.preconditioner.safe_for(self.operator.dtype),
                 probes=self.settings.probes,
                 steps=self.settings.steps,
                 generator=torch.Generator().manual_seed(self.settings.seed),
             )
-        return self._own.log_det
+        return self._prior_dependent.log_det
 
     def log_det_precision(self) -> Tensor:
         """Returns the log determinant of the precision, differentiable in prior and scale (first derivatives)."""
@@ -465,13 +465,13 @@ class MatrixFreePosterior(CurvaturePosterior):
         """
         if checks.choice("method", method, ESTIMATORS) == "samples":
             rows = self.fixed_samples()
-            each = rows * self._system.curvature(rows)
+            gains = rows * self._system.curvature(rows)
         else:
             base, noise = self._prior_shares()
-            each = 1 - base - noise
-        parts = split_flat(each, self.shapes)
+            gains = 1 - base - noise
+        parts = split_flat(gains, self.shapes)
         by_layer = {k: join_flat(parts, v, 1).sum(1) for k, v in self.layers.items()}
-        return mean_estimate(each.sum(1)), {k: mean_estimate(v) for k, v in by_layer.items()}
+        return mean_estimate(gains.sum(1)), {k: mean_estimate(v) for k, v in by_layer.items()}
 
     def effective_parameters(self) -> dict[str, float]:
         """Returns γ by layer (MacKay), the number of directions of a layer that the data determine; exact for few parameters."""
@@ -490,12 +490,16 @@ class MatrixFreePosterior(CurvaturePosterior):
                 data say little, but may be negative where they say much.
         """
         if checks.choice("method", method, ESTIMATORS) == "samples":
-            each = self.fixed_samples().square()
+            variances = self.fixed_samples().square()
         else:
             base, noise = self._prior_shares()
-            each = (base + noise) / self._prior_vector().detach()
-        error = each.std(0) / math.sqrt(len(each)) if len(each) > 1 else torch.full_like(each[0], math.nan)
-        return split_flat(each.mean(0), self.shapes), split_flat(error, self.shapes)
+            variances = (base + noise) / self._prior_vector().detach()
+        error = (
+            variances.std(0) / math.sqrt(len(variances))
+            if len(variances) > 1
+            else torch.full_like(variances[0], math.nan)
+        )
+        return split_flat(variances.mean(0), self.shapes), split_flat(error, self.shapes)
 
     def marginal_variance(self) -> Params:
         """Returns the diagonal of the covariance: exact for few parameters, else from the fixed samples."""
@@ -504,9 +508,9 @@ class MatrixFreePosterior(CurvaturePosterior):
         return split_flat(self._dense_covariance().diagonal().to(self.operator.device), self.shapes)
 
     def _prior_shares(self) -> tuple[Tensor, Tensor]:
-        if self._own.shares is None:
-            self._own.shares = prior_shares(self._system, self.settings.samples, self.settings.seed)
-        return self._own.shares
+        if self._prior_dependent.shares is None:
+            self._prior_dependent.shares = prior_shares(self._system, self.settings.samples, self.settings.seed)
+        return self._prior_dependent.shares
 
     def times_covariance(self, rows: Tensor) -> Tensor:
         """Returns rows [..., P] times the covariance, by solves, or from the fixed samples with ``settings.kind="samples"``."""

@@ -84,7 +84,7 @@ class FunctionalSet(ABC):
         """Returns the functionals from start to stop - 1 alone."""
 
 
-class _Given(FunctionalSet):
+class _UserFunctions(FunctionalSet):
     """The functions that a user wrote."""
 
     def __init__(self, functions: Sequence[Functional]):
@@ -108,7 +108,7 @@ class _Given(FunctionalSet):
         return value.reshape(())
 
     def part(self, start: int, stop: int) -> FunctionalSet:
-        return _Given(self.functions[start:stop])
+        return _UserFunctions(self.functions[start:stop])
 
 
 class OutputSet(FunctionalSet):
@@ -145,9 +145,9 @@ def parse_functionals(functional: object) -> tuple[FunctionalSet, bool]:
     True
     """
     if callable(functional):
-        return _Given([functional]), True
-    if isinstance(functional, Sequence) and functional and all(callable(each) for each in functional):
-        return _Given(list(functional)), False
+        return _UserFunctions([functional]), True
+    if isinstance(functional, Sequence) and functional and all(callable(member) for member in functional):
+        return _UserFunctions(list(functional)), False
     raise InputError(
         f"a functional is a function of the network, such as lambda f: f(x)[0, 0], or a list of such; got {functional!r}"
     )
@@ -181,8 +181,8 @@ def functional_gradients(
     >>> functional_gradients(net, ["weight"], each)[1]["weight"]
     tensor([[[1., 3.]]])
     """
-    own = named_parameters(model)
-    where = {n: own[n].detach() for n in names} if params is None else params
+    parameters = named_parameters(model)
+    where = {n: parameters[n].detach() for n in names} if params is None else params
     with evaluating(model), torch.enable_grad():
         leaves = {n: v.detach().clone().requires_grad_() for n, v in where.items()}
         values = functionals(Network(model, leaves, fixed))

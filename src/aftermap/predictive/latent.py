@@ -78,20 +78,20 @@ def check_latent(mean: Tensor, cov: Tensor | None, var: Tensor | None) -> Latent
     check_values(mean, ~mean.isfinite(), "values", "finite; write a mask as -1e4, not -inf", "latent_mean")
     mean = at_least_float32(mean)
     name = "latent_var" if cov is None else "latent_cov"
-    given = var if cov is None else cov
-    if given is None:
+    values = var if cov is None else cov
+    if values is None:
         raise InputError("pass latent_cov [N, ..., C, C] or latent_var [N, ..., C]; both are None.")
     expected = (*mean.shape, mean.shape[-1]) if cov is not None else tuple(mean.shape)
-    if given.shape != expected:
+    if values.shape != expected:
         raise ShapeError(
-            f"{name} has shape {list(given.shape)}, but latent_mean of shape {list(mean.shape)} needs {list(expected)}."
+            f"{name} has shape {list(values.shape)}, but latent_mean of shape {list(mean.shape)} needs {list(expected)}."
         )
-    check_values(given, ~given.isfinite(), "values", "finite", name)
-    given = given.to(mean.dtype)
-    variance = given if cov is None else given.diagonal(dim1=-2, dim2=-1)
+    check_values(values, ~values.isfinite(), "values", "finite", name)
+    values = values.to(mean.dtype)
+    variance = values if cov is None else values.diagonal(dim1=-2, dim2=-1)
     largest = variance.detach().amax().clamp_min(0.0) if variance.numel() else 0.0
     check_values(variance, variance < -_ROUNDING * largest, "variance", "0 or more", name)
-    return Latent(mean, None if cov is None else given, variance.clamp_min(0.0))
+    return Latent(mean, None if cov is None else values, variance.clamp_min(0.0))
 
 
 def _root(cov: Tensor) -> Tensor:
@@ -151,8 +151,8 @@ def normal_points(
         device = "cpu" if generator is None else generator.device
         seed = int(torch.randint(2**31 - 1, (1,), generator=generator, device=device))
     if dimension > _SOBOL_MAX_DIMENSION:
-        own = torch.Generator().manual_seed(seed)
-        half = torch.randn((samples + 1) // 2, dimension, generator=own, dtype=torch.float64)
+        own_generator = torch.Generator().manual_seed(seed)
+        half = torch.randn((samples + 1) // 2, dimension, generator=own_generator, dtype=torch.float64)
         return torch.cat([half, -half])[:samples]
     uniform = torch.quasirandom.SobolEngine(dimension, scramble=True, seed=seed).draw(samples, dtype=torch.float64)
     # The sequence has 30 bits, so the centre of a cell is never 0 or 1.

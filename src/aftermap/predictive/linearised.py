@@ -196,8 +196,8 @@ def latent_gaussians(
         for place, blocks in enumerate(posterior.functional_covariance(gradients, which, diagonal=diagonal)):
             parts[place].setdefault(position, []).append(torch.stack(blocks).sum(0))
             if by_layer:
-                each = [b if diagonal else b.diagonal(dim1=-2, dim2=-1) for b in blocks]
-                shares[place].setdefault(position, []).append(torch.stack(each))
+                variances = [b if diagonal else b.diagonal(dim1=-2, dim2=-1) for b in blocks]
+                shares[place].setdefault(position, []).append(torch.stack(variances))
     mean = torch.cat(means)
     space = mean.shape[1:-1]
     latents = []
@@ -269,8 +269,8 @@ def function_samples(
     model: nn.Module, posterior: Posterior, inputs: Any, count: int, generator: torch.Generator | None = None
 ) -> Tensor:
     """Returns samples f(x, θ*) + J(x)(θ_s − θ*) with the true correlation between inputs: [count, N, ..., C]; one jvp each."""
-    own = named_parameters(model)
-    mean = {n: own[n].detach() for n in posterior.names}
+    parameters = named_parameters(model)
+    mean = {n: parameters[n].detach() for n in posterior.names}
     draws = weight_samples(posterior, count, generator)
     directions = ({n: weights[n] - posterior.mean[n] for n in posterior.names} for weights in draws)
     with evaluating(model), torch.no_grad():
@@ -289,8 +289,8 @@ def differentiable_latent(
 
     It forms a Jacobian per example, so it is for small batches; `latent_gaussians` does not.
     """
-    own = named_parameters(model)
-    params = {n: own[n].detach() for n in posterior.names}
+    parameters = named_parameters(model)
+    params = {n: parameters[n].detach() for n in posterior.names}
 
     with evaluating(model), torch.enable_grad():
         try:
@@ -335,8 +335,8 @@ def _looped_jacobian(model: nn.Module, params: Params, inputs: Tensor) -> tuple[
     for example in inputs.split(1):
         value = functional_outputs(model, leaves, example)[0]
         rows = [
-            torch.autograd.grad(each, list(leaves.values()), create_graph=True, allow_unused=True)
-            for each in value.reshape(-1)
+            torch.autograd.grad(output, list(leaves.values()), create_graph=True, allow_unused=True)
+            for output in value.reshape(-1)
         ]
         means.append(value)
         lines.append(rows)

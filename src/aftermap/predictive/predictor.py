@@ -48,7 +48,7 @@ KINDS = ("linearised", "margin", "sampling")
 _PIECE = 1024  # inputs that are predicted at a time, at most
 _LEAST_PIECE = 32  # and at least
 _LONG = 5.0  # seconds of a prediction from which its cost is said, and the cheap way
-_MOST_KEPT = 2**28  # bytes of samples and covariances that the prediction of many inputs keeps
+_MOST_SAMPLE_BYTES = 2**28  # bytes of samples and covariances that the prediction of many inputs keeps
 
 
 class PosteriorPredictor:
@@ -160,7 +160,7 @@ class PosteriorPredictor:
             pieces = input_batches(x, unpack) if batch is None else (piece.inputs for piece in batch.pieces(size))
             total = -(-batch.size // size) if batch is not None else len(x) if isinstance(x, Sized) else None
             bar = with_bar(pieces, description="predicting", total=total, enabled=progress)
-            return self._predict_each(bar, total, generator, progress, kind=kind, samples=samples, **options)
+            return self._predict_pieces(bar, total, generator, progress, kind=kind, samples=samples, **options)
         likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
         with explain_model_errors(self.model, lambda: batch.inputs):
             if kind == "sampling":
@@ -213,7 +213,7 @@ class PosteriorPredictor:
         cheap = '; kind="margin" is several times faster' if kind == "linearised" and classes else ""
         announce(line + cheap, enabled=progress)
 
-    def _predict_each(
+    def _predict_pieces(
         self,
         pieces: Iterable[Any],
         total: int | None,
@@ -224,23 +224,23 @@ class PosteriorPredictor:
         """Predicts piece by piece. The same draws answer for all inputs, however they are cut; only local noise is each input's own."""
         if generator is None and options["kind"] == "sampling":
             generator = torch.Generator().manual_seed(int(torch.randint(2**62, ())))
-        state, kept = None if generator is None else generator.get_state(), 0
-        found: list[Prediction] = []
+        state, large = None if generator is None else generator.get_state(), 0
+        predictions: list[Prediction] = []
         for piece in pieces:
             if generator is not None and state is not None and not options["local"]:
                 generator.set_state(state)
             start = time.perf_counter()
-            found.append(self.predict(piece, generator=generator, progress=False, **options))
-            if len(found) == 1 and total is not None:
-                self._say_cost(time.perf_counter() - start, len(found[0]), total, progress, options["kind"])
-            if kept <= _MOST_KEPT:
-                kept += _large_size(found[-1])
-                found = [_reduced(part) for part in found] if kept > _MOST_KEPT else found
+            predictions.append(self.predict(piece, generator=generator, progress=False, **options))
+            if len(predictions) == 1 and total is not None:
+                self._say_cost(time.perf_counter() - start, len(predictions[0]), total, progress, options["kind"])
+            if large <= _MOST_SAMPLE_BYTES:
+                large += _large_size(predictions[-1])
+                predictions = [_reduced(part) for part in predictions] if large > _MOST_SAMPLE_BYTES else predictions
             else:
-                found[-1] = _reduced(found[-1])
-        if not found:
+                predictions[-1] = _reduced(predictions[-1])
+        if not predictions:
             raise DataError("the inputs hold no example; there is nothing to predict")
-        return Prediction.concatenate(found)
+        return Prediction.concatenate(predictions)
 
     @torch.inference_mode(False)
     def map_prediction(self, x: Any) -> Prediction:

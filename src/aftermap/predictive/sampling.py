@@ -76,8 +76,8 @@ def sampled_outputs(
     if weights is not None:
         if not weights:
             raise InputError("weights= holds no sample; draw some with ensemble(count), or leave it at None")
-        return torch.stack([outputs_under(model, each, inputs) for each in weights])
-    return torch.stack([outputs_under(model, each, inputs) for each in weight_samples(posterior, count, generator)])
+        return torch.stack([outputs_under(model, draw, inputs) for draw in weights])
+    return torch.stack([outputs_under(model, draw, inputs) for draw in weight_samples(posterior, count, generator)])
 
 
 def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:

@@ -109,8 +109,8 @@ class _Small(nn.Module):
 
 def _picked(output: Any) -> Tensor:
     """Returns the tensor of an output that may be a tuple."""
-    found = output if isinstance(output, Tensor) else output[0]
-    return found
+    outputs = output if isinstance(output, Tensor) else output[0]
+    return outputs
 
 
 def _changed(value: Any) -> Any:
@@ -152,18 +152,18 @@ class _Case:
         options = {"curvature": "exact", "params": self.names, "progress": False, **options}
         return fit_curvature(self.model, data, self.likelihood, structure=structure, **options)
 
-    def compare(self, what: str, found: Tensor, expected: Tensor) -> None:
-        found, expected = found.detach(), expected.detach()
+    def compare(self, what: str, actual: Tensor, expected: Tensor) -> None:
+        actual, expected = actual.detach(), expected.detach()
         scale = float(expected.abs().max()) if expected.numel() else 0.0
-        error = float((found.to(expected) - expected).abs().max()) if found.shape == expected.shape else float("inf")
+        error = float((actual.to(expected) - expected).abs().max()) if actual.shape == expected.shape else float("inf")
         if not error <= self.tolerance * scale + 1e-14:
             raise AssertionError(
                 f"{what} of {self.where}: the largest error is {error:.3e}, entries are up to {scale:.3e} "
-                f"(relative tolerance {self.tolerance:g}; shapes {tuple(found.shape)} and {tuple(expected.shape)})"
+                f"(relative tolerance {self.tolerance:g}; shapes {tuple(actual.shape)} and {tuple(expected.shape)})"
             )
 
-    def compare_all(self, what: str, found: Factors, expected: Factors) -> None:
-        self.compare(what, found.to_dense(), expected.to_dense())
+    def compare_all(self, what: str, actual: Factors, expected: Factors) -> None:
+        self.compare(what, actual.to_dense(), expected.to_dense())
 
 
 def _check_case(case: _Case) -> None:
@@ -186,12 +186,12 @@ def _flat(case: _Case, params: dict[str, Tensor]) -> Tensor:
     return torch.cat([params[n].reshape(-1) for n in case.names])
 
 
-def _check_treatment(case: _Case, found: Factors) -> None:
-    for name, told in found.treatment.items():
+def _check_treatment(case: _Case, factors: Factors) -> None:
+    for name, treatment in factors.treatment.items():
         known = any(name == n or name.endswith(f".{n}") for n in case.without_rule)
-        if told.by_rule == known:
+        if treatment.by_rule == known:
             raise AssertionError(
-                f"{case.where}: {name} was treated by {told.rule} ({told.note or 'no note'}), but a rule was "
+                f"{case.where}: {name} was treated by {treatment.rule} ({treatment.note or 'no note'}), but a rule was "
                 f"{'not ' if known else ''}expected"
             )
 
@@ -292,5 +292,5 @@ def _check_batches(case: _Case, kron: Factors, diagonal: Factors) -> None:
     weighted = [(case.inputs, case.targets, weight)]
     copied = [case.cut([0]), case.cut([0]), case.cut(range(1, last - 1))]
     for structure, approach in (("kron", "expand"), ("kron", "reduce"), ("diagonal", "expand")):
-        found, expected = (case.fit(structure, data, approach=approach) for data in (weighted, copied))
-        case.compare_all(f"{structure} ({approach}) with weights", found, expected)
+        actual, expected = (case.fit(structure, data, approach=approach) for data in (weighted, copied))
+        case.compare_all(f"{structure} ({approach}) with weights", actual, expected)

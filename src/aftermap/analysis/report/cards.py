@@ -181,7 +181,7 @@ def most_uncertain(
     if classes is not None and answers is not None and is_class and len(classes) <= int(answers.max()):
         raise InputError(f"there are {len(classes)} names of classes, but class {int(answers.max())} is predicted")
 
-    def said(value: float) -> str:
+    def in_words(value: float) -> str:
         if not is_class:
             return written(value, "number")
         return str(classes[int(value)]) if classes is not None and 0 <= value < len(classes) else f"{int(value)}"
@@ -193,7 +193,7 @@ def most_uncertain(
     cards = []
     for place, i in enumerate(order):
         total = float(epistemic[i] + aleatoric[i])
-        answer = "" if answers is None else said(answers[i])
+        answer = "" if answers is None else in_words(answers[i])
         if confidence is not None:
             answer += f" ({100 * confidence[i]:.0f}\u00a0%)"
         elif answers is not None and not is_class:
@@ -202,14 +202,14 @@ def most_uncertain(
             Card(
                 f"Input {i}",
                 answer,
-                "" if targets is None else said(targets[i]),
+                "" if targets is None else in_words(targets[i]),
                 None if right is None else bool(right[i]),
                 100 * float(epistemic[i]) / total if total > 0 else 0.0,
                 _split(float(epistemic[i]), float(aleatoric[i]), is_class),
                 "" if shown is None else picture_of(shown[i]),
                 () if features is None else features.of(i),
                 () if where is None else _layers(where, i),
-                () if near is None else _near(near, place, said, picture_of if shown is not None else None),
+                () if near is None else _near(near, place, in_words, picture_of if shown is not None else None),
             )
         )
     return cards
@@ -234,19 +234,23 @@ def _layers(where: Where, index: int) -> list[tuple[str, str]]:
 
 
 def _near(
-    found: Neighbours, place: int, said: Callable[[float], str], picture_of: Callable[[Any], str] | None
+    neighbours: Neighbours, place: int, in_words: Callable[[float], str], picture_of: Callable[[Any], str] | None
 ) -> list[Near]:
     near = []
-    for k in range(found.indices.shape[1]):
+    for k in range(neighbours.indices.shape[1]):
         target = (
             ""
-            if found.targets is None or found.targets[place, k].numel() != 1
-            else said(float(found.targets[place, k]))
+            if neighbours.targets is None or neighbours.targets[place, k].numel() != 1
+            else in_words(float(neighbours.targets[place, k]))
         )
-        away = float(found.distances[place, k])
-        distance = f"{away / found.typical:.2g} × the usual distance" if found.typical > 0 else written(away, "number")
+        away = float(neighbours.distances[place, k])
+        distance = (
+            f"{away / neighbours.typical:.2g} × the usual distance"
+            if neighbours.typical > 0
+            else written(away, "number")
+        )
         image = ""
-        if picture_of is not None and found.inputs is not None:
-            image = picture_of(as_images(found.inputs[place, k][None], 1)[0])
-        near.append(Near(int(found.indices[place, k]), target, distance, image))
+        if picture_of is not None and neighbours.inputs is not None:
+            image = picture_of(as_images(neighbours.inputs[place, k][None], 1)[0])
+        near.append(Near(int(neighbours.indices[place, k]), target, distance, image))
     return near

@@ -497,14 +497,14 @@ def _detections(rows: dict[str, Row], *, compared: bool) -> list[str]:
 
 
 def _alone(results: Results, rows: dict[str, Row]) -> str:
-    def said(name: str) -> str:
+    def text_of(name: str) -> str:
         return rows[name].text("bayesian") if name in rows else "–"
 
     if results.kind in ("classification", "binary"):
-        return f"{said('accuracy')} right, with a calibration error of {said('ece')}."
+        return f"{text_of('accuracy')} right, with a calibration error of {text_of('ece')}."
     if "coverage_0.95" in rows:
-        return f"Root mean squared error {said('rmse')}; the 95\u00a0% interval holds {said('coverage_0.95')} of the targets."
-    return f"Root mean squared error {said('rmse')}."
+        return f"Root mean squared error {text_of('rmse')}; the 95\u00a0% interval holds {text_of('coverage_0.95')} of the targets."
+    return f"Root mean squared error {text_of('rmse')}."
 
 
 def _flagging(threshold: Threshold | None) -> list[str]:

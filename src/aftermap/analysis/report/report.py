@@ -232,18 +232,18 @@ def _settings(
             "threshold",
             f"{score_in_words(threshold.score)} above {threshold.value:.4g}, from {threshold.n_data:,} inputs",
         )
-    return [(str(k).replace("_", " "), _said(v)) for k, v in facts.items()]
+    return [(str(k).replace("_", " "), _in_words(v)) for k, v in facts.items()]
 
 
-def _said(value: Any) -> str:
+def _in_words(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{k} = {_said(v)}" for k, v in value.items())
+        return ", ".join(f"{k} = {_in_words(v)}" for k, v in value.items())
     if isinstance(value, list | tuple):
-        return ", ".join(_said(v) for v in value)
+        return ", ".join(_in_words(v) for v in value)
     return str(value)
 
 

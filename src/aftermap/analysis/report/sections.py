@@ -264,9 +264,9 @@ def detection(bayesian: Results, map: Results | None, threshold: Threshold | Non
         )
     rows = []
     for data, scores in bayesian.ood.items():
-        for each in scores:
-            cells = [_detection_cells(r, data, each) for r in named.values()]
-            rows.append([data, score_in_words(each), *(c[0] for c in cells), *(c[1] for c in cells)])
+        for key in scores:
+            cells = [_detection_cells(r, data, key) for r in named.values()]
+            rows.append([data, score_in_words(key), *(c[0] for c in cells), *(c[1] for c in cells)])
     header = ["Other set", "Score", *(f"AUROC, {n}" for n in named), *(f"FPR95, {n}" for n in named)]
     caption = "Every score on every other set"
     return Section(notes=variance_notes(bayesian, map), pictures=pictures, header=header, rows=rows, caption=caption)

@@ -423,6 +423,6 @@ def vectors_agree(record: ForwardRecord) -> bool:
     except (RuntimeError, NotImplementedError):
         return False
     alone = [torch.autograd.grad(outputs, edges, v, retain_graph=True, allow_unused=True) for v in vectors]
-    found = {f"{v}.{e}": g[v] for v in range(2) for e, g in enumerate(together) if g is not None}
+    in_one_pass = {f"{v}.{e}": g[v] for v in range(2) for e, g in enumerate(together) if g is not None}
     truth = {f"{v}.{e}": g for v, gradients in enumerate(alone) for e, g in enumerate(gradients)}
-    return not differing(found, truth, outputs.dtype)
+    return not differing(in_one_pass, truth, outputs.dtype)

@@ -178,7 +178,7 @@ class Checkpoint:
             resumed.claim(torch.cat(done), batches)
         return resumed
 
-    def kept(self, name: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def load_or_make(self, name: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Returns tensors that are made once in a fit: those of the folder, or new ones, which go there.
 
         Args:
@@ -209,18 +209,20 @@ class Checkpoint:
         saved = record["identity"]
         other = sorted(k for k in {*saved, *self.identity} if saved.get(k) != self.identity.get(k))
         if other:
-            said = "; ".join(
+            differences = "; ".join(
                 f"{k} (kept: {_short(saved.get(k))}, now: {_short(self.identity.get(k))})" for k in other[:5]
             )
             raise DataError(
-                f"the checkpoint in {self.folder} belongs to another fit, which differs in {said}. Fit as before to go on, or use another "
+                f"the checkpoint in {self.folder} belongs to another fit, which differs in {differences}. Fit as before to go on, or use another "
                 "folder, or delete this one to start anew"
             )
 
     def _files(self, what: str) -> list[tuple[int, int, int, Path]]:
         """The files of a pass: generation, process, number of processes, and path."""
-        found = [(m, f) for f in sorted(self.folder.iterdir()) if (m := _NAME.fullmatch(f.name)) and m["what"] == what]
-        return [(int(m["generation"]), int(m["rank"]), int(m["world"]), f) for m, f in found]
+        matches = [
+            (m, f) for f in sorted(self.folder.iterdir()) if (m := _NAME.fullmatch(f.name)) and m["what"] == what
+        ]
+        return [(int(m["generation"]), int(m["rank"]), int(m["world"]), f) for m, f in matches]
 
     def _latest(self, what: str) -> tuple[int, dict[tuple[int, int], Path]]:
         """The latest generation that counts, and its files by process.
@@ -287,10 +289,10 @@ class ResumablePass:
             state = tensors.pop("generator", None)
             for number, accumulator in enumerate(self.accumulators):
                 prefix = f"{number}."
-                own = {n.removeprefix(prefix): tensors.pop(n) for n in list(tensors) if n.startswith(prefix)}
-                accumulator.add_state(own)
-                if own:
-                    raise ValueError(f"there is no place for {sorted(own)[:3]}")
+                sums = {n.removeprefix(prefix): tensors.pop(n) for n in list(tensors) if n.startswith(prefix)}
+                accumulator.add_state(sums)
+                if sums:
+                    raise ValueError(f"there is no place for {sorted(sums)[:3]}")
             if tensors or set(counts) != {f.name for f in fields(DataCounts)}:
                 raise ValueError(f"its entries {sorted(tensors)[:3]} or counts are not those of this fit")
             self.counts.add(DataCounts(**{**counts, "used": frozenset(counts["used"])}))
@@ -312,9 +314,9 @@ class ResumablePass:
             DataError: Some of them are not among the data.
         """
         with fail_together("comparing the data with the checkpoint"):
-            own = torch.cat([torch.empty(0, dtype=torch.int64), *(example_hashes(b) for b in batches())])
+            present = torch.cat([torch.empty(0, dtype=torch.int64), *(example_hashes(b) for b in batches())])
         left = Counter(done.tolist())
-        for process, hashes in enumerate(_gathered(own)):
+        for process, hashes in enumerate(_gathered(present)):
             claimed = Counter(hashes.tolist()) & left
             left -= claimed
             if process == rank():
@@ -325,7 +327,7 @@ class ResumablePass:
                 "from other data, or from a loader that changes its examples (augmentation, padding to the batch's length), whose sums "
                 "cannot be taken up. Give the same data, or delete the folder to start anew"
             )
-        self.nothing_left = sum(self._skip.values()) == len(own)
+        self.nothing_left = sum(self._skip.values()) == len(present)
 
     def rest_of(self, batch: Batch, whole_batches: bool) -> Batch | None:
         """Returns the examples of a batch that are not in the sums yet; None where all are.

@@ -56,30 +56,30 @@ def per_example_products(
 
 def _is_confirmed(products: Mapping[str, Tensor], model: nn.Module, inputs: Any, dims: Any, vectors: Tensor) -> bool:
     """Tells whether the loop gives the same sum over all vectors, with random signs and weights, for one of the examples."""
-    own, (count, length) = named_parameters(model), vectors.shape[:2]
-    if any(value.shape != (count, length, *own[name].shape) for name, value in products.items()):
+    parameters, (count, length) = named_parameters(model), vectors.shape[:2]
+    if any(value.shape != (count, length, *parameters[name].shape) for name, value in products.items()):
         return False
     weights = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(vectors)
     combined = torch.tensordot(weights, vectors, 1)
     example = int(combined.flatten(1).square().sum(1).argmax())  # the one with the largest gradients, or nearly so
     chosen = _with_batch(_one(inputs, dims, example), dims)
     truth = _looped(model, list(products), chosen, dims, combined[None, example : example + 1])
-    found = {name: torch.tensordot(weights.to(value), value[:, example], 1) for name, value in products.items()}
-    return not differing(found, {name: value[0, 0] for name, value in truth.items()}, vectors.dtype)
+    sums = {name: torch.tensordot(weights.to(value), value[:, example], 1) for name, value in products.items()}
+    return not differing(sums, {name: value[0, 0] for name, value in truth.items()}, vectors.dtype)
 
 
 def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vectors: Tensor) -> dict[str, Tensor]:
-    own = named_parameters(model)
-    params = {n: own[n].detach() for n in names}
+    parameters = named_parameters(model)
+    params = {n: parameters[n].detach() for n in names}
 
-    def products(example: Any, each: Tensor) -> dict[str, Tensor]:  # each: [v, ..., c]
+    def products(example: Any, rows: Tensor) -> dict[str, Tensor]:  # rows: [v, ..., c]
         single = _with_batch(example, dims)
 
         def outputs(chosen: Mapping[str, Tensor]) -> Tensor:
             return functional_outputs(model, chosen, single)[0]
 
         pull = vjp(outputs, params)[1]
-        return vmap(lambda v: pull(v)[0])(each)
+        return vmap(lambda v: pull(v)[0])(rows)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="There is a performance drop", category=UserWarning)
@@ -88,10 +88,10 @@ def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, 
 
 
 def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vectors: Tensor) -> dict[str, Tensor]:
-    own = named_parameters(model)
+    parameters = named_parameters(model)
     gradients: dict[str, list[Tensor]] = {n: [] for n in names}
     with torch.enable_grad():
-        params = {n: own[n].detach().requires_grad_() for n in names}
+        params = {n: parameters[n].detach().requires_grad_() for n in names}
         for example in range(vectors.shape[1]):
             single = _with_batch(_one(inputs, dims, example), dims)
             outputs = functional_outputs(model, params, single)

@@ -113,8 +113,8 @@ def _is_weight_layer(module: nn.Module) -> bool:
         return rule.matrix
     if any(True for child in module.children() for _ in child.parameters()):
         return False
-    own = [p for p in module._parameters.values() if p is not None and p.is_floating_point()]
-    return any(_is_matrix(p) for p in own)
+    parameters = [p for p in module._parameters.values() if p is not None and p.is_floating_point()]
+    return any(_is_matrix(p) for p in parameters)
 
 
 def _is_matrix(parameter: Tensor) -> bool:
@@ -181,8 +181,8 @@ class _Order:
 
     def is_large(self, path: str) -> bool:
         """Whether a module holds two weight layers or more, and no head."""
-        held = self.holds(path)
-        return path != "" and len(held) > 1 and not set(held) & set(self.heads)
+        members = self.holds(path)
+        return path != "" and len(members) > 1 and not set(members) & set(self.heads)
 
     def names_from(self, start: int) -> list[str]:
         """The parameters whose modules run for the first time at a place or later, and those of the heads."""
@@ -211,8 +211,8 @@ def _owners(modules: Mapping[str, nn.Module], uses: Mapping[str, int]) -> dict[s
     for path, module in modules.items():
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), []).append(path)
-    own = named_parameters(modules[""])
-    return {name: owners[id(own[name])] for name, count in uses.items() if count}
+    parameters = named_parameters(modules[""])
+    return {name: owners[id(parameters[name])] for name, count in uses.items() if count}
 
 
 def _reached(start: Node, ends: set[Node]) -> tuple[set[Node], list[Tensor]]:

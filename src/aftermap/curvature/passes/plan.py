@@ -346,17 +346,17 @@ def find_layers(model: nn.Module, names: Sequence[str], *, batch_statistics: boo
                     parts[part] = number
             plan.attention.append((module, parts))
             continue
-        own = {k: p for k, p in module._parameters.items() if p is not None and id(p) in selected}
-        if not own:
+        chosen = {k: p for k, p in module._parameters.items() if p is not None and id(p) in selected}
+        if not chosen:
             continue
         candidate = find_rule(module)
         reason = f"no rule for {type(module).__name__}" if candidate is None else candidate.unsupported(module)
         if batch_statistics and candidate is not None and isinstance(module, nn.modules.batchnorm._BatchNorm):
             reason = None
         if candidate is None or reason is not None:
-            uncovered.update({selected[id(p)]: str(reason) for p in own.values()})
+            uncovered.update({selected[id(p)]: str(reason) for p in chosen.values()})
             continue
-        roles = {k: own.get(k) for k in candidate.roles}
+        roles = {k: chosen.get(k) for k in candidate.roles}
         number = _add_layer(plan, numbers, path, candidate, module, roles, selected)
         if number is not None:
             plan.hooked.append((module, number))

@@ -71,15 +71,17 @@ def _lent_batch(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) ->
     """Returns the first batch of this process, or else some examples of the first process that has one."""
     check_not_sharded(model.parameters())
     device, dtype = check_device(model)
-    own: Batch | None = None
+    first: Batch | None = None
     with fail_together("looking at the first batch"):
         batches = iterate(data, device=device, dtype=dtype, unpack=unpack, may_be_empty=True)
-        own = next(iter(batches), None)
-        few = None if own is None else own.take(torch.arange(min(own.size, _FEW_EXAMPLES))).to(torch.device("cpu"))
+        first = next(iter(batches), None)
+        few = (
+            None if first is None else first.take(torch.arange(min(first.size, _FEW_EXAMPLES))).to(torch.device("cpu"))
+        )
     lent: Batch | None = from_any_process(few)
     if lent is None:
         raise DataError("the data hold no example: every batch of every process is empty")
-    return lent.to(device) if own is None else own
+    return lent.to(device) if first is None else first
 
 
 @dataclass(frozen=True)
@@ -143,9 +145,9 @@ class CurvatureProblem:
         """The dtype of the model's parameters."""
         return check_device(self.model)[1]
 
-    def kept(self, name: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def load_or_make(self, name: str, make: Callable[[], list[Tensor]]) -> list[Tensor]:
         """Returns tensors that are made once in a fit; after a kill they are those of the checkpoint."""
-        return make() if self.checkpoint is None else self.checkpoint.kept(name, make)
+        return make() if self.checkpoint is None else self.checkpoint.load_or_make(name, make)
 
     @autograd_errors_explained()
     def run(

@@ -184,15 +184,15 @@ class EigenAccumulator(Accumulator):
         inner = self.inner[0] if self.inner is not None and self.layout.groups == 1 else self.inner
         for start, length in _pieces(gradients.record.size, gradients.n_vectors * self.layout.size):
             parts = [r.examples(start, length).per_example_gradients(g[:, start : start + length]) for r, g in pairs]
-            each = self.outer.transpose(-1, -2) @ sum(parts[1:], parts[0])
+            rotated = self.outer.transpose(-1, -2) @ sum(parts[1:], parts[0])
             del parts
-            each = each if inner is None else each @ inner
-            self.sums.room_for(1)[0].add_(each.square_().sum((0, 1)))
+            rotated = rotated if inner is None else rotated @ inner
+            self.sums.room_for(1)[0].add_(rotated.square_().sum((0, 1)))
 
     def _add_turned_rows(self, rows: DenseRows, inner: Tensor, grads: Tensor) -> None:
         # Without sharing there is no tensor per example, so all go at once.
-        each = 1 if rows.shared == 1 else len(grads) * self.layout.size
-        for start, length in _pieces(rows.batch, each):
+        numbers = 1 if rows.shared == 1 else len(grads) * self.layout.size
+        for start, length in _pieces(rows.batch, numbers):
             some = torch.einsum("bgti,gij->bgtj", rows.examples(start, length).dense(), inner)
             turned = torch.einsum("vbgto,gop->vbgtp", grads[:, start : start + length], self.outer)
             DenseRows(some, ones=False).add_squares_(self.sums.room_for(length)[0], turned)
@@ -220,7 +220,7 @@ def fit_ekfac(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]
     del blocks
     # Half precision has no eigendecomposition, and its rotations would lose what the bases are for.
     basis_dtype = torch.float32 if problem.model_dtype in (torch.float16, torch.bfloat16) else problem.model_dtype
-    bases = decompose_bases(krons, basis_dtype, lambda make: problem.kept("bases", make))
+    bases = decompose_bases(krons, basis_dtype, lambda make: problem.load_or_make("bases", make))
     second: list[Accumulator] = [
         EigenAccumulator(layer, layout, basis, problem.model_dtype, problem.sums_dtype)
         for layer, layout, basis in zip(layers, layouts, bases, strict=True)

@@ -202,18 +202,18 @@ def _bind(graph: fx.Graph, inputs: Any) -> dict[fx.Node, Any]:
     """Finds which placeholder gets which input."""
     nodes = [node for node in graph.nodes if node.op == "placeholder"]
     if isinstance(inputs, Mapping):
-        given = {node: inputs[node.target] for node in nodes if node.target in inputs}
+        values_of = {node: inputs[node.target] for node in nodes if node.target in inputs}
     else:
         values = inputs if isinstance(inputs, tuple) else (inputs,)
-        given = dict(zip(nodes, values, strict=False))
+        values_of = dict(zip(nodes, values, strict=False))
         if len(values) > len(nodes):
             raise InputError(f"got {len(values)} inputs; the model takes {[str(n.target) for n in nodes]}")
     for node in nodes:
-        if node not in given:
+        if node not in values_of:
             if not node.args:
-                raise InputError(f"the model's input {str(node.target)!r} is missing; got {len(given)} inputs")
-            given[node] = node.args[0]
-    return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in given.items()}
+                raise InputError(f"the model's input {str(node.target)!r} is missing; got {len(values_of)} inputs")
+            values_of[node] = node.args[0]
+    return {n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in values_of.items()}
 
 
 @dataclass(frozen=True)

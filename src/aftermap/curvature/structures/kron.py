@@ -187,7 +187,7 @@ class KronBlock(Block):
 
 
 def decompose_bases(
-    blocks: list[KronBlock], dtype: torch.dtype, kept: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
+    blocks: list[KronBlock], dtype: torch.dtype, load_or_make: Callable[[Callable[[], list[Tensor]]], list[Tensor]]
 ) -> list[KroneckerEigenbasis]:
     """Returns the eigenbases of Kronecker blocks; over several processes the work is shared out.
 
@@ -195,7 +195,7 @@ def decompose_bases(
         blocks: The blocks, in a list that is emptied, so that a factor can go when its basis exists and never both
             exist of all layers.
         dtype: The precision of the eigenvectors.
-        kept: A function that returns the eigenvectors of an earlier run, or those that its argument makes.
+        load_or_make: A function that returns the eigenvectors of an earlier run, or those that its argument makes.
     """
     diagonal_inputs = [block.inputs.dim() == 2 for block in blocks]
     device = blocks[0].outputs.device if blocks else None
@@ -206,7 +206,7 @@ def decompose_bases(
         return [eigenvectors for _, eigenvectors in eigendecompose(matrices, dtype, release=True)]
 
     # LAPACK returns columns that lie together, and a file rows: products with the one round differently than with the other.
-    vectors = iter([eigenvectors.to(device).contiguous() for eigenvectors in kept(decompose)])
+    vectors = iter([eigenvectors.to(device).contiguous() for eigenvectors in load_or_make(decompose)])
     bases = []
     for diagonal in diagonal_inputs:
         outputs = next(vectors)
@@ -527,10 +527,10 @@ class KronBlockPosterior(BlockPosterior):
             return None
         scale, prior = float(self.scale), float(self.prior)
         bases, table = [], (1 / self.precision.detach())[0]
-        for vectors, own, other in ((self.basis.outputs[0], mu[0], lam[0]), (inputs[0], lam[0], mu[0])):
+        for vectors, eigenvalues, other in ((self.basis.outputs[0], mu[0], lam[0]), (inputs[0], lam[0], mu[0])):
             most = scale * float(other.amax())
             least = _LEAST_DATA * prior / most if most > 0 else torch.inf
-            directions, weights = sketch_basis(vectors, own, least)
+            directions, weights = sketch_basis(vectors, eigenvalues, least)
             bases.append(directions[None])
             table = (weights.to(table) @ table).mT  # first over the outputs, then over the inputs
         return bases[0], bases[1], table[None].to(self.basis.outputs.dtype)

@@ -207,10 +207,10 @@ class ProductLayerParts(LayerParts):
             for values, rows in zip(masked, self.rows.values(), strict=True):
                 values[..., rows] = lines[..., rows]
             products = self.times_covariance(torch.cat([lines, *masked])).chunk(len(masked) + 1)
-            for (layer, rows), own in zip(self.rows.items(), products[1:], strict=True):
+            for (layer, rows), product in zip(self.rows.items(), products[1:], strict=True):
                 part = lines[..., rows]
-                collector.add("own", layer, part, own[..., rows])
-                collector.add("cross", layer, part, products[0][..., rows] - own[..., rows])
+                collector.add("own", layer, part, product[..., rows])
+                collector.add("cross", layer, part, products[0][..., rows] - product[..., rows])
         return collector.covariances()
 
     def half_effective(self, layer: str) -> float:
@@ -284,8 +284,8 @@ class DenseLayerParts(LayerParts):
         for layer, rows in self.rows.items():
             if precision is None:
                 break
-            own = symmetrise(precision[rows][:, rows])
-            self.roots[layer] = safe_cholesky(own, what=f"the precision of {layer}")
+            block = symmetrise(precision[rows][:, rows])
+            self.roots[layer] = safe_cholesky(block, what=f"the precision of {layer}")
             self.inverses[layer] = torch.cholesky_inverse(self.roots[layer])
 
     @staticmethod
@@ -315,9 +315,9 @@ class DenseLayerParts(LayerParts):
             right = lines @ self.sigma
             for layer, rows in self.rows.items():
                 part = lines[..., rows]
-                own = part @ self.sigma[rows][:, rows]
-                collector.add("own", layer, part, own)
-                collector.add("cross", layer, part, right[..., rows] - own)
+                product = part @ self.sigma[rows][:, rows]
+                collector.add("own", layer, part, product)
+                collector.add("cross", layer, part, right[..., rows] - product)
                 if self.has_conditionals:
                     collector.add("conditional", layer, part, part @ self.inverses[layer])
         return collector.covariances()

@@ -509,8 +509,8 @@ class LowRankLayerParts(LayerParts):
         eye = torch.eye(len(half), dtype=half.dtype, device=half.device)
         nats = {}
         for layer, rows in self.rows.items():
-            own = self.block.basis[rows] * half
-            nats[layer] = -0.5 * float(torch.linalg.slogdet(eye - own.T @ own)[1])
+            root = self.block.basis[rows] * half
+            nats[layer] = -0.5 * float(torch.linalg.slogdet(eye - root.T @ root)[1])
         return nats, 0.5 * float(self.block.log_det_ratio().detach())
 
     def draw(self, layer: str, count: int, generator: torch.Generator | None) -> Params:

@@ -157,12 +157,12 @@ class VarianceErrors:
         """
         unit, squares = unit_roundoff(dtype), products.square()
         variance = (rows * products).sum(-1)
-        own = 2 * unit * (rows.square() * squares).sum(-1).sqrt() + unit**2 * (rows.square() @ marginal)
+        rounding = 2 * unit * (rows.square() * squares).sum(-1).sqrt() + unit**2 * (rows.square() @ marginal)
         informed = (variance - squares @ prior).clamp_min(0.0)
         spread = squares @ curvature.clamp_min(0.0)
         changed = spread if inside is None else inside.square() @ curvature.clamp_min(0.0)
         data = 2 * unit * (informed * spread / size.effective).sqrt() + unit**2 * changed
-        return VarianceErrors(dtype, variance, {"gradients": own + data})
+        return VarianceErrors(dtype, variance, {"gradients": rounding + data})
 
     def warn(self, arithmetic: torch.dtype = torch.float64) -> None:
         """Warns if more than half of the digits of a variance may be gone.

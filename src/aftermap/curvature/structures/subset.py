@@ -153,8 +153,8 @@ class SubsetSum(PerExampleSum):
         self.size = sum(math.prod(s) for s in shapes.values())
         most = draw.size * draw.vectors
         self._matrix = FullSum("all", shapes, dtype, device) if self.size <= most else None
-        own = 0 if self._matrix is not None else draw.own_size * draw.vectors
-        self._rows = torch.empty(own, self.size, dtype=dtype, device=device)
+        rows = 0 if self._matrix is not None else draw.own_size * draw.vectors
+        self._rows = torch.empty(rows, self.size, dtype=dtype, device=device)
         self._used = 0
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
@@ -206,13 +206,13 @@ class SubsetSum(PerExampleSum):
 
     def _gathered(self) -> Tensor:
         """The rows of all processes."""
-        own = torch.zeros(world_size(), dtype=torch.int64)
-        own[rank()] = self._used
-        all_reduce_([own])
+        counts = torch.zeros(world_size(), dtype=torch.int64)
+        counts[rank()] = self._used
+        all_reduce_([counts])
         rows = self._rows[: self._used]
         if world_size() > 1:
-            everybody = rows.new_zeros(int(own.sum()), self.size)
-            start = int(own[: rank()].sum())
+            everybody = rows.new_zeros(int(counts.sum()), self.size)
+            start = int(counts[: rank()].sum())
             everybody[start : start + self._used] = rows
             all_reduce_([everybody])
             rows = everybody
@@ -241,8 +241,8 @@ def subset_work(parameters: int, rows: int, keep: int | None) -> DenseWork:
     """The Gram matrix of the rows, or of the parameters where these are fewer, its eigenvectors, and their QR decomposition."""
     if parameters <= rows:
         return DenseWork(0.0, (parameters,))
-    kept = rows if keep is None else min(keep, rows)
-    return DenseWork(parameters * (0.5 * rows**2 + rows * kept + 3.0 * kept**2), (rows, kept))
+    directions = rows if keep is None else min(keep, rows)
+    return DenseWork(parameters * (0.5 * rows**2 + rows * directions + 3.0 * directions**2), (rows, directions))
 
 
 register_structure(
