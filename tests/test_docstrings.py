@@ -18,6 +18,9 @@ HEADING = re.compile(rf"({'|'.join(NAMED + PLAIN)}):$")
 NAME = re.compile(r"\*{0,2}[\w.]+(, \*{0,2}[\w.]+)*: +")
 FULL_STOP = re.compile(r"\.[)\]\"'`]*$")  # a bracket or a quote may close after it
 WORD = re.compile(r"[^\W\d_]{2,}")
+ACTION = re.compile(r"(Inside|[A-Z][a-z-]*s),? ")  # "Returns the …", "Draws …", "Inside, the model is …"
+# Properties are things, and have the names of things; the commands of the command line say what to do.
+THINGS = ("property", "setter", "command", "callback")
 
 
 def problems_of(text: str) -> Iterator[str]:
@@ -73,6 +76,27 @@ def public_docstrings(node: ast.AST, name: str = "the module") -> Iterator[tuple
             inner = getattr(child, "name", None)
             if isinstance(inner, str) and (not inner.startswith("_") or inner.startswith("__")):
                 yield from public_docstrings(child, inner if isinstance(node, ast.Module) else f"{name}.{inner}")
+
+
+def functions_without_an_action(tree: ast.AST) -> Iterator[str]:
+    """The functions whose docstring does not begin with what they do."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            decorators = " ".join(ast.unparse(d) for d in node.decorator_list)
+            if text and not ACTION.match(text) and not any(word in decorators for word in THINGS):
+                yield f"{node.name}: {text.partition(chr(10))[0]}"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_functions_say_first_what_they_do(file: str) -> None:
+    found = list(functions_without_an_action(ast.parse((SOURCE / file).read_text(encoding="utf-8"))))
+    assert not found, f"{file} has docstrings that do not begin with a verb:\n" + "\n".join(found)
+
+
+def test_a_docstring_without_a_verb_is_found() -> None:
+    code = 'def f():\n    """The sum of all."""\n\n@property\ndef g():\n    """The sum."""\n\ndef h():\n    """Returns the sum."""'
+    assert list(functions_without_an_action(ast.parse(code))) == ["f: The sum of all."]
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -56,7 +56,7 @@ class Batch:
     whole: frozenset[Path] = frozenset()
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on another device; tensors made in inference mode, which autograd refuses, are copied."""
+        """Returns the same batch on another device; tensors made in inference mode, which autograd refuses, are copied."""
 
         def move(_: Path, tensor: Tensor) -> Tensor:
             return tensor.to(device, copy=tensor.is_inference())
@@ -65,12 +65,12 @@ class Batch:
         return replace(self, inputs=inputs, targets=targets, weight=weight)
 
     def pieces(self, size: int) -> Iterator[Batch]:
-        """The same examples, ``size`` at a time."""
+        """Yields the same examples, ``size`` at a time."""
         for start in range(0, self.size, size):
             yield self.take(torch.arange(start, min(start + size, self.size)))
 
     def take(self, index: Tensor) -> Batch:
-        """The chosen examples. What they share stays whole, also where it has as many rows as are chosen.
+        """Returns the chosen examples. What they share stays whole, also where it has as many rows as are chosen.
 
         >>> batch = Batch((torch.zeros(4, 2), torch.zeros(3, 3)), None, None, 4)
         >>> [len(t) for t in batch.take(torch.arange(3)).take(torch.arange(2)).inputs]
@@ -87,11 +87,11 @@ class Batch:
         return sum(t.numel() for path, t in _walk(self.inputs) if self.is_batched(path, t)) // max(1, self.size)
 
     def is_batched(self, path: Path, tensor: Tensor) -> bool:
-        """Whether a tensor among the inputs holds one row for each example."""
+        """Tells whether a tensor among the inputs holds one row for each example."""
         return tensor.dim() > 0 and tensor.shape[0] == self.size and path not in self.whole
 
     def tensors(self) -> list[tuple[Path, Tensor]]:
-        """Every tensor among the inputs, and where it is."""
+        """Returns every tensor among the inputs, and where it is."""
         return list(_walk(self.inputs))
 
 
@@ -134,7 +134,7 @@ def unpack_batch(batch: Any, unpack: Unpack | None = None) -> Batch:
 
 
 def _as_targets(targets: Any) -> Any:
-    """Numbers and arrays as a tensor; None, and a mapping or sequence of tensors, as they are."""
+    """Turns numbers and arrays into a tensor; None, and a mapping or sequence of tensors, stay as they are."""
     if targets is None or isinstance(targets, Mapping | Tensor) or any(True for _ in tensors_of(targets)):
         return targets
     try:
@@ -172,19 +172,19 @@ def _check_weight(weight: Any, size: int) -> Tensor | None:
 
 
 def describe(thing: Any) -> str:
-    """What a value is, in a few words, for messages."""
+    """Says what a value is, in a few words, for messages."""
     if isinstance(thing, tuple | list):
         return f"a {type(thing).__name__} of {len(thing)} elements"
     return f"a {type(thing).__module__}.{type(thing).__name__}"
 
 
 def tensors_of(tree: Any) -> Iterable[Tensor]:
-    """Every tensor in nested mappings, tuples and lists."""
+    """Returns every tensor in nested mappings, tuples and lists."""
     return (tensor for _, tensor in _walk(tree))
 
 
 def in_dtype(tree: Any, dtype: torch.dtype) -> Any:
-    """Inputs or targets whose floating-point tensors have this dtype; all others stay as they are."""
+    """Returns inputs or targets with their floating-point tensors in this dtype; all others stay as they are."""
     return _map_paths(lambda _, t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
@@ -220,7 +220,7 @@ def _size(inputs: Any) -> int:
 
 
 def take(inputs: Any, index: Tensor, size: int) -> Any:
-    """The chosen examples of a batch's inputs or targets; what has no batch dimension stays as it is."""
+    """Returns the chosen examples of a batch's inputs or targets; what has no batch dimension stays as it is."""
     return _map_paths(lambda _, t: t[index.to(t.device)] if t.dim() > 0 and t.shape[0] == size else t, inputs)
 
 
@@ -232,7 +232,7 @@ def iterate(
     unpack: Unpack | None = None,
     may_be_empty: bool = False,
 ) -> Iterable[Batch]:
-    """Batches of ``data``, taken apart, checked and moved to ``device``.
+    """Yields the batches of ``data``, taken apart, checked and moved to ``device``.
 
     Raises:
         DataError: There is no batch at all, unless ``may_be_empty``, an input is not finite, or a floating-point input has another dtype than
@@ -263,7 +263,7 @@ def iterate(
 
 
 def unpack_inputs(inputs: Any, dtype: torch.dtype | None = None) -> Batch:
-    """Inputs alone, without targets: a tensor, an array, a table, a tuple of positional or a mapping of keyword arguments.
+    """Returns the inputs alone, without targets: a tensor, an array, a table, a tuple of positional or a mapping of keyword arguments.
 
     Args:
         inputs: The inputs as the model takes them. NumPy arrays become tensors, and so do tables of pandas or polars.
@@ -277,7 +277,7 @@ def unpack_inputs(inputs: Any, dtype: torch.dtype | None = None) -> Batch:
 
 
 def _as_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Inputs in which arrays and tables are tensors, and lists are tuples."""
+    """Turns arrays and tables among inputs into tensors, and lists into tuples."""
     if isinstance(tree, Tensor):
         return tree
     if hasattr(tree, "columns") and hasattr(tree, "to_numpy"):
@@ -295,7 +295,7 @@ def _as_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _table_as_tensor(table: Any, dtype: torch.dtype | None) -> Tensor:
-    """A table of numbers [N, columns]; whole numbers become floating-point ones, since columns are quantities here."""
+    """Turns a table of numbers into a tensor [N, columns]; whole numbers become floating-point ones, since columns are quantities here."""
     wrong = [str(name) for name in table.columns if np.asarray(table[name]).dtype.kind not in "iufb"]
     if wrong:
         raise DataError(

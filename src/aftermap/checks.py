@@ -284,7 +284,7 @@ def memory(what: str, size: int) -> int:
 
 
 def _memory_limit() -> int | None:
-    """The bytes that this process can have at most; None where the system does not say."""
+    """Returns the bytes that this process can have at most; None where the system does not say."""
     try:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):

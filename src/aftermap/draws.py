@@ -9,17 +9,17 @@ __all__ = ["normal_like", "poisson", "signs_like", "uniform_like"]
 
 
 def _device(like: Tensor, generator: torch.Generator | None) -> torch.device:
-    """A generator draws only on its own device; without one the tensor's device is used."""
+    """Returns the device to draw on: a generator draws only on its own; without one the tensor's is used."""
     return like.device if generator is None else generator.device
 
 
 def _dtype(like: Tensor) -> torch.dtype:
-    """Half precision is too coarse to draw in: at least float32."""
+    """Returns the dtype to draw in: half precision is too coarse, so at least float32."""
     return torch.promote_types(like.dtype, torch.float32)
 
 
 def uniform_like(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Uniform numbers in [0, 1) of the shape of ``like``, in at least float32.
+    """Draws uniform numbers in [0, 1) of the shape of ``like``, in at least float32.
 
     Args:
         like: A tensor that gives shape, device and dtype.
@@ -36,7 +36,7 @@ def uniform_like(like: Tensor, generator: torch.Generator | None = None) -> Tens
 
 
 def normal_like(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Standard normal numbers of the shape, device and dtype of ``like``.
+    """Draws standard normal numbers of the shape, device and dtype of ``like``.
 
     Args:
         like: A tensor that gives shape, device and dtype.
@@ -53,7 +53,7 @@ def normal_like(like: Tensor, generator: torch.Generator | None = None) -> Tenso
 
 
 def signs_like(like: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Independent signs, -1 or +1 with probability one half each, of the shape, device and dtype of ``like``.
+    """Draws independent signs, -1 or +1 with probability one half each, of the shape, device and dtype of ``like``.
 
     Args:
         like: A tensor that gives shape, device and dtype.
@@ -70,7 +70,7 @@ def signs_like(like: Tensor, generator: torch.Generator | None = None) -> Tensor
 
 
 def poisson(rate: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Poisson counts with the given rates, in at least float32.
+    """Draws Poisson counts with the given rates, in at least float32.
 
     Args:
         rate: The non-negative rates, of any shape.

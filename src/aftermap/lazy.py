@@ -17,7 +17,7 @@ __all__ = ["lazy_attribute", "optional"]
 
 
 def lazy_attribute(module: str, name: str) -> Any:
-    """The attribute `name` of `module`, imported now.
+    """Imports a module now, and returns one of its attributes.
 
     >>> lazy_attribute("aftermap.errors", "InputError").__name__
     'InputError'
@@ -26,7 +26,7 @@ def lazy_attribute(module: str, name: str) -> Any:
 
 
 def optional(module: str, extra: str, purpose: str) -> ModuleType:
-    """An optional package, imported now.
+    """Imports an optional package now.
 
     Args:
         module: The module that is imported, for instance "matplotlib.figure".

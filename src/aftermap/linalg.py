@@ -135,7 +135,7 @@ class RunningSum:
         self._terms = 0
 
     def room_for(self, terms: int) -> list[Tensor]:
-        """The parts, ready to take so many more terms (at most `TERMS_PER_PART` keep the digits)."""
+        """Returns the parts, ready to take so many more terms (at most `TERMS_PER_PART` keep the digits)."""
         if self._terms and self._terms + terms > TERMS_PER_PART:
             self._start_new_parts()
         self._terms += terms
@@ -152,7 +152,7 @@ class RunningSum:
         self._terms = 0
 
     def state(self) -> dict[str, Tensor]:
-        """The sums as they are, by name, for a file."""
+        """Returns the sums as they are, by name, for a file."""
         parts = {f"part.{k}": part for k, part in enumerate(self.parts)}
         totals = {f"total.{k}": total for k, total in enumerate(self._totals)}
         return {**parts, **totals, "terms": torch.tensor(self._terms)}
@@ -175,7 +175,7 @@ class RunningSum:
                 total += saved
 
     def take(self, place: int = -1) -> Tensor:
-        """One of the sums, in the dtype of its parts; it is given up, so that its memory can go."""
+        """Returns one of the sums, in the dtype of its parts; it is given up, so that its memory can go."""
         part = self.parts.pop(place)
         return self._totals.pop(place).add_(part).to(part.dtype) if self._totals else part
 
@@ -200,7 +200,7 @@ def take_under(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def all_finite(values: Tensor) -> bool:
-    """Whether every number is finite; a sum tells it in one pass, unless it overflows.
+    """Tells whether every number is finite; a sum tells it in one pass, unless it overflows.
 
     >>> all_finite(torch.tensor([1e38, 3e38])), all_finite(torch.tensor([1.0, float("nan")]))
     (True, False)
@@ -209,7 +209,7 @@ def all_finite(values: Tensor) -> bool:
 
 
 def norms(values: Sequence[Tensor]) -> list[float]:
-    """The Euclidean norms of all tensors, with one look at the device."""
+    """Returns the Euclidean norms of all tensors, with one look at the device."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for number, value in enumerate(values):
         by_dtype.setdefault(value.dtype, []).append(number)
@@ -223,7 +223,7 @@ def norms(values: Sequence[Tensor]) -> list[float]:
 
 
 def differing(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor | None], dtype: torch.dtype) -> set[str]:
-    """The names of gradients that differ from the true ones by more than rounding, or in shape.
+    """Returns the names of gradients that differ from the true ones by more than rounding, or in shape.
 
     Args:
         gradients: The gradients to be checked, which are overwritten. One that is missing is zero.
@@ -251,12 +251,12 @@ def differing(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor | None
 
 
 def symmetrise(matrix: Tensor) -> Tensor:
-    """(M + Mᵀ)/2 over the last two dimensions: removes what rounding made unsymmetric."""
+    """Returns (M + Mᵀ)/2 over the last two dimensions, without what rounding made unsymmetric."""
     return (matrix + matrix.transpose(-1, -2)) / 2
 
 
 def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
+    """Returns the eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
 
     A sum of outer products over many rows is p.s.d. up to rounding: random errors of √rows · eps/2 in each entry, relative to
     the diagonal, move eigenvalues by about √rows · eps/2 · trace/√D. What lies further below zero is no rounding.
@@ -318,7 +318,7 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | N
 
 
 def _symmetric_columns(matrix: Tensor) -> Tensor:
-    """(M + Mᵀ)/2 in float64, stored column by column as LAPACK wants it; made in strips, so that no second copy exists."""
+    """Returns (M + Mᵀ)/2 in float64, stored column by column as LAPACK wants it; made in strips, so that no second copy exists."""
     lines = torch.empty(matrix.shape, dtype=torch.float64, device=matrix.device)
     size, step = matrix.shape[-1], 256
     for start in range(0, size, step):
@@ -329,7 +329,7 @@ def _symmetric_columns(matrix: Tensor) -> Tensor:
 
 
 def safe_cholesky(matrix: Tensor, *, what: str = "matrix") -> Tensor:
-    """Lower Cholesky factor in float64; a ladder of jitters on failure, each one reported.
+    """Returns the lower Cholesky factor in float64; a ladder of jitters on failure, each one reported.
 
     Args:
         matrix: [D, D], symmetric positive definite up to rounding.
@@ -369,7 +369,7 @@ def safe_cholesky(matrix: Tensor, *, what: str = "matrix") -> Tensor:
 
 
 def kron(left: Tensor, right: Tensor) -> Tensor:
-    """Kronecker product of two matrices (or batches of them): [..., M, N] ⊗ [..., P, Q] -> [..., MP, NQ].
+    """Returns the Kronecker product of two matrices (or batches of them): [..., M, N] ⊗ [..., P, Q] -> [..., MP, NQ].
 
     >>> kron(torch.eye(2), torch.ones(1, 2)).shape
     torch.Size([2, 4])
@@ -418,7 +418,7 @@ class GramSum:
                 add_product_(block, some[..., start:end], some[..., start:])
 
     def _blocks(self, width: int, group: int | None) -> list[tuple[int, int, Tensor]]:
-        """(first row, row behind the last, view) of every strip for so many features; made once, as data come in many parts."""
+        """Returns (first row, row behind the last, view) of every strip for so many features; made once, as data come in many parts."""
         key = (width, group)
         if key not in self._views:
             self._views[key] = [
@@ -448,7 +448,7 @@ class GramSum:
         self.diagonal += values
 
     def state(self) -> dict[str, Tensor]:
-        """The sums as they are, by name, for a file."""
+        """Returns the sums as they are, by name, for a file."""
         state = {f"strips.{name}": value for name, value in self.strips.state().items()}
         if self.diagonal is not None:
             state["diagonal"] = self.diagonal
@@ -467,7 +467,7 @@ class GramSum:
             self.add_ones(take_like(state, "ones", ones), count)
 
     def full(self) -> Tensor:
-        """The symmetric matrices [g, D, D], or their diagonal [g, D]. Once: the strips are given up on the way."""
+        """Returns the symmetric matrices [g, D, D], or their diagonal [g, D]. Once: the strips are given up on the way."""
         if self.diagonal is not None:
             return self.diagonal.to(self.dtype)
         self._views.clear()
@@ -487,6 +487,6 @@ class GramSum:
 
 
 def _strip(groups: int, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros [g, rows, columns] whose rows are a multiple of ``_ALIGNED`` numbers apart."""
+    """Returns zeros [g, rows, columns] whose rows are a multiple of ``_ALIGNED`` numbers apart."""
     apart = -(-columns // _ALIGNED) * _ALIGNED
     return torch.zeros(groups, rows, apart, dtype=dtype, device=device)[..., :columns]

@@ -174,7 +174,7 @@ def autograd_errors_explained() -> Iterator[None]:
 
 
 def check_device(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of a model's parameters; an error when they are spread, not materialised, or in TorchScript."""
+    """Returns the device and dtype of a model's parameters; raises where they are spread, not materialised, or in TorchScript."""
     check_not_scripted(model)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
     devices = {p.device for p in parameters}
@@ -204,7 +204,7 @@ def check_not_sharded(parameters: Iterable[Tensor]) -> None:
 
 @contextmanager
 def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterator[None]:
-    """An error of the model itself, on inputs that it does not accept, is said to be one. Other threads wait meanwhile.
+    """Says of an error of the model itself, on inputs that it does not accept, that it is one. Other threads wait meanwhile.
 
     Args:
         model: The network that may be at fault.
@@ -269,7 +269,7 @@ def check_not_causal(model: nn.Module) -> None:
 
 
 def without_view(output: Any) -> Any:
-    """The same numbers in the same memory, but not as a view in the eyes of autograd.
+    """Returns the same numbers in the same memory, but not as a view in the eyes of autograd.
 
     A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
     sum) rewrites the graph around it, and the gradient edge of the view is lost.
@@ -310,7 +310,7 @@ def only_require_grad(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; every module gets its training flag back, whatever happens inside.
+    """Inside, the model is in eval mode; every module gets its training flag back, whatever happens.
 
     Fused attention kernels and bags of embeddings have no forward-mode and no second derivatives, so plain operations are
     used meanwhile.
@@ -356,7 +356,7 @@ class _PlainEmbeddingBags(TorchFunctionMode):
 def _plain_embedding_bag(
     index: Tensor, weight: Tensor, mode: str, factors: Tensor | None, padding_idx: int | None
 ) -> Tensor:
-    """Sum, mean or maximum of the rows of ``weight`` [V, D] that each bag [N, L] names: [N, D]."""
+    """Returns the sum, mean or maximum of the rows of ``weight`` [V, D] that each bag [N, L] names: [N, D]."""
     rows = F.embedding(index, weight)
     if factors is not None:
         rows = rows * factors[..., None]
@@ -372,7 +372,7 @@ def _plain_embedding_bag(
 
 
 def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> Params:
-    """The named parameters, detached, in the order of `names`; None means all that require a gradient.
+    """Returns the named parameters, detached, in the order of `names`; None means all that require a gradient.
 
     Raises:
         InputError: A name is unknown or named twice, or nothing is chosen.
@@ -393,7 +393,7 @@ def chosen_parameters(model: nn.Module, names: Sequence[str] | None) -> Params:
 def functional_outputs(
     model: nn.Module, params: Mapping[str, Tensor], inputs: Any, *, update_buffers: bool = False
 ) -> Tensor:
-    """Outputs [N, ..., C] of the model with other tensors in place of its own; the only way that the model is run so.
+    """Returns the outputs [N, ..., C] of the model with other tensors in place of its own; the only way that the model is run so.
 
     Args:
         model: The network; a DataParallel or DistributedDataParallel wrapper is passed by, and compiled modules run as
@@ -429,7 +429,7 @@ def without_wrappers(model: nn.Module) -> tuple[nn.Module, str]:
 
 @functools.cache
 def prepare_forward_mode() -> None:
-    """Load torch's forward-mode rules once: torch warns of its own deprecations while it does."""
+    """Loads torch's forward-mode rules once: torch warns of its own deprecations while it does."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         torch.func.jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))
@@ -453,7 +453,7 @@ def check_modes(model: nn.Module) -> None:
 
 
 def _dropout(module: nn.Module) -> float:
-    """How much a module drops in training mode."""
+    """Returns the share that a module drops in training mode."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return float(module.p)
     return float(module.dropout) if isinstance(module, nn.MultiheadAttention | nn.RNNBase) else 0.0

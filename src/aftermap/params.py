@@ -32,12 +32,12 @@ Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Every parameter once, under the first of its names, in the order of registration."""
+    """Returns every parameter once, under the first of its names, in the order of registration."""
     return dict(model.named_parameters())
 
 
 def by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """The parameters of each module, by the names alone; a parameter of the network itself stands for itself.
+    """Returns the parameters of each module, by the names alone; a parameter of the network itself stands for itself.
 
     >>> by_module(["fc.weight", "fc.bias", "gain"])
     {'fc': ['fc.weight', 'fc.bias'], 'gain': ['gain']}
@@ -49,7 +49,7 @@ def by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def select(model: nn.Module, selection: Selection = "all") -> list[str]:
-    """Names of the chosen parameters, in the model's order.
+    """Returns the names of the chosen parameters, in the model's order.
 
     Args:
         model: Any PyTorch module.
@@ -138,7 +138,7 @@ def _select_by_names(model: nn.Module, parameters: dict[str, nn.Parameter], name
 
 
 def describe_names(model: nn.Module, names: Sequence[str]) -> str:
-    """The modules that hold these parameters and no others, in words; single parameters where a module holds more.
+    """Says in words which modules hold these parameters and no others; single parameters where a module holds more.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)))
     >>> describe_names(net, ["2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"])
@@ -198,7 +198,7 @@ def unflatten(vector: Tensor, like: Params, names: Sequence[str] | None = None) 
 
 
 def weights_hash(params: Mapping[str, Tensor]) -> str:
-    """SHA-256 of weights: names, shapes, dtypes and every bit, whatever their order and device.
+    """Returns the SHA-256 of weights: names, shapes, dtypes and every bit, whatever their order and device.
 
     >>> one, other = {"a": torch.zeros(2)}, {"a": torch.tensor([0.0, -0.0])}
     >>> weights_hash(one)[:20], weights_hash(one) == weights_hash(other)
@@ -216,7 +216,7 @@ def weights_hash(params: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def swapped(model: nn.Module, params: Params) -> Iterator[nn.Module]:
-    """The model with other values in the named parameters; the old ones come back, whatever happens inside.
+    """Inside, the model has other values in the named parameters; the old ones come back, whatever happens.
 
     >>> net = nn.Linear(1, 1, bias=False)
     >>> before = net.weight.detach().clone()

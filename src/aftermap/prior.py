@@ -23,7 +23,7 @@ PriorSpec = float | Tensor | Sequence[float] | Mapping[str, float | Tensor]
 
 
 def precision_from_weight_decay(weight_decay: float, n_data: int) -> float:
-    """The prior precision that ``weight_decay`` of an optimiser on a mean loss over ``n_data`` stands for.
+    """Returns the prior precision that ``weight_decay`` of an optimiser on a mean loss over ``n_data`` stands for.
 
     >>> precision_from_weight_decay(5e-4, 50_000)
     25.0

@@ -35,7 +35,7 @@ def showing(enabled: bool | None) -> Iterator[None]:
 
 
 def progress_enabled(enabled: bool | None = None) -> bool:
-    """Say whether this process shows progress bars.
+    """Says whether this process shows progress bars.
 
     A bar is shown if and only if this is rank 0 (environment variable `RANK`, absent means 0) and either
     `enabled` is True, or `enabled` is None, standard error is a terminal and the environment variable `CI` is
@@ -66,7 +66,7 @@ def progress_enabled(enabled: bool | None = None) -> bool:
 def progress(
     iterable: Iterable[T], *, description: str, total: int | None = None, enabled: bool | None = None
 ) -> Iterable[T]:
-    """Iterate over `iterable` and show how far it is.
+    """Iterates over `iterable` and shows how far it is.
 
     Args:
         iterable: The items to go through, which are passed on unchanged and in order.
@@ -114,7 +114,7 @@ def waiting(description: str, *, enabled: bool | None = None) -> Iterator[None]:
 
 
 def announce(message: str, *, enabled: bool | None = None) -> None:
-    """Say one line on standard error, under the same policy as a bar.
+    """Says one line on standard error, under the same policy as a bar.
 
     >>> announce("quiet here", enabled=False)
     """
@@ -123,7 +123,7 @@ def announce(message: str, *, enabled: bool | None = None) -> None:
 
 
 def in_seconds(seconds: float) -> str:
-    """A duration in words, in seconds, minutes or hours.
+    """Says a duration in words, in seconds, minutes or hours.
 
     >>> in_seconds(0.2), in_seconds(75), in_seconds(600)
     ('1 s', '75 s', '10 min')

@@ -71,7 +71,7 @@ class Where:
         return math.fsum(layer.cross_share or 0.0 for layer in self.layers)
 
     def in_common_in_words(self) -> str:
-        """What is to be known about shares of layers that depend on each other."""
+        """Says what is to be known about shares of layers that depend on each other."""
         before = 1 - self.in_common
         return (
             "In this posterior layers depend on each other. Shares are those of the variances that each layer causes alone; these add up to "

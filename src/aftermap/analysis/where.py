@@ -114,7 +114,7 @@ def where(
 
 
 def _weights_of(parameters: Mapping[str, Sequence[str]], layer: str, **options: Any) -> Iterator[Any]:
-    """The maps of a layer's weights; a function of the module, so that a result can be pickled."""
+    """Returns the maps of a layer's weights; a function of the module, so that a result can be pickled."""
     return weight_maps(layer, parameters[layer], **options)
 
 

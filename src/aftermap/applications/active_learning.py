@@ -73,7 +73,7 @@ class History:
         return self.metrics[name]
 
     def labels_to(self, level: float, metric: str = "accuracy") -> int | None:
-        """The number of labels at which a metric first was as good as ``level``; None if it never was.
+        """Returns the number of labels at which a metric first was as good as ``level``; None if it never was.
 
         >>> History("random", (10, 20), torch.arange(20), {"accuracy": (0.8, 0.9)}).labels_to(0.85)
         20

@@ -118,7 +118,7 @@ class _LogitDetector(Detector):
 
     @abstractmethod
     def _of_logits(self, logits: Tensor) -> Tensor:
-        """The score [N] of logits [N, C], float64."""
+        """Returns the score [N] of logits [N, C], float64."""
 
 
 @final
@@ -254,8 +254,8 @@ class FeatureDetector(Detector, Generic[Statistics]):
 
     @abstractmethod
     def _learn(self, reader: FeatureReader, batches: Iterator[FeatureBatch]) -> Statistics:
-        """What is kept of the training data."""
+        """Learns from the features of the training data."""
 
     @abstractmethod
     def _of_features(self, statistics: Statistics, batch: FeatureBatch) -> Tensor:
-        """The score [N] of a batch."""
+        """Returns the score [N] of a batch."""

@@ -99,7 +99,7 @@ class KNN(FeatureDetector[Tensor]):
         return torch.cat([self._distances(statistics, some) for some in _unit(batch.features).split(_NEW_ROWS)])
 
     def _distances(self, stored: Tensor, new: Tensor) -> Tensor:
-        """The distance [N] of unit rows [N, F] from the k-th nearest stored one."""
+        """Returns the distance [N] of unit rows [N, F] from the k-th nearest stored one."""
         nearest = new.new_empty(len(new), 0)
         for some in stored.split(_STORED_ROWS):
             squares = _squared_distances(new, _unit(some.to(torch.float64)))
@@ -114,7 +114,7 @@ def _unit(rows: Tensor) -> Tensor:
 
 
 def _squared_distances(rows: Tensor, others: Tensor) -> Tensor:
-    """Squared distances [N, M] of rows [N, F] and [M, F]."""
+    """Returns the squared distances [N, M] of rows [N, F] and [M, F]."""
     squares = rows.square().sum(1)[:, None] + others.square().sum(1)
     return squares.addmm_(rows, others.T, alpha=-2).clamp_min_(0.0)
 
@@ -138,7 +138,7 @@ class _Whitening:
         return _Whitening(centre, matrix, (means - centre) @ matrix)
 
     def squares(self, features: Tensor) -> Tensor:
-        """Squared Mahalanobis distances [N, M] of features [N, F] from the means."""
+        """Returns the squared Mahalanobis distances [N, M] of features [N, F] from the means."""
         return _squared_distances((features - self.centre) @ self.matrix, self.places)
 
 
@@ -317,7 +317,7 @@ class ViM(FeatureDetector[_Virtual]):
         return _Virtual(origin, residual, _scale(float(largest @ counts / counts.sum()), residuals, rounding))
 
     def _principal(self, width: int) -> int:
-        """The number of principal dimensions of so many features."""
+        """Returns the number of principal dimensions of so many features."""
         usual = next((dim for least, dim in _PRINCIPAL if width >= least), width // 2)
         dim = usual if self.dim is None else self.dim
         if not 0 < dim < width:
@@ -331,7 +331,7 @@ class ViM(FeatureDetector[_Virtual]):
 
 
 def _scale(largest: float, residual: float, rounding: float) -> float:
-    """α, the mean of the largest logits over that of the residuals."""
+    """Returns α, the mean of the largest logits over that of the residuals."""
     if largest <= 0:
         raise DataError(
             f"the largest logits of the training data are {largest:.3g} on average, so that no virtual logit can match them; "
@@ -345,7 +345,7 @@ def _scale(largest: float, residual: float, rounding: float) -> float:
 
 
 def _affine_layer(reader: FeatureReader) -> tuple[Tensor, Tensor]:
-    """W [C, F] and b [C] of the layer, float64."""
+    """Returns W [C, F] and b [C] of the layer, float64."""
     module = reader.modules[0]
     weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() < 2 or weight[0, 0].numel() != 1:

@@ -81,7 +81,7 @@ class FeatureReader:
         self.width: int | None = None  # the number of features, once something was read
 
     def _run(self, batch: Batch) -> tuple[Tensor, list[tuple[Tensor, Tensor]], list[int]]:
-        """The outputs, (features, output) of every call of the layer, and how many dimensions each input had."""
+        """Runs the network: the outputs, (features, output) of every call of the layer, and how many dimensions each input had."""
         calls: list[tuple[Tensor, Tensor]] = []
         dimensions: list[int] = []
 
@@ -132,7 +132,7 @@ def _plain(values: Tensor) -> Tensor:
 
 
 def outputs_of(model: nn.Module, inputs: Any, size: int) -> Tensor:
-    """Outputs [N, ..., C] of a network in eval mode, float64 on the CPU; of the network nothing changes."""
+    """Returns the outputs [N, ..., C] of a network in eval mode, float64 on the CPU; of the network nothing changes."""
     with torch.no_grad(), evaluating(model):
         outputs = call_model(model, inputs)
     check_outputs(outputs, size)
@@ -140,7 +140,7 @@ def outputs_of(model: nn.Module, inputs: Any, size: int) -> Tensor:
 
 
 def _last_modules(model: nn.Module, batch: Batch) -> list[nn.Module]:
-    """Every module that owns the weight of the last layer; most weights have one owner."""
+    """Returns every module that owns the weight of the last layer; most weights have one owner."""
     try:
         with evaluating(model):
             name = find_last_layer(model, batch)[0]
@@ -158,7 +158,7 @@ def _named_module(model: nn.Module, name: str) -> nn.Module:
 
 
 def _pooled(module: nn.Module, features: Any, size: int) -> Tensor:
-    """The input of a layer as features [N, F], a copy: what follows may overwrite it."""
+    """Returns the input of a layer as features [N, F], a copy: what follows may overwrite it."""
     is_tensor = isinstance(features, Tensor)
     if not is_tensor or not features.is_floating_point() or features.dim() < 2 or features.shape[0] != size:
         what = f"a tensor {features.dtype} {list(features.shape)}" if is_tensor else type(features).__name__
@@ -181,7 +181,7 @@ def _pooled(module: nn.Module, features: Any, size: int) -> Tensor:
 def read_features(
     model: nn.Module, data: Iterable[Any], layer: str | None, unpack: Unpack | None
 ) -> tuple[FeatureReader, Iterator[FeatureBatch]]:
-    """A reader of the layer's input, and the features of all batches of the data; examples of weight 0 are left out.
+    """Returns a reader of the layer's input, and the features of all batches of the data; examples of weight 0 are left out.
 
     Raises:
         DataError: The data are empty, or not finite.
@@ -216,7 +216,7 @@ def _without_zero_weights(batch: FeatureBatch) -> FeatureBatch:
 
 
 def class_logits(owner: str, outputs: Tensor) -> Tensor:
-    """Outputs that are the logits [N, C] of at least two classes.
+    """Returns outputs that are the logits [N, C] of at least two classes; raises for all others.
 
     Raises:
         UnsupportedError: They have another shape.
@@ -230,7 +230,7 @@ def class_logits(owner: str, outputs: Tensor) -> Tensor:
 
 
 def class_labels(owner: str, targets: Any, classes: int) -> Tensor:
-    """Class labels [N] on the CPU.
+    """Returns the class labels [N] on the CPU.
 
     Raises:
         UnsupportedError: The targets are no whole numbers, one per example.
@@ -303,12 +303,12 @@ class ClassMoments:
         return self.count @ self.mean / self.total
 
     def scatter_about(self, origin: Tensor) -> Tensor:
-        """Σ (φ − origin)(φ − origin)ᵀ [F, F] over all features."""
+        """Returns Σ (φ − origin)(φ − origin)ᵀ [F, F] over all features."""
         shift = (self.mean - origin) * self.count.sqrt()[:, None]
         return self.scatter + shift.T @ shift
 
     def rounding(self, precision: torch.dtype) -> float:
-        """The variance of the rounding errors of features that a network computed in this precision."""
+        """Returns the variance of the rounding errors of features that a network computed in this precision."""
         return torch.finfo(precision).eps ** 2 / 12 * self.square / (self.total * self.mean.shape[1])
 
 

@@ -72,7 +72,7 @@ class Network(nn.Module, ABC):
 
     @abstractmethod
     def body(self, x: Tensor) -> Tensor:
-        """Outputs of standardised inputs."""
+        """Returns the outputs for standardised inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.scale(self.body(self.standardise(x)))
@@ -136,7 +136,7 @@ class ResNet20(Network):
 
 
 def mlp(shape: Sequence[int], outputs: int) -> Network:
-    """Two hidden layers of 64 units with tanh; images are flattened.
+    """Makes a network of two hidden layers of 64 units with tanh; images are flattened.
 
     >>> mlp([4], 3)(torch.zeros(2, 4)).shape
     torch.Size([2, 3])
@@ -147,7 +147,7 @@ def mlp(shape: Sequence[int], outputs: int) -> Network:
 
 
 def cnn(shape: Sequence[int], outputs: int) -> Network:
-    """Two small convolutions and two linear layers, for images of 8×8 and more.
+    """Makes a network of two small convolutions and two linear layers, for images of 8×8 and more.
 
     >>> sum(p.numel() for p in cnn([1, 8, 8], 10).parameters())
     38282
@@ -160,7 +160,7 @@ def cnn(shape: Sequence[int], outputs: int) -> Network:
 
 
 def lenet(shape: Sequence[int], outputs: int) -> Network:
-    """LeNet-5 with ReLU and max-pooling, 61,706 parameters for ten classes; smaller images are padded to 32×32.
+    """Makes LeNet-5 with ReLU and max-pooling, 61,706 parameters for ten classes; smaller images are padded to 32×32.
 
     >>> sum(p.numel() for p in lenet([1, 28, 28], 10).parameters())
     61706
@@ -197,7 +197,7 @@ NETWORKS: dict[str, Callable[[Sequence[int], int], Network]] = {
 
 
 def build_network(name: str, shape: Sequence[int], outputs: int, *, rescale: bool = False) -> Network:
-    """A built-in network for inputs of a shape [...] and a number of outputs.
+    """Makes a built-in network for inputs of a shape [...] and a number of outputs.
 
     Args:
         name: A key of ``NETWORKS``.

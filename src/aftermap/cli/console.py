@@ -65,28 +65,28 @@ class Reporter:
         return self._words.width
 
     def line(self, text: str = "", style: str | None = None) -> None:
-        """A sentence of the result."""
+        """Says a sentence of the result."""
         if rank() == 0:
             _print(self._words, text, style)
 
     def note(self, text: str) -> None:
-        """A sentence about the work, on standard error."""
+        """Says a sentence about the work, on standard error."""
         if rank() == 0:
             _print(_err, text, "dim")
 
     def table(self, table: Table) -> None:
-        """A table of the result."""
+        """Prints a table of the result."""
         if rank() == 0:
             self._words.print(table)
 
     def result(self, content: Any) -> None:
-        """The whole result for machines, said only if --json asks for it."""
+        """Prints the whole result for machines, if --json asks for it."""
         if self.as_json and rank() == 0:
             typer.echo(json.dumps(content, indent=2, allow_nan=False, default=str))
 
 
 def _print(console: Console, text: str, style: str | None = None, label: str = "", label_style: str = "") -> None:
-    """On a terminal lines end between words, so that a path can be copied; elsewhere a sentence is one line."""
+    """Prints text: on a terminal lines end between words, so that a path can be copied; elsewhere a sentence is one line."""
     shown = label + text
     if console.is_terminal:
         lines = [
@@ -110,7 +110,7 @@ def _complain(text: str, kind: str = "error") -> None:
 
 
 def guarded(function: Callable[P, int | None]) -> Callable[P, None]:
-    """A command: errors of its user become one message and exit code 2, warnings one line each.
+    """Makes a command of a function: errors of its user become one message and exit code 2, warnings one line each.
 
     Random numbers of torch's default generator are put back afterwards.
     """
@@ -165,7 +165,7 @@ _FLAGS = {
 
 
 def _with_flags(text: str) -> str:
-    """A message of the library in the words of the command line.
+    """Puts a message of the library into the words of the command line.
 
     >>> _with_flags("Raise memory_limit= or time_limit=, or params='last_layer'")
     "Raise --memory or --seconds, or --params 'last_layer'"
@@ -253,7 +253,7 @@ def check_writable(place: Path) -> None:
 
 
 def plain_table(*names: str, right: Collection[str] = (), **settings: Any) -> Table:
-    """A table without lines; the columns in ``right`` hold numbers and end at the same place."""
+    """Returns a table without lines; the columns in ``right`` hold numbers and end at the same place."""
     table = Table(header_style="bold", pad_edge=False, box=None, **settings)
     for name in names:
         table.add_column(name, justify="right" if name in right else "left")

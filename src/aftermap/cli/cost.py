@@ -89,7 +89,7 @@ def say_evaluation_cost(
 
 
 def _scoring_seconds(network: Any, batch: Batch, alone: float, n_resamples: int, n: int) -> float:
-    """The seconds of an evaluation of n examples without its predictions: a line through two that were tried."""
+    """Returns the seconds of an evaluation of n examples without its predictions: a line through two that were tried."""
     if not isinstance(batch.targets, torch.Tensor):
         return 0.0
     points: list[tuple[int, float]] = []

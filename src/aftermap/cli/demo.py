@@ -49,7 +49,7 @@ def demo(
 
 
 def _show(output: Path, epochs: int, seed: int, reporter: Reporter) -> int:
-    """The whole way."""
+    """Trains, fits, tests and reports: all that the demo shows."""
     started = time.perf_counter()
     parts = split(builtin("digits"), validation=0.2, test=0.25)
     sources = {name: _source(part, f"builtin:digits:{name}") for name, part in parts.items()}
@@ -99,7 +99,7 @@ def _source(examples: Examples, spec: str) -> Source:
 
 
 def _network(data: Examples, epochs: int, seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A small convolutional network, trained with Adam."""
+    """Trains a small convolutional network with Adam."""
     options = {"shape": list(data.inputs.shape[1:]), "outputs": 10}
     torch.manual_seed(seed)
     model: Network = build_network("cnn", options["shape"], 10)  # type: ignore[arg-type]

@@ -97,7 +97,7 @@ def doctor(examined: ExaminedModel, sets: o.TrainData, data: o.DataOptions, run:
 
 
 def _examine(network: nn.Module, source: Source, task: str, reporter: Reporter) -> dict[str, Any]:
-    """How each layer is treated, what every structure costs, and the risks."""
+    """Reports how each layer is treated, what every structure costs, and the risks."""
     likelihood = parse_likelihood(task)
     some = _first(source)
     factors = fit_curvature(network, [some], likelihood, structure="kron")
@@ -124,7 +124,7 @@ def _examine(network: nn.Module, source: Source, task: str, reporter: Reporter) 
 
 
 def _risks(network: nn.Module, factors: Factors, costs: Sequence[Cost]) -> list[dict[str, Any]]:
-    """What rounding or few data will do to a posterior, as far as a few examples tell.
+    """Says what rounding or few data will do to a posterior, as far as a few examples tell.
 
     The curvature of all data is taken as that of the examples times their number. Its trace bounds its largest eigenvalue.
     """
@@ -187,7 +187,7 @@ def _options(model: str, shape: tuple[int, ...] | None) -> dict[str, Any]:
 def _random(
     network: nn.Module, input_shape: tuple[int, ...] | None, task: str, n_data: int, batch_size: int, seed: int
 ) -> tuple[Source, str]:
-    """Inputs of the right shape with targets of the right kind."""
+    """Draws inputs of the right shape with targets of the right kind."""
     shape, outputs = _guess(network, input_shape)
     wide = int(outputs.shape[-1])
     chosen_task = ("classification" if wide > 1 else "regression") if task == "auto" else task
@@ -243,7 +243,7 @@ def _guess(network: nn.Module, shape: tuple[int, ...] | None) -> tuple[tuple[int
 
 
 def _first(source: Source) -> Any:
-    """A few examples, enough to see every layer at work."""
+    """Returns a few examples, enough to see every layer at work."""
     batch = first_batch(source)
     if isinstance(batch, tuple) and len(batch) == 2 and isinstance(batch[0], Tensor) and isinstance(batch[1], Tensor):
         return batch[0][:8], batch[1][:8]

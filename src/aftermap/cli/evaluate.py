@@ -50,7 +50,7 @@ class MapComparison:
         return CHECK_FAILED if self.verdict.level == "worse" else GOOD
 
     def table(self, title: str) -> Table:
-        """MAP against Bayesian, number by number."""
+        """Prints MAP against Bayesian, number by number."""
         table = plain_table("", "MAP", "Bayesian", right=("MAP", "Bayesian"), title=title, title_justify="left")
         table.title_style = "bold"
         table.add_column("")
@@ -72,7 +72,7 @@ class MapComparison:
         reporter.line(str(self.verdict), style=f"bold {colour}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for machines."""
+        """Returns the comparison as plain values for machines."""
         return {
             "verdict": {
                 "level": self.verdict.level,
@@ -126,7 +126,7 @@ def compare_with_map(
 
 
 def against_baseline(bayesian: Results, baseline: str, network: Results) -> tuple[int, str]:
-    """Whether results are worse than a baseline beyond chance, in the scores that both have.
+    """Tells whether results are worse than a baseline beyond chance, in the scores that both have.
 
     Args:
         bayesian: The results of the posterior.
@@ -224,7 +224,7 @@ def evaluate(
 
 
 def open_test(fitted: Fitted, sets: o.TestData, data: o.DataOptions) -> tuple[Source, dict[str, Source]]:
-    """The test data, by default the test part of the set that was trained on, and data that should look unusual."""
+    """Returns the test data, by default the test part of the set that was trained on, and data that should look unusual."""
     data_format, spec = fitted.complete(data.format()), sets.test
     if spec is None:
         train = str(fitted.extras.get("data", {}).get("train") or "")

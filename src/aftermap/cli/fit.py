@@ -160,7 +160,7 @@ def _check_held_out(method: str, there: bool) -> None:
 def build_for(
     spec: str, weights: Any, source: Source, data_format: DataFormat, device: torch.device, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The network for some data, and what must be saved to build it again.
+    """Returns the network for some data, and what must be saved to build it again.
 
     Returns:
         The network, and {"spec", "options"}.
@@ -212,7 +212,7 @@ def try_model(model: nn.Module, source: Source) -> tuple[Any, torch.Tensor]:
 
 
 def resolve_task(task: str, model: nn.Module, source: Source) -> str:
-    """The task by the targets and the outputs, where it was not said.
+    """Returns the task, by the targets and the outputs where it was not said.
 
     Raises:
         InputError: The model does not take the data, or the targets could be classes or numbers.
@@ -227,7 +227,7 @@ def resolve_task(task: str, model: nn.Module, source: Source) -> str:
 
 
 def likelihood_of(task: str, noise: float | None, estimate: Callable[[], float]) -> Likelihood:
-    """The likelihood of a task; ``estimate`` gives the noise of a regression where none was said.
+    """Returns the likelihood of a task; ``estimate`` gives the noise of a regression where none was said.
 
     Raises:
         InputError: A noise for a task that has none.
@@ -240,7 +240,7 @@ def likelihood_of(task: str, noise: float | None, estimate: Callable[[], float])
 
 
 def _residual(model: nn.Module, train: Source, most: int = 2000) -> float:
-    """Root mean squared error of the network on some training data."""
+    """Returns the root mean squared error of the network on some training data."""
     device, dtype = device_of_model(model)
     squares = count = 0.0
     for batch in iterate(train.batches.named(""), device=device, dtype=dtype):
@@ -329,7 +329,7 @@ def _say_cost(
 
 
 def prior_in_words(laplace: Laplace) -> str:
-    """Prior precision, data scale, noise and temperature in one line."""
+    """Says prior precision, data scale, noise and temperature in one line."""
     values = [float(v.mean()) for v in laplace.prior_precision.values()]
     low, high = min(values), max(values)
     text = f"prior precision {low:.3g}" if high <= low * 1.001 else f"prior precision {low:.3g} to {high:.3g} by layer"

@@ -34,7 +34,7 @@ _OWN_BUFFERS = ("standardise.mean", "standardise.deviation")
 
 
 def import_object(spec: str, what: str) -> Any:
-    """The object that `pkg.module:name` or `file.py:name` names; the working folder is searched first.
+    """Imports the object that `pkg.module:name` or `file.py:name` names; the working folder is searched first.
 
     Raises:
         InputError: There is no such module or name, or the module fails while it is imported.
@@ -88,7 +88,7 @@ def _where(error: BaseException) -> str:
 
 
 def check_device(name: str) -> torch.device:
-    """A device that is there; "auto" is a graphics card if there is one.
+    """Returns a device that is there; "auto" is a graphics card if there is one.
 
     Raises:
         InputError: There is no such device.
@@ -147,7 +147,7 @@ def make_model(
 
 
 def _built(build: Callable[[], nn.Module], spec: str, weights: Mapping[str, Tensor] | None) -> nn.Module:
-    """A built-in network. Where its weights are there, a shape that is not theirs is refused before memory is taken for it."""
+    """Makes a built-in network. Where its weights are there, a shape that is not theirs is refused before memory is taken for it."""
     try:
         if weights is not None:
             with torch.device("meta"):
@@ -178,7 +178,7 @@ def _call(factory: Any, spec: str) -> nn.Module:
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """A state dict from .safetensors, .npz, or a file of torch.save (read without running code).
+    """Reads a state dict from .safetensors, .npz, or a file of torch.save (without running code).
 
     A state dict inside a checkpoint is found, and prefixes such as `module.` that every name has are taken off.
 
@@ -219,7 +219,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def _why_unreadable(file: Path, message: str) -> str:
-    """What a file is that holds no weights; PyTorch's own message advises to read it in a way that runs its code."""
+    """Says what a file is that holds no weights; PyTorch's own message advises to read it in a way that runs its code."""
     rewrite = "Save the weights with torch.save(model.state_dict(), path), or as safetensors"
     name = re.search(r"GLOBAL ([\w.]+)", message)  # only what a name may contain: the file wrote it
     if name:
@@ -255,7 +255,7 @@ def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -
 
 
 def _fitting(model: nn.Module, weights: Mapping[str, Tensor], source: str) -> dict[str, Tensor]:
-    """The weights under the names of the model, once names and shapes are known to fit."""
+    """Returns the weights under the names of the model, once names and shapes are known to fit."""
     state = dict(weights)
     expected = model.state_dict()
     for prefix in _PREFIXES:

@@ -52,7 +52,7 @@ __all__ = [
 
 
 def option(help: str, *flags: str, **settings: Any) -> OptionInfo:
-    """An option of a command; without flags it is called like its field: `data_dir` is --data-dir."""
+    """Returns an option of a command; without flags it is called like its field: `data_dir` is --data-dir."""
     info: OptionInfo = typer.Option(*flags, help=help, **settings)
     return info
 
@@ -141,7 +141,7 @@ def command(
 
 
 def _offered(parameter: inspect.Parameter, panel: str | None, defaults: Mapping[str, Any]) -> inspect.Parameter:
-    """A parameter as typer reads it: with its flag, its panel, its default, and a help text that says what is allowed."""
+    """Returns a parameter as typer reads it: with its flag, its panel, its default, and a help text that says what is allowed."""
     annotation = parameter.annotation
     if get_origin(annotation) is Annotated:
         kind, info, *restrictions = get_args(annotation)
@@ -165,7 +165,7 @@ _from_file: dict[str, tuple[Any, str]] = {}
 
 
 def where_said(name: str, value: Any) -> str:
-    """Where in a TOML file an option has this value, for messages; nothing where it was typed."""
+    """Says where in a TOML file an option has this value, for messages; nothing where it was typed."""
     entry, where = _from_file.get(name, (None, ""))
     return f" ({where})" if where and entry == value else ""
 
@@ -222,7 +222,7 @@ def apply_config(context: typer.Context, value: Path | None) -> Path | None:
 
 
 def _place(file: Path, text: str, key: str) -> str:
-    """The file and the line of a key or of a table."""
+    """Returns the file and the line of a key or of a table."""
     start = re.compile(rf"""\s*\[?\s*["']?{re.escape(key)}["']?\s*(=|\])""")
     line = next((n for n, content in enumerate(text.splitlines(), 1) if start.match(content)), None)
     return str(file) if line is None else f"{file}, line {line}"
@@ -278,7 +278,7 @@ class SavedPosterior:
     ] = False
 
     def load(self, device: torch.device) -> Fitted:
-        """The posterior with its network."""
+        """Loads the posterior with its network."""
         return load_fitted(
             self.posterior, model=self.model, weights=self.weights, device=device, trust_code=self.trust_code
         )
@@ -346,7 +346,7 @@ class DataOptions:
     batch_size: Annotated[int, option("The number of examples in a batch.", min=1)] = 256
 
     def format(self, *, task: str = "auto") -> DataFormat:
-        """The options, checked.
+        """Returns the checked options.
 
         Raises:
             InputError: A size or a number of channels that no image has.
@@ -426,5 +426,5 @@ class RunOptions:
         return check_device(self.device)
 
     def generator(self) -> torch.Generator:
-        """A generator with the seed."""
+        """Returns a generator with the seed."""
         return torch.Generator().manual_seed(self.seed)

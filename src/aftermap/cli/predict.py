@@ -121,12 +121,12 @@ def _copied_columns(spec: str, keep: str | None, limit: int | None) -> dict[str,
 
 
 def _identifiers(source: Source) -> dict[str, list[Any]]:
-    """What says which row is which: file names, and the columns of a table that are no inputs."""
+    """Returns what says which row is which: file names, and the columns of a table that are no inputs."""
     return {} if source.examples is None else {n: list(texts) for n, texts in source.examples.identifiers.items()}
 
 
 def _columns(prediction: Prediction, fitted: Fitted, score: str) -> dict[str, list[Any]]:
-    """The answers, rounded to what is written; flags compare the rounded score with the rounded threshold."""
+    """Returns the answers, rounded to what is written; flags compare the rounded score with the rounded threshold."""
     n = len(prediction)
     if prediction.kind in ("classification", "binary"):
         columns = _class_columns(prediction, fitted.extras.get("data", {}).get("classes"))
@@ -178,7 +178,7 @@ def _endings(count: int) -> list[str]:
 
 
 def _rounded(values: Tensor, digits: int) -> list[float]:
-    """Numbers with so many significant digits."""
+    """Rounds numbers to so many significant digits."""
     return [float(f"{v:.{digits}g}") for v in values.double().tolist()]
 
 

@@ -77,7 +77,7 @@ def report(
 
 
 def where_for_report(fitted: Fitted, source: Source, seed: int) -> Where:
-    """Where the uncertainty of (at most 1,000) inputs sits."""
+    """Returns where the uncertainty of (at most 1,000) inputs sits."""
     examples = source.examples
     data: Any = source.batches.data
     if examples is not None and len(examples) > _MOST:
@@ -151,7 +151,7 @@ def _neighbours(fitted: Fitted, train: Source, inputs: Tensor, indices: list[int
 
 
 def _notes(fitted: Fitted) -> list[str]:
-    """What tuning found, and how the posterior was checked then."""
+    """Returns what tuning found, and how the posterior was checked then."""
     notes = []
     if fitted.extras.get("tuning"):
         notes.append(f"Tuning: {fitted.extras['tuning']}.")

@@ -24,7 +24,7 @@ BUDGETS = ("stated", "small")
 
 
 def find_checkout(folder: str) -> Path:
-    """The nearest folder above the working folder, or above the package, that is a checkout with ``folder`` in it.
+    """Returns the nearest folder above the working folder, or above the package, that is a checkout with ``folder`` in it.
 
     Raises:
         InputError: There is none.
@@ -97,7 +97,7 @@ def _find(name: str, known: dict[str, Path]) -> Path:
 
 
 def _has_budgets(place: Path) -> bool:
-    """Whether an experiment has the common form, with budgets and a data folder; an older one has options of its own."""
+    """Tells whether an experiment has the common form, with budgets and a data folder; an older one has options of its own."""
     return re.search(r"^BUDGETS\b", (place / "run.py").read_text(encoding="utf-8"), re.MULTILINE) is not None
 
 

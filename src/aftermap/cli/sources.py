@@ -118,11 +118,11 @@ class Batches:
         return iter(batches)
 
     def n_examples(self) -> int | None:
-        """The number of examples in all batches of all processes; None where nobody knows."""
+        """Returns the number of examples in all batches of all processes; None where nobody knows."""
         return len(self.data) if isinstance(self.data, Examples) else None
 
     def named(self, description: str, *, shared: bool = False) -> Batches:
-        """The same with another bar, or shared out over processes."""
+        """Returns the same source with another bar, or shared out over processes."""
         return Batches(self.data, self.size, description, shared=shared)
 
 
@@ -143,11 +143,11 @@ class Source:
     examples: Examples | None
 
     def note_of_bytes(self) -> list[str]:
-        """What a user should know where inputs were bytes; else nothing."""
+        """Returns what a user should know where inputs were bytes; else nothing."""
         return [about_bytes(self.spec)] if self.examples is not None and self.examples.rescaled else []
 
     def notes(self) -> list[str]:
-        """What a user should know about how training data were read."""
+        """Returns what a user should know about how training data were read."""
         examples = self.examples
         if examples is None:
             return []
@@ -196,14 +196,14 @@ class Source:
             )
 
     def missing_classes(self, outputs: int) -> list[int]:
-        """The classes below ``outputs`` of which there is no example; none where the data are a stream or no classes."""
+        """Returns the classes below ``outputs`` of which there is no example; none where the data are a stream or no classes."""
         examples = self.examples
         if examples is None or examples.targets is None or not examples.is_classes:
             return []
         return sorted(set(range(outputs)) - set(examples.targets.unique().tolist()))
 
     def note_of_outputs(self, outputs: int) -> str | None:
-        """What a user should know where a network has outputs for classes above all that are in the data."""
+        """Returns what a user should know where a network has outputs for classes above all that are in the data."""
         examples = self.examples
         if examples is None or examples.targets is None or examples.targets.dim() != 1:
             return None
@@ -219,7 +219,7 @@ def _named_classes(classes: list[int]) -> str:
 
 
 def _are_whole(targets: Any) -> bool:
-    """Whether targets look like classes that were saved in floating point: few different whole numbers from 0."""
+    """Tells whether targets look like classes that were saved in floating point: few different whole numbers from 0."""
     if not isinstance(targets, torch.Tensor) or targets.dim() != 1 or not targets.is_floating_point():
         return False
     values = targets.unique()
@@ -283,7 +283,7 @@ def _open(spec: str, part: str, data_format: DataFormat, need_targets: bool, wha
 
 
 def _exists(spec: str) -> bool:
-    """Whether there is a file or folder of this name; a name that cannot be one has none."""
+    """Tells whether there is a file or folder of this name; a name that cannot be one has none."""
     try:
         return Path(spec).expanduser().exists()
     except (OSError, ValueError, RuntimeError):
@@ -293,7 +293,7 @@ def _exists(spec: str) -> bool:
 def open_parts(
     train: str | None, val: str | None, data: str | None, data_format: DataFormat
 ) -> tuple[Source, Source | None]:
-    """The training data, and the validation data if there are any.
+    """Opens the training data, and the validation data if there are any.
 
     Raises:
         InputError: Neither or both of --train and --data were given.
@@ -316,7 +316,7 @@ def open_parts(
 
 
 def _part_of_path(path: Path, part: str, data_format: DataFormat, need_targets: bool) -> Examples:
-    """One part of a file or folder: its own, of an .npz with several, or a cut that is always the same."""
+    """Opens one part of a file or folder: its own, of an .npz with several, or a cut that is always the same."""
     parts = own_parts(path) if path.suffix == ".npz" else ()
     if not parts or part == "all":
         return part_of(_from_path(path, part, data_format, need_targets), part)
@@ -384,7 +384,7 @@ def _from_code(spec: str, what: str) -> Any:
 
 
 def _typed(examples: Examples, task: str, what: str) -> Examples:
-    """Targets in the type that the task wants."""
+    """Returns targets in the type that the task wants."""
     targets = examples.targets
     if targets is None or task == "auto":
         return examples
@@ -400,7 +400,7 @@ def _typed(examples: Examples, task: str, what: str) -> Examples:
 
 
 def first_batch(source: Source) -> Any:
-    """The first batch, whatever its form."""
+    """Returns the first batch, whatever its form."""
     batch = next(iter(Batches(source.batches.data, source.batches.size)), None)
     if batch is None:
         raise DataError(f"{source.spec} holds no batch")
@@ -408,7 +408,7 @@ def first_batch(source: Source) -> Any:
 
 
 def parse_ood(entries: Sequence[str]) -> dict[str, str]:
-    """`name=data` pairs; without a name the data's own is taken.
+    """Reads `name=data` pairs; without a name the data's own is taken.
 
     >>> parse_ood(["other=ood.npz", "kmnist"])
     {'other': 'ood.npz', 'kmnist': 'kmnist'}
@@ -427,7 +427,7 @@ def parse_ood(entries: Sequence[str]) -> dict[str, str]:
 
 
 def parse_size(text: str | None, flag: str) -> tuple[int, ...] | None:
-    """`28x28`, `3,32,32` or `28` as whole numbers.
+    """Reads `28x28`, `3,32,32` or `28` as whole numbers.
 
     >>> parse_size("3x32x32", "--input-shape")
     (3, 32, 32)

@@ -98,19 +98,19 @@ class Fitted:
     reference: dict[str, Tensor]
 
     def threshold(self, score: str) -> Threshold | None:
-        """The threshold of a score, if one was chosen."""
+        """Returns the threshold of a score, if one was chosen."""
         threshold = self.extras.get("thresholds", {}).get(score)
         return None if threshold is None else Threshold.from_dict(threshold)
 
     def scores(self, score: str = "auto") -> Reference | None:
-        """What new inputs are compared with, if the folder holds it; by default they are flagged by the given score."""
+        """Returns what new inputs are compared with, if the folder holds it; by default they are flagged by the given score."""
         if "positions" not in self.reference or not self.extras.get("thresholds"):
             return None
         reference = Reference.from_saved(self.reference, self.extras["thresholds"])
         return reference if score == "auto" else reference.by(score)
 
     def score_name(self, score: str) -> str:
-        """The score by which inputs are flagged, where "auto" is what suits the folder.
+        """Returns the score by which inputs are flagged, where "auto" is what suits the folder.
 
         Raises:
             InputError: The task has no such score, or it needs a threshold that the folder does not hold.
@@ -132,21 +132,21 @@ class Fitted:
         return score
 
     def promise_lost(self, options: Mapping[str, Any]) -> str | None:
-        """A warning if predictions are made in another way than those by which the thresholds were chosen."""
+        """Returns a warning if predictions are made in another way than those by which the thresholds were chosen."""
         chosen = (self.extras.get("predict") or {}).get("kind")
         if not self.extras.get("thresholds") or chosen in (None, options["kind"]):
             return None
         return f"the thresholds were chosen with --kind {chosen}; with --kind {options['kind']} the rate of false alarms may be another"
 
     def predict_options(self, kind: str, samples: int) -> dict[str, Any]:
-        """The options of `predict`, where the kind "auto" is what suits the posterior."""
+        """Returns the options of `predict`, where the kind "auto" is what suits the posterior."""
         method = None if isinstance(self.predictor, Laplace) else self.predictor.method
         # Only these have tried out draws of the weights in training; around other weights the network is as good as its linear model.
         suitable = "sampling" if method in ("VOGN", "IVON", "NoisyKFAC") else "linearised"
         return {"kind": suitable if kind == "auto" else kind, "samples": samples}
 
     def complete(self, data_format: DataFormat) -> DataFormat:
-        """How data are read, filled up with what the training data were like."""
+        """Returns how data are read, filled up with what the training data were like."""
         data = self.extras.get("data", {})
         columns, classes, size = (
             None if data.get(k) is None else tuple(data[k]) for k in ("columns", "classes", "image_size")
@@ -166,7 +166,7 @@ class Fitted:
 def calibrate(
     predictor: Any, batches: Batches, options: Mapping[str, Any], rate: float, seed: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The thresholds of every score as plain values, and the scores on held-out data as tensors (see `Reference`)."""
+    """Returns the thresholds of every score as plain values, and the scores on held-out data as tensors (see `Reference`)."""
     with_generator = {**options, "generator": torch.Generator().manual_seed(seed)}
     prediction = predict_all(predictor, batches, options=with_generator, need_targets=False).prediction
     reference = Reference.from_predictions(prediction, false_alarm_rate=rate)
@@ -174,7 +174,7 @@ def calibrate(
 
 
 def self_check(predictor: Any, validation: Source | None, options: Mapping[str, Any]) -> SelfCheck | CavityCheck | None:
-    """The network against the Bayesian predictive: on at most 1,000 held-out examples, or as far as tuning could judge without them."""
+    """Compares the network with the Bayesian predictive: on at most 1,000 held-out examples, or as far as tuning could judge without them."""
     if validation is None:
         return getattr(getattr(predictor, "tuning", None), "check", None)
     check = getattr(getattr(predictor, "report", None), "check", None)
@@ -245,7 +245,7 @@ def finish(
 
 
 def _when_flagged(threshold: Threshold | None, data: str | None) -> str:
-    """Which inputs will be flagged, and how many false alarms that gives."""
+    """Returns which inputs will be flagged, and how many false alarms that gives."""
     if threshold is None or data is None:
         return "no threshold for flagging: add --val, held-out data to choose it on"
     rate, n = f"{100 * threshold.false_alarm_rate:g} %", f"{threshold.n_data:,}"
@@ -321,7 +321,7 @@ def load_fitted(
 
 
 def _checked_reference(folder: Path, extras: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The scores on validation data, which `Fitted.scores` can read."""
+    """Returns the scores on validation data, which `Fitted.scores` can read."""
     reference = read_reference(folder) or {}
     thresholds = extras.get("thresholds") or {}
     wrong = [n for n, v in thresholds.items() if v["score"] != n]
@@ -340,7 +340,7 @@ def _checked_reference(folder: Path, extras: Mapping[str, Any]) -> dict[str, Ten
 def describe_fit(
     model_config: Mapping[str, Any], source: Source, data_format: DataFormat, task: str, seed: int
 ) -> dict[str, Any]:
-    """What later commands must know about the network and its training data."""
+    """Returns what later commands must know about the network and its training data."""
     examples = source.examples
     return {
         "model": dict(model_config),

@@ -176,14 +176,14 @@ def _tell(reporter: Reporter, numbers: Mapping[str, float], epochs: int, lines: 
 
 
 def _fit_command(model: str, weights: Path, sets: o.TrainData, data: o.DataOptions) -> str:
-    """The command that makes the trained network Bayesian with the same data."""
+    """Returns the command that makes the trained network Bayesian with the same data."""
     named = {"train": sets.train, "val": sets.val, "data": sets.data, "target": data.target, "drop": data.drop}
     same = "".join(f" --{flag} {value}" for flag, value in named.items() if value is not None)
     return f"aftermap fit --model {model} --weights {weights}{same} -o posterior/"
 
 
 def _epoch_in_words(numbers: Mapping[str, float], epochs: int | None = None) -> str:
-    """What the history says about an epoch, in a line."""
+    """Says in a line what the history holds about an epoch."""
     values = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items() if name != "epoch")
     return f"epoch {numbers['epoch']:.0f}{'' if epochs is None else f'/{epochs}'}: {values}"
 
@@ -199,7 +199,7 @@ def _in_memory(training: Source) -> Examples:
 def _start(
     run: Run, network: nn.Module, likelihood: Likelihood, force: bool, reporter: Reporter
 ) -> torch.optim.Optimizer:
-    """The optimiser, where the run stopped if it did."""
+    """Makes the optimiser, and takes it up where the run stopped, if it did."""
     recipe, output = run.recipe, run.folder
     n_params = sum(p.numel() for p in network.parameters())
     reporter.note(
@@ -217,7 +217,7 @@ def _start(
 
 
 def _check_folder(output: Path, force: bool) -> None:
-    """A folder of a run is gone on with; another one is not touched."""
+    """Refuses a folder that is not of such a run; that of a run is gone on with."""
     check_writable(output)
     if output.exists() and not output.is_dir():
         raise InputError(f"{output} is a file; a run is a folder: choose another name with -o")
@@ -234,14 +234,14 @@ def _check_folder(output: Path, force: bool) -> None:
 
 
 def half_deviation(training: Source) -> float:
-    """The noise that training assumes where none was said: half the standard deviation of the targets."""
+    """Returns the noise that training assumes where none was said: half the standard deviation of the targets."""
     examples = training.examples
     deviation = 1.0 if examples is None or examples.targets is None else float(examples.targets.double().std())
     return 0.5 * deviation if deviation > 0 else 1.0
 
 
 def standardise(network: nn.Module, training: Source) -> None:
-    """Built-in networks standardise their inputs by the training data, and give targets in their own units."""
+    """Makes built-in networks standardise their inputs by the training data, and give targets in their own units."""
     examples = training.examples
     if not isinstance(network, Network) or examples is None or examples.targets is None:
         return

@@ -104,7 +104,7 @@ class Recipe:
 
 
 def enough_epochs(n_data: int, batch_size: int) -> int:
-    """The number of epochs where it was not said: 10, or as many as make 500 steps.
+    """Returns the number of epochs where it was not said: 10, or as many as make 500 steps.
 
     >>> enough_epochs(60_000, 128), enough_epochs(1000, 128)
     (10, 63)
@@ -113,7 +113,7 @@ def enough_epochs(n_data: int, batch_size: int) -> int:
 
 
 def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> torch.optim.Optimizer:
-    """The optimiser of a recipe; variational ones warm their temperature up during the first half."""
+    """Makes the optimiser of a recipe; variational ones warm their temperature up during the first half."""
     common: dict[str, Any] = {"lr": recipe.lr, "n_data": recipe.n_data, "prior_precision": recipe.prior_precision}
     common["damping"] = recipe.damping
     noise: dict[str, Any] = {
@@ -210,7 +210,7 @@ class Run:
 
 
 def _rest(recipe: Recipe, step: int) -> Iterator[Tensor]:
-    """This process's numbers of the examples of every batch that comes after ``step`` steps."""
+    """Yields this process's numbers of the examples of every batch that comes after ``step`` steps."""
     number, first = divmod(step, recipe.steps_per_epoch)
     for epoch in range(number, recipe.epochs):
         order = torch.randperm(recipe.n_data, generator=torch.Generator().manual_seed(1_000_003 * recipe.seed + epoch))
@@ -229,7 +229,7 @@ def train_network(
     on_epoch: Callable[[Mapping[str, float]], None] | None = None,
     every: float = 30.0,
 ) -> None:
-    """Goes on to the end of the recipe.
+    """Trains on to the end of the recipe.
 
     Args:
         run: Where it stands; it is moved on.
@@ -279,7 +279,7 @@ def train_network(
 def validation_numbers(
     model: nn.Module, data: Examples | None, likelihood: Likelihood, most: int = 5000
 ) -> dict[str, float]:
-    """The loss of the network on held-out data, and its accuracy or error; the same on every process.
+    """Returns the loss of the network on held-out data, and its accuracy or error; the same on every process.
 
     Args:
         model: The network at the mean of its weights. Its modes come back.
@@ -310,7 +310,7 @@ def validation_numbers(
 
 
 def _step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, likelihood: Likelihood) -> float:
-    """One step on the mean negative log-likelihood of a batch that is shared out over the processes."""
+    """Makes one step on the mean negative log-likelihood of a batch that is shared out over the processes."""
     if not isinstance(optimizer, torch.optim.Adam):
         # The optimiser sums gradients and curvatures over processes by itself.
         return float(optimizer.step(lambda: likelihood.nll(model(x), y).mean()))

@@ -67,7 +67,7 @@ def remember(spec: str, folder: Path) -> None:
 
 
 def memory_file() -> Path:
-    """The file with the fingerprints: in the folder that AFTERMAP_STATE names, or in the folder `aftermap` of the user's state folder."""
+    """Returns the file with the fingerprints: in the folder that AFTERMAP_STATE names, or in the folder `aftermap` of the user's state folder."""
     chosen, state = os.environ.get("AFTERMAP_STATE"), Path(os.environ.get("XDG_STATE_HOME", ""))
     folder = (
         Path(chosen) if chosen else (state if state.is_absolute() else Path.home() / ".local" / "state") / "aftermap"
@@ -95,7 +95,7 @@ def _fingerprint(spec: str, file: Path, folder: Path) -> str:
 
 
 def find_factory_file(spec: str) -> Path | None:
-    """The file that would be run for `file.py:name` or `pkg.module:name`, found without running anything.
+    """Finds the file that would be run for `file.py:name` or `pkg.module:name`, without running anything.
 
     (`importlib.util.find_spec` would not do: it imports the packages around a module.)
 
@@ -118,7 +118,7 @@ def find_factory_file(spec: str) -> Path | None:
 
 
 def _find_below(package: ModuleSpec, part: str) -> ModuleSpec | None:
-    """A module of a package that is not imported, as the import system would find it in the package's folders."""
+    """Finds a module of a package that is not imported, as the import system would find it in the package's folders."""
     name = f"{package.name}.{part}"
     namespace = ModuleSpec(name, None, is_package=True)
     folders = list(package.submodule_search_locations or ())

@@ -74,7 +74,7 @@ def where(
 
 
 def _table(columns: dict[str, list[Any]], most: int | None, width: int) -> Table:
-    """Columns as a table for people; shares get a bar where there is room."""
+    """Writes columns as a table for people; shares get a bar where there is room."""
     names = _fitting(columns, width)
     order = range(len(columns[names[0]]))
     if most is not None and "variance" in columns:
@@ -96,7 +96,7 @@ def _table(columns: dict[str, list[Any]], most: int | None, width: int) -> Table
 
 
 def _fitting(columns: dict[str, list[Any]], width: int) -> list[str]:
-    """The first columns that the screen has room for; --json has all of them."""
+    """Returns the first columns that the screen has room for; --json has all of them."""
     names: list[str] = []
     used = 0
     for name, values in columns.items():
@@ -108,7 +108,7 @@ def _fitting(columns: dict[str, list[Any]], width: int) -> list[str]:
 
 
 def _room(name: str, values: list[Any]) -> int:
-    """Characters of a column whose heading may be broken between words."""
+    """Returns the number of characters of a column whose heading may be broken between words."""
     return max([len(word) for word in name.split()] + [len(_cell(name, v)) for v in values])
 
 

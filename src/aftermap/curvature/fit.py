@@ -91,7 +91,7 @@ def fit_curvature(
     checkpoint: str | os.PathLike[str] | None = None,
     every: int = 100,
 ) -> Factors:
-    """Σ_n of the curvature of −log p(y_n | f(x_n, θ)) in the parameters θ.
+    """Returns Σ_n of the curvature of −log p(y_n | f(x_n, θ)) in the parameters θ.
 
     Args:
         model: A network with outputs [N, ..., C], in eval mode; it is unchanged afterwards.
@@ -232,7 +232,7 @@ def _check_resumable(entry: Structure, passes: int) -> None:
 
 
 def _identity(problem: CurvatureProblem, entry: Structure) -> dict[str, str]:
-    """What must be the same when a fit goes on: in words, by which a difference is told."""
+    """Returns what must be the same when a fit goes on: in words, by which a difference is told."""
     state = {**dict(problem.model.named_parameters()), **dict(problem.model.named_buffers())}
     return {
         "weights": weights_hash(state),
@@ -248,7 +248,7 @@ def _identity(problem: CurvatureProblem, entry: Structure) -> dict[str, str]:
 
 
 def _generator(identity: Mapping[str, str], device: torch.device) -> torch.Generator:
-    """A source of random vectors that is the same for the same fit, another one on each process."""
+    """Makes a source of random vectors that is the same for the same fit, another one on each process."""
     seed = int(identity["weights"].removeprefix("sha256:")[:15], 16)
     return torch.Generator(device).manual_seed(seed + rank())
 
@@ -294,7 +294,7 @@ def _treatment(
     counts: DataCounts,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Treatment]:
-    """How each parameter was treated."""
+    """Returns how each parameter was treated."""
     treatment: dict[str, Treatment] = {}
     for block in blocks:
         for name in block.shapes:

@@ -105,7 +105,7 @@ def as_targets(values: npt.NDArray[np.generic], where: str) -> Tensor:
 
 
 def _numbers(values: npt.NDArray[np.generic], where: str) -> Tensor:
-    """Whole numbers as int64, others as float32; what does not fit into these is refused."""
+    """Returns whole numbers as int64, others as float32; what does not fit into these is refused."""
     if values.dtype.kind not in "iubf":
         raise DataError(f"{where} holds {values.dtype}, which are no numbers")
     wanted = np.float32 if values.dtype.kind == "f" else np.int64

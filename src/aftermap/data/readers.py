@@ -85,7 +85,7 @@ class _Table:
         ]
 
     def numeric(self, columns: list[int]) -> np.ndarray:
-        """The values of some columns [rows, columns] in float32; the first cell that is no finite number is named."""
+        """Returns the values of some columns [rows, columns] in float32; the first cell that is no finite number is named."""
         # A number that float32 cannot hold becomes infinite, and is then named as well.
         with np.errstate(over="ignore"):
             values = self._parsed(columns).astype(np.float32)
@@ -99,7 +99,7 @@ class _Table:
         return values
 
     def _parsed(self, columns: list[int]) -> np.ndarray:
-        """The values in float64, by NumPy; not a number where some cell is none."""
+        """Returns the values in float64, by NumPy; not a number where some cell is none."""
         shape = (len(self.rows), len(columns))
         try:
             if isinstance(self.rows[0], str):
@@ -293,7 +293,7 @@ def _targets(
 
 
 def about_bytes(source: object) -> str:
-    """What a user should know where inputs are bytes."""
+    """Says what a user should know where inputs are bytes."""
     return f"{source} holds bytes, which are taken as pixels and divided by 255; save floating-point numbers for another scale"
 
 
@@ -402,7 +402,7 @@ def _members(file: Path) -> list[str]:
 
 
 def _header(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], int]:
-    """The shape of an array, and the bytes that it takes with its header."""
+    """Returns the shape of an array, and the bytes that it takes with its header."""
     with archive.open(entry) as stream:
         version = np.lib.format.read_magic(stream)
         # Version 3 is version 2 with names in UTF-8.

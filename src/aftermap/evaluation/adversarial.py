@@ -56,7 +56,7 @@ class AttackCurve:
 
 
 def input_range(data: Iterable[Any] | Tensor, *, unpack: Unpack | None = None) -> Tensor:
-    """The largest minus the smallest value of each input dimension over a data set, which is the unit of a step.
+    """Returns the largest minus the smallest value of each input dimension over a data set, which is the unit of a step.
 
     Args:
         data: The inputs [N, ...], or batches of (x, y).

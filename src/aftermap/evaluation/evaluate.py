@@ -351,7 +351,7 @@ def _detect(
     reference: Reference | None,
     boot: Bootstrap,
 ) -> dict[str, dict[str, dict[str, Metric]]]:
-    """How well each score tells each set of unusual inputs from the test data."""
+    """Returns how well each score tells each set of unusual inputs from the test data."""
     by_set = detections(
         inside.prediction,
         {n: c.prediction for n, c in outside.items()},
@@ -369,7 +369,7 @@ def _detect(
 
 
 def _as_batches(name: str, data: Any) -> Iterable[Any]:
-    """Batches of unusual inputs, from a tensor or as they are."""
+    """Returns batches of unusual inputs, from a tensor or as they are."""
     if isinstance(data, Tensor):
         return [(x, None) for x in data.split(1024)]
     one_batch = isinstance(data, tuple) and all(isinstance(t, Tensor) for t in data)
@@ -415,7 +415,7 @@ def _check_task(detectors: Mapping[str, Detector], prediction: Prediction) -> No
 
 
 def _detected_errors(inside: PredictedData, scores: Mapping[str, Tensor], boot: Bootstrap) -> dict[str, Metric]:
-    """How well the scores of detectors find the predictor's errors."""
+    """Returns how well the scores of detectors find the predictor's errors."""
     prediction, targets = inside.prediction, inside.targets
     one = prediction.kind == "classification" or (prediction.kind == "binary" and prediction.mean.shape[1] == 1)
     if not scores or not one or targets is None:
@@ -432,7 +432,7 @@ def _detected_errors(inside: PredictedData, scores: Mapping[str, Tensor], boot: 
 
 
 def _parts_compared(key: str, prediction: Prediction, boot: Bootstrap) -> dict[str, Metric]:
-    """The rank correlation of epistemic and aleatoric uncertainty; none where one of them is the same for all inputs."""
+    """Returns the rank correlation of epistemic and aleatoric uncertainty; none where one of them is the same for all inputs."""
     rounding = 4 * torch.finfo(prediction.total.dtype).eps * float(prediction.total.abs().max())
     parts = [v.double().reshape(len(prediction), -1).mean(1) for v in (prediction.epistemic, prediction.aleatoric)]
     if any(float(v.max() - v.min()) <= rounding for v in parts):
@@ -442,7 +442,7 @@ def _parts_compared(key: str, prediction: Prediction, boot: Bootstrap) -> dict[s
 
 
 def _rank_correlation(first: Tensor, second: Tensor) -> float:
-    """As the metric; a resample in which a part is the same for all inputs says nothing, and counts as 0."""
+    """Returns the metric of the same name; a resample in which a part is the same for all inputs says nothing, and counts as 0."""
     constant = bool((first == first[0]).all()) or bool((second == second[0]).all())
     return 0.0 if constant else m.rank_correlation(first, second)
 
@@ -480,7 +480,7 @@ def _metrics(detection: Detection) -> dict[str, Metric]:
 
 
 def _share(flags: Tensor, level: float) -> Metric:
-    """The share of flagged inputs, with its exact interval."""
+    """Returns the share of flagged inputs, with its exact interval."""
     events, trials = int(flags.sum()), len(flags)
     return Metric(events / trials, *clopper_pearson(events, trials, level=level))
 

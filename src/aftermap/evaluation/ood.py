@@ -194,7 +194,7 @@ def detections(
 
 
 def variance_ratio(inside: Prediction, outside: Prediction) -> float | None:
-    """The median variance of the network's outputs on another set, divided by that on usual data.
+    """Returns the median variance of the network's outputs on another set, divided by that on usual data.
 
     A posterior can tell inputs apart by what it adds to the network only where this is not 1. Labels are not needed.
 

@@ -70,7 +70,7 @@ def accepts(predictor: Predictor, name: str) -> bool:
 
 
 def model_of(predictor: object) -> nn.Module | None:
-    """The network behind a predictor, or None if the predictor shows none."""
+    """Returns the network behind a predictor, or None if the predictor shows none."""
     model = getattr(predictor, "model", None)
     return model if isinstance(model, nn.Module) else None
 

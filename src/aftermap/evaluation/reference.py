@@ -39,7 +39,7 @@ def check_scores(scores: str | Iterable[str], *, reference: bool = False) -> tup
 def available_scores(
     prediction: Prediction, wanted: Iterable[str] | None = None, reference: Reference | None = None
 ) -> dict[str, Tensor]:
-    """Every score that a prediction has [N], or those wanted; a wanted one that is not defined raises.
+    """Returns every score that a prediction has [N], or those wanted; a wanted one that is not defined raises.
 
     Args:
         prediction: The prediction.
@@ -62,7 +62,7 @@ def available_scores(
 
 
 def default_score(thresholds: Mapping[str, Threshold]) -> str:
-    """The score by which inputs are flagged unless another one is asked for.
+    """Returns the score by which inputs are flagged unless another one is asked for.
 
     For classes it is "either" where its threshold is finite, which takes 2 / rate − 1 held-out inputs, and "entropy" where it
     is not; for a regression and for counts it is "variance".
@@ -82,7 +82,7 @@ def default_score(thresholds: Mapping[str, Threshold]) -> str:
 
 
 def either_threshold(scores: Sequence[Tensor], false_alarm_rate: float) -> Threshold:
-    r"""The threshold of the larger of two ranks, whose rate of false alarms is at most that which is asked for.
+    r"""Returns the threshold of the larger of two ranks, whose rate of false alarms is at most that which is asked for.
 
     The rank of a new input in one score is the number of the n held-out inputs whose score lies strictly below its own; r is the
     larger of its two ranks. A held-out input has been its own judge, so its ranks cᵢ are counted among the n − 1 others, Rᵢ is the
@@ -187,7 +187,7 @@ class Reference:
         return self.preferred or default_score(self.thresholds)
 
     def by(self, kind: str) -> Reference:
-        """The same reference with another default score.
+        """Returns the same reference with another default score.
 
         Raises:
             InputError: The held-out inputs have no such score.
@@ -195,7 +195,7 @@ class Reference:
         return replace(self, preferred=self.threshold(kind).score)
 
     def threshold(self, kind: str | None = None) -> Threshold:
-        """The threshold of a score.
+        """Returns the threshold of a score.
 
         Raises:
             InputError: The held-out inputs have no such score.
@@ -203,7 +203,7 @@ class Reference:
         return self.thresholds[checks.choice("score", kind or self.default, self.thresholds)]
 
     def score(self, prediction: Prediction, kind: str | None = None) -> Tensor:
-        """One number per input [N]; the higher, the more unusual.
+        """Returns one number per input [N]; the higher, the more unusual.
 
         Args:
             prediction: The prediction for new inputs, by the same predictor with the same options.
@@ -215,7 +215,7 @@ class Reference:
         return self.score_of(prediction, self.threshold(kind).score)
 
     def score_of(self, prediction: Prediction, kind: str) -> Tensor:
-        """The score of this name, whether it has a threshold or not."""
+        """Returns the score of this name, whether it has a threshold or not."""
         if (prediction.kind in _CLASSES) != (EITHER in self.thresholds):
             made_of = "classes" if EITHER in self.thresholds else "numbers"
             raise InputError(
@@ -227,24 +227,24 @@ class Reference:
         return (ranks.double() / self.n_data).to(prediction.mean.device)
 
     def _rank(self, scores: Tensor, name: str) -> Tensor:
-        """How many held-out inputs lie strictly below each score; where not all were kept, how many do at least."""
+        """Returns how many held-out inputs lie strictly below each score; where not all were kept, how many do at least."""
         below = torch.searchsorted(self.quantiles[name].cpu(), scores.detach().cpu().double())
         return torch.cat([torch.zeros(1, dtype=torch.long), self.positions.cpu() + 1])[below]
 
     def flag(self, prediction: Prediction, kind: str | None = None) -> Tensor:
-        """Which inputs to flag [N], booleans; the arguments are those of `score`."""
+        """Returns which inputs to flag [N], booleans; the arguments are those of `score`."""
         return self.threshold(kind).flag(self.score(prediction, kind))
 
     def describe(self, kind: str | None = None) -> str:
-        """When an input is flagged, in words."""
+        """Says in words when an input is flagged."""
         return self.threshold(kind).describe()
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """The tensors to save, for instance as the reference of `Laplace.save`; `to_dict` has the rest."""
+        """Returns the tensors to save, for instance as the reference of `Laplace.save`; `to_dict` has the rest."""
         return {**self.quantiles, _POSITIONS: self.positions}
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The thresholds as plain values for JSON."""
+        """Returns the thresholds as plain values for JSON."""
         return {s: t.to_dict() for s, t in self.thresholds.items()}
 
     @staticmethod

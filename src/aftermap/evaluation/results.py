@@ -147,7 +147,7 @@ class Results:
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> float:
-        """The value of a metric, as in ``results["nll"]``, or of a detection, as in ``results["kmnist/entropy/auroc"]``."""
+        """Returns the value of a metric, as in ``results["nll"]``, or of a detection, as in ``results["kmnist/entropy/auroc"]``."""
         flat = self.flat()
         if name not in flat:
             raise InputError(f"there is no number called {name!r}; there are: {', '.join(flat)}")
@@ -299,7 +299,7 @@ class Comparison:
         return {name: {**to_plain(row), **to_plain(self.extras.get(name, {}))} for name, row in self.rows.items()}
 
     def best(self, column: str) -> str:
-        """The predictor with the best value: the highest for an accuracy or AUROC, the lowest for anything else."""
+        """Returns the predictor with the best value: the highest for an accuracy or AUROC, the lowest for anything else."""
         values = {n: row[column].value for n, row in self.rows.items() if column in row}
         if not values:
             raise InputError(f"no predictor has a number called {column!r}; there are: {', '.join(self.columns)}")
@@ -307,7 +307,7 @@ class Comparison:
         return choose(values, key=lambda n: values[n])
 
     def _cells(self) -> dict[str, list[str]]:
-        """The columns of the table, as text; the best of a column has a star."""
+        """Returns the columns of the table, as text; the best of a column has a star."""
         names = list(self.rows)
         cells = {"method": names}
         for column in self.columns:

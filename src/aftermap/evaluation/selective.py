@@ -51,7 +51,7 @@ class Threshold:
         return scores > self.value
 
     def describe(self, data: str = "the validation inputs", digits: int = 3) -> str:
-        """When an input is flagged, in words, without the promise.
+        """Says in words when an input is flagged, without the promise.
 
         Args:
             data: The name of the calibration data.
@@ -131,7 +131,7 @@ def choose_threshold(
 
 
 def conformal_rank(n: int, false_alarm_rate: float) -> int:
-    """⌈(n + 1)(1 − α)⌉: which of n ordered scores is the threshold; n + 1 where there are too few.
+    """Returns ⌈(n + 1)(1 − α)⌉: which of n ordered scores is the threshold; n + 1 where there are too few.
 
     >>> conformal_rank(99, 0.05), conformal_rank(18, 0.05)
     (95, 19)
@@ -140,7 +140,7 @@ def conformal_rank(n: int, false_alarm_rate: float) -> int:
 
 
 def _percent(share: float) -> str:
-    """A share as people write it, rounded down so that it is not said to be more than it is: 97.5 %."""
+    """Writes a share as people do, rounded down so that it is not said to be more than it is: 97.5 %."""
     return f"{math.floor(1000 * share + 1e-9) / 10:g} %"
 
 

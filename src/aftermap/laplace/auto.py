@@ -183,12 +183,12 @@ def fit(
 
 
 def predictions_after_fit(val_loader: Iterable[Any] | None) -> int:
-    """How many inputs the check predicts: up to 1,000 validation data, and none without them."""
+    """Returns how many inputs the check predicts: up to 1,000 validation data, and none without them."""
     return 0 if val_loader is None else min(_CHECKED, _size_of(val_loader))
 
 
 def _size_of(val_loader: Iterable[Any]) -> int:
-    """The number of validation data; where it cannot be known, as many as tuning looks at."""
+    """Returns the number of validation data; where it cannot be known, as many as tuning looks at."""
     size = getattr(getattr(val_loader, "dataset", None), "__len__", None)
     if size is not None:
         return int(size())
@@ -206,7 +206,7 @@ def _is_likelihood(argument: object) -> bool:
 def _arranged(
     arguments: tuple[Any, ...], likelihood: Any, train_loader: Any, val_loader: Any
 ) -> tuple[Any, Iterable[Any], Iterable[Any] | None]:
-    """Likelihood, training data and validation data, by their places and names.
+    """Returns the likelihood, the training data and the validation data, by their places and names.
 
     Raises:
         InputError: One is given twice or missing, or the likelihood does not stand second.
@@ -239,7 +239,7 @@ def _arranged(
 
 
 def _inferred(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> str:
-    """The word for the likelihood that the first targets show."""
+    """Returns the word for the likelihood that the first targets show."""
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
     batch = first_batch(model, data, unpack)
     with explain_model_errors(model, lambda: batch.inputs), torch.no_grad():
@@ -256,7 +256,7 @@ def _check(laplace: Laplace, val_loader: Iterable[Any] | None, unpack: Unpack | 
 
 
 def _number_of_batches(loader: Iterable[Any]) -> int | None:
-    """The number of batches of a loader; None where nobody knows it."""
+    """Returns the number of batches of a loader; None where nobody knows it."""
     try:
         return len(loader) if isinstance(loader, Sized) else None
     except TypeError:  # a loader over a stream

@@ -94,11 +94,11 @@ class Cost:
     seconds_of_tuning: float = 0.0
 
     def total(self, predictions: int) -> float:
-        """The seconds of the fit, of the tuning and of so many predictions: those that a check and thresholds make."""
+        """Returns the seconds of the fit, of the tuning and of so many predictions: those that a check and thresholds make."""
         return self.seconds + self.after_fit(predictions)
 
     def after_fit(self, predictions: int) -> float:
-        """The seconds of the tuning and of so many predictions."""
+        """Returns the seconds of the tuning and of so many predictions."""
         return self.seconds_of_tuning + predictions * self.seconds_per_prediction
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ def _memory(size: float) -> str:
 
 
 def describe_costs(chosen: Cost, costs: Sequence[Cost], predictions: int = 0) -> str:
-    """One line: the choice and its alternatives.
+    """Says in one line the choice and its alternatives.
 
     Args:
         chosen: The choice.
@@ -153,7 +153,7 @@ class FirstLook:
 
 
 def _fetch_seconds(data: Iterable[Any]) -> float:
-    """The seconds between the first batch and the second; 0 where worker processes load them, or where there is one."""
+    """Returns the seconds between the first batch and the second; 0 where worker processes load them, or where there is one."""
     if isinstance(data, Iterator) or getattr(data, "num_workers", 0) > 0 or _count(data) < 2:
         return 0.0
     with torch.random.fork_rng():
@@ -172,7 +172,7 @@ def estimate_cost(
     tuned: bool = True,
     unpack: Unpack | None = None,
 ) -> Cost:
-    """The cost of one approximation, by a rehearsal of its fit and of its tuning on some of the first batch.
+    """Returns the cost of one approximation, by a rehearsal of its fit and of its tuning on some of the first batch.
 
     The rehearsal aims at a quarter of a second, or 1.5 % of the fit (the first one in a process takes longer), and changes nothing.
 
@@ -208,7 +208,7 @@ def _by_rehearsal(
 def rehearsed_cost(
     laplace: Laplace, look: FirstLook, shapes: Cost | None, *, validation: int | None = None, tuned: bool = True
 ) -> Cost | None:
-    """The cost by a rehearsal; that by the shapes where the fit is short, in a process group, or where few data are not enough.
+    """Returns the cost by a rehearsal; that by the shapes where the fit is short, in a process group, or where few data are not enough.
 
     Args:
         laplace: The approximation as it will be fitted.
@@ -237,7 +237,7 @@ def estimate_costs(
     subset_size: int = 300,
     unpack: Unpack | None = None,
 ) -> list[Cost]:
-    """Costs of the structures that are worth considering, each by a rehearsal on some of the first batch.
+    """Returns the costs of the structures that are worth considering, each by a rehearsal on some of the first batch.
 
     Args:
         model: The trained network, in eval mode.
@@ -256,7 +256,7 @@ def estimate_costs(
 def rehearsed_candidate(
     model: nn.Module, look: FirstLook, likelihood: Likelihood, cost: Cost, params: Selection, subset_size: int
 ) -> Cost:
-    """The cost of one candidate by a rehearsal of its fit, without a tuning; large ones keep the cost by their shapes."""
+    """Returns the cost of one candidate by a rehearsal of its fit, without a tuning; large ones keep the cost by their shapes."""
     if cost.bytes > _REHEARSED_BYTES:
         return cost
     which = params if cost.params == "all" else cost.params
@@ -267,7 +267,7 @@ def rehearsed_candidate(
 def shape_costs(
     model: nn.Module, look: FirstLook, likelihood: Likelihood, *, params: Selection = "all", subset_size: int = 300
 ) -> list[Cost]:
-    """Costs of the structures that are worth considering, by the shapes of the layers and one measured batch."""
+    """Returns the costs of the structures that are worth considering, by the shapes of the layers and one measured batch."""
     batch = look.batch
     with explain_model_errors(model, lambda: batch.inputs):
         shapes = _Shapes.of(model, batch, likelihood, look.n_data, look.batches)
@@ -283,7 +283,7 @@ def shape_costs(
 
 
 def _size_of(data: Iterable[Any], batch: Batch, unpack: Unpack | None) -> int:
-    """The number of data, as far as a loader tells."""
+    """Returns the number of data, as far as a loader tells."""
     size = getattr(getattr(data, "dataset", None), "__len__", None)
     if size is not None:
         return int(size())
@@ -293,7 +293,7 @@ def _size_of(data: Iterable[Any], batch: Batch, unpack: Unpack | None) -> int:
 
 
 def _count(data: Iterable[Any]) -> int:
-    """The number of batches; 1 where it is unknown, as for a loader over a stream, which has ``__len__`` and raises there."""
+    """Returns the number of batches; 1 where it is unknown, as for a loader over a stream, which has ``__len__`` and raises there."""
     try:
         return len(data) if isinstance(data, Sized) else 1
     except TypeError:
@@ -301,7 +301,7 @@ def _count(data: Iterable[Any]) -> int:
 
 
 def _block_of_blocks(model: nn.Module, batch: Batch) -> list[str] | None:
-    """The parameters of the last block of a network that is made of blocks; None for other networks."""
+    """Returns the parameters of the last block of a network that is made of blocks; None for other networks."""
     try:
         block = last_block(model, batch)
     except AftermapError:
@@ -341,7 +341,7 @@ class _Shapes:
         return _Shapes(model, batch, n_data, batches, _unit(model, batch, names), vectors, math.prod(outputs.shape[1:]))
 
     def cost(self, structure: str, which: str, names: Sequence[str], subset_size: int) -> Cost:
-        """The cost of a structure over some parameters."""
+        """Returns the cost of a structure over some parameters."""
         own = named_parameters(self.model)
         every = [n for n, p in own.items() if p.is_floating_point()]
         plan = find_layers(self.model, every)
@@ -413,7 +413,7 @@ class _Shapes:
 
 
 def _unit(model: nn.Module, batch: Batch, names: Sequence[str]) -> float:
-    """Seconds of one forward and backward pass."""
+    """Returns seconds of one forward and backward pass."""
     own = named_parameters(model)
     best = math.inf
     with only_require_grad(model, names), torch.enable_grad():

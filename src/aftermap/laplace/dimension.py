@@ -70,7 +70,7 @@ class DimensionResult:
 
 
 def is_normalised(model: nn.Module) -> bool:
-    """Whether a network has normalisation layers, for which the evidence of a block-diagonal posterior misleads.
+    """Tells whether a network has normalisation layers, for which the evidence of a block-diagonal posterior misleads.
 
     >>> is_normalised(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))), is_normalised(nn.Linear(2, 3))
     (True, False)
@@ -88,7 +88,7 @@ def effective_dimension(
     settled: float = _SETTLED,
     generator: torch.Generator | None = None,
 ) -> tuple[TraceEstimate, tuple[float, float], int]:
-    r"""γ = tr(sG(sG + P₀)⁻¹) of the full Gauss-Newton matrix from a few draws and passes.
+    r"""Estimates γ = tr(sG(sG + P₀)⁻¹) of the full Gauss-Newton matrix from a few draws and passes.
 
     With g ~ N(0, sG) (no labels: ΣJᵀSε), γ = E[gᵀ(sG + P₀)⁻¹g], the same as E[wᵀ sG w] over posterior samples w but with
     one solve less to converge. Lanczos on A = P₀^{-½} sG P₀^{-½} from u = P₀^{-½}g gives Gauss and Gauss-Radau quadratures of
@@ -154,7 +154,7 @@ def effective_dimension(
 
 
 def _bounds(diagonal: list[Tensor], off_diagonal: list[Tensor], beta: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gauss and Gauss-Radau (node at 0) values of uᵀ(A + I)⁻¹u: [k] each."""
+    """Returns the Gauss and Gauss-Radau (node at 0) values of uᵀ(A + I)⁻¹u: [k] each."""
     T = torch.diag_embed(torch.stack(diagonal, 1))
     if off_diagonal:
         side = torch.stack(off_diagonal, 1)
@@ -174,7 +174,7 @@ def _bounds(diagonal: list[Tensor], off_diagonal: list[Tensor], beta: Tensor, we
 def block_dimension(
     operator: GGNOperator, posterior: GaussianPosterior, draws: int = 8, generator: torch.Generator | None = None
 ) -> TraceEstimate:
-    """Σ tr(sΛ_n V_n) = tr(sG Σ) of a posterior with blocks, from draws w of it: the mean of wᵀ sG w, one pass.
+    """Estimates Σ tr(sΛ_n V_n) = tr(sG Σ) of a posterior with blocks, from draws w of it: the mean of wᵀ sG w, one pass.
 
     Args:
         operator: The Gauss-Newton matrix G, known by its products with vectors.
@@ -202,7 +202,7 @@ def match_dimension(
     steps: int = 25,
     generator: torch.Generator | None = None,
 ) -> DimensionResult:
-    """How much narrower a posterior with blocks must be for Σ tr(sΛ_n V_n) to be the full posterior's γ under the same prior.
+    """Finds how much narrower a posterior with blocks must be for Σ tr(sΛ_n V_n) to be the full posterior's γ under the same prior.
 
     Dividing the covariance by a factor multiplies data scale and prior precision by it. γ is that of the data of the
     posterior, times their scale: with a posterior from a part of the training data and a scale of 1 the result is as wide as

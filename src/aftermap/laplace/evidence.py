@@ -41,7 +41,7 @@ _ESTIMATED = 0.05
 
 
 def squared_error(likelihood: Likelihood, factors: Factors) -> float:
-    """Σ (y − f)²/v² over the data of the factors, with v the noise of the likelihood that they are of.
+    """Returns Σ (y − f)²/v² over the data of the factors, with v the noise of the likelihood that they are of.
 
     Args:
         likelihood: The `Gaussian` likelihood that the factors are of.
@@ -51,7 +51,7 @@ def squared_error(likelihood: Likelihood, factors: Factors) -> float:
 
 
 def _log_normaliser(likelihood: Likelihood, factors: Factors) -> float:
-    """Σ ½ log(2π v²)."""
+    """Returns Σ ½ log(2π v²)."""
     assert isinstance(likelihood, Gaussian)  # has_noise
     noise = torch.as_tensor(likelihood.noise, dtype=torch.float64)
     per_datum = 0.5 * (math.log(2 * math.pi) + 2 * noise.log().mean()) * factors.n_outputs
@@ -59,7 +59,7 @@ def _log_normaliser(likelihood: Likelihood, factors: Factors) -> float:
 
 
 def log_likelihood(likelihood: Likelihood, factors: Factors, noise: Tensor) -> Tensor:
-    """Σ log p(y_n | f_n) at noise σ, differentiable in it; no pass over the data.
+    """Returns Σ log p(y_n | f_n) at noise σ, differentiable in it; no pass over the data.
 
     Args:
         likelihood: The likelihood that the curvature is of (`split_noise`).
@@ -75,7 +75,7 @@ def log_likelihood(likelihood: Likelihood, factors: Factors, noise: Tensor) -> T
 def log_evidence(
     posterior: CurvaturePosterior, factors: Factors, likelihood: Likelihood, hyperparameters: Hyperparameters
 ) -> Tensor:
-    """log q(D) of a posterior that was formed with these hyperparameters; differentiable in prior and noise.
+    """Returns log q(D) of a posterior that was formed with these hyperparameters; differentiable in prior and noise.
 
     Args:
         posterior: The posterior, with the hyperparameters' prior and scale.
@@ -124,7 +124,7 @@ class EvidenceResult:
         return self.noise
 
     def applied_to(self, hyperparameters: Hyperparameters, layers: Mapping[str, object]) -> Hyperparameters:
-        """Hyperparameters with these precisions and this noise.
+        """Returns hyperparameters with these precisions and this noise.
 
         Args:
             hyperparameters: The hyperparameters to change.
@@ -196,7 +196,7 @@ class _Objective:
     tolerance: float
 
     def start_logs(self) -> Tensor:
-        """The logarithms at the start; of a group with several precisions their mean."""
+        """Returns the logarithms at the start; of a group with several precisions their mean."""
         logs = [
             torch.stack([self.start.prior.precision[n].detach().log().mean() for n in names]).mean().cpu()
             for names in self.groups.values()
@@ -217,11 +217,11 @@ class _Objective:
         return upper
 
     def inside(self, logs: Tensor) -> Tensor:
-        """The nearest logarithms within their ranges."""
+        """Returns the nearest logarithms within their ranges."""
         return torch.minimum(logs.clamp_min(_RANGE[0]), self.upper)
 
     def evaluate(self, logs: Tensor) -> tuple[CurvaturePosterior, Tensor]:
-        """The posterior at these logarithms and its log evidence, differentiable in them."""
+        """Returns the posterior at these logarithms and its log evidence, differentiable in them."""
         values = logs.exp()
         precision = {n: values[i] for i, names in enumerate(self.groups.values()) for n in names}
         noise = values[-1] if self.tune_noise else self.start.noise.detach()
@@ -230,12 +230,12 @@ class _Objective:
         return posterior, log_evidence(posterior, self.factors, self.likelihood, hyperparameters)
 
     def squared_distances(self) -> Tensor:
-        """‖θ − μ₀‖² of each group."""
+        """Returns ‖θ − μ₀‖² of each group."""
         prior, mean = self.start.prior, self.posterior.mean
         return torch.tensor([prior.squared_distance(mean, n) for n in self.groups.values()], dtype=torch.float64)
 
     def slopes(self, posterior: CurvaturePosterior, logs: Tensor) -> _Slopes:
-        """The derivatives at these logarithms from the effective numbers of parameters, and MacKay's step."""
+        """Returns the derivatives at these logarithms from the effective numbers of parameters, and MacKay's step."""
         by_layer = posterior.effective_parameters()
         gammas = torch.tensor(
             [
@@ -267,7 +267,7 @@ class _Objective:
         return _Slopes(gradient, step, size).within(logs, self.upper)
 
     def result(self, logs: Tensor, history: list[float], slopes: _Slopes, tolerance: float) -> EvidenceResult:
-        """The values at these logarithms, with each layer's precision under its own name."""
+        """Returns the values at these logarithms, with each layer's precision under its own name."""
         values = logs.detach().exp().tolist()
         of_group = dict(zip(self.groups, values, strict=False))
         precision = {
@@ -295,17 +295,17 @@ class _Slopes:
     size: Tensor
 
     def within(self, logs: Tensor, upper: Tensor) -> _Slopes:
-        """The same without what points out of the ranges of the logarithms."""
+        """Returns the same slopes without what points out of the ranges of the logarithms."""
         out = ((logs <= _RANGE[0]) & (self.gradient < 0)) | ((logs >= upper) & (self.gradient > 0))
         return _Slopes(self.gradient.where(~out, 0.0), self.step.where(~out, 0.0), self.size)
 
     def are_flat(self, tolerance: float) -> bool:
-        """Whether every derivative is small beside its terms."""
+        """Tells whether every derivative is small beside its terms."""
         return bool((self.gradient.abs() <= tolerance * self.size).all())
 
 
 def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
-    """MacKay's fixed point with secant steps; every step is shortened until the evidence rises."""
+    """Maximises the evidence by MacKay's fixed point with secant steps; every step is shortened until the evidence rises."""
     estimated = objective.posterior.is_estimated
     tolerance = objective.tolerance
     logs = objective.start_logs()
@@ -339,7 +339,7 @@ def _by_fixed_point(objective: _Objective, iterations: int) -> EvidenceResult:
 
 
 def _secant(logs: Tensor, step: Tensor, logs_before: Tensor, step_before: Tensor) -> Tensor:
-    """A secant step towards a step of zero, for each number on its own: they hardly depend on one another.
+    """Returns a secant step towards a step of zero, for each number on its own: they hardly depend on one another.
 
     The plain iteration contracts with a slope near 1 where a layer is barely determined by the data, and crawls there.
     """
@@ -352,7 +352,7 @@ def _secant(logs: Tensor, step: Tensor, logs_before: Tensor, step_before: Tensor
 def _by_gradients(
     objective: _Objective, iterations: int, start: Tensor | None = None, history: list[float] | None = None
 ) -> EvidenceResult:
-    """L-BFGS on the logarithms; derivatives by autograd."""
+    """Maximises the evidence by L-BFGS on the logarithms, with derivatives by autograd."""
     history = [] if history is None else history
     best: tuple[float, Tensor] = (-math.inf, objective.start_logs() if start is None else start)
     weight = objective.start.likelihood_weight
@@ -368,7 +368,7 @@ def _by_gradients(
         return value
 
     def slopes() -> _Slopes:
-        """At the best point."""
+        """Returns the slopes at the best point."""
         logs = best[1].clone().requires_grad_()
         (gradient,) = torch.autograd.grad(objective.evaluate(logs)[1], logs)
         size = (0.5 * best[1][: len(distances)].exp() * distances).clamp_min(1.0)

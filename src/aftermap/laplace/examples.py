@@ -60,7 +60,7 @@ class FiniteExamples:
 
 
 def random_examples(batches: Iterable[Batch], limit: int, generator: torch.Generator | None = None) -> list[Batch]:
-    """Some of the examples, each equally likely; all of them, in their order, where there are no more than ``limit``.
+    """Draws some of the examples, each equally likely; all of them, in their order, where there are no more than ``limit``.
 
     Args:
         batches: The data; they are passed over once, and no more than the sample is held in memory.
@@ -81,7 +81,7 @@ def informative_examples(
     limit: int,
     generator: torch.Generator | None = None,
 ) -> list[Batch]:
-    r"""A sample of the data with weights, so that weighted sums over it estimate sums over all data without bias.
+    r"""Draws a sample of the data with weights, so that weighted sums over it estimate sums over all data without bias.
 
     Most training data of a fitted classifier have Λ_n ≈ 0 and say nothing. Priority sampling keeps the ``limit`` examples with
     the largest tr Λ_n / u_n, u_n uniform, and gives each the weight max(1, z / tr Λ_n) with z the largest priority left out.
@@ -126,7 +126,7 @@ def informative_examples(
 
 
 def _largest(parts: list[_Part], limit: int, left_out: float) -> tuple[list[_Part], float]:
-    """The examples with the largest priorities, and the largest priority that was ever left out."""
+    """Returns the examples with the largest priorities, and the largest priority that was ever left out."""
     every = torch.cat([p for p, _, _ in parts])
     if len(every) <= limit:
         return parts, left_out
@@ -142,7 +142,7 @@ def _largest(parts: list[_Part], limit: int, left_out: float) -> tuple[list[_Par
 
 
 def _joined(parts: Sequence[_Part], size: int = 50) -> list[_Part]:
-    """Few examples of many batches in larger ones, where their shapes agree."""
+    """Joins few examples of many batches to larger batches, where their shapes agree."""
     joined: list[_Part] = []
     group: list[_Part] = []
     for part in (*parts, None):

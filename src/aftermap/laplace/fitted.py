@@ -94,7 +94,7 @@ class Initial:
             check_numbers(f"the prior mean of {key}", value)
 
     def curvature_scale(self, curvature: str) -> Tensor:
-        """What the curvature is multiplied by before there is a fit; see `Hyperparameters.curvature_scale`."""
+        """Returns what the curvature is multiplied by before there is a fit; see `Hyperparameters.curvature_scale`."""
         nothing = Prior({}, {}, {})
         return Hyperparameters(nothing, self.noise, self.data_scale, self.temperature).curvature_scale(curvature)
 
@@ -105,7 +105,7 @@ class Initial:
             prior.scalar(list(layers.names[layer]))
 
     def resolve(self, factors: Factors, weights: Params) -> Hyperparameters:
-        """The hyperparameters of a new fit: the prior is spread over the layers of the curvature.
+        """Returns the hyperparameters of a new fit: the prior is spread over the layers of the curvature.
 
         Args:
             factors: The curvature of the fit.
@@ -160,7 +160,7 @@ class Fitted:
     report: FitReport | None = None
 
     def without_narrowing(self) -> Fitted:
-        """The same fit with the covariance that the evidence is of."""
+        """Returns the same fit with the covariance that the evidence is of."""
         if self.narrowing == 1.0:
             return self
         hyperparameters = self.hyperparameters.narrowed(1 / self.narrowing)
@@ -179,7 +179,7 @@ class ChainedBatches:
 
 
 def data_if_repeatable(data: Iterable[Any], before: Fitted | None = None) -> Iterable[Any] | None:
-    """The data of a fit if they can be passed over again; None for a generator, which is empty by now.
+    """Returns the data of a fit if they can be passed over again; None for a generator, which is empty by now.
 
     Args:
         data: The data of this fit.

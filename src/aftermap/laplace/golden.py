@@ -11,7 +11,7 @@ _SHARE = (math.sqrt(5) - 1) / 2
 
 
 def golden_section(function: Callable[[float], float], low: float, high: float, steps: int) -> float:
-    """The least of a function with one minimum between two points.
+    """Finds the least of a function with one minimum between two points.
 
     Args:
         function: The function, which is asked steps + 2 times.

@@ -66,7 +66,7 @@ def search_grid(
     scales: Sequence[float] | None = None,
     first_stage: int = 500,
 ) -> GridResult:
-    """Grid search over (c, τ) on the mean negative log predictive probability.
+    """Searches a grid of (c, τ) for the least mean negative log predictive probability.
 
     Args:
         predictor: The model, its posterior (whose prior is replaced by one precision for all) and the likelihood with its noise.
@@ -174,13 +174,13 @@ def _stage(
 
 
 def _is_flat(result: GridResult) -> bool:
-    """Whether no two points of the grid differ by more than rounding."""
+    """Tells whether no two points of the grid differ by more than rounding."""
     values = [nll for _, _, nll in result.table]
     return len(values) > 1 and max(values) - min(values) <= _EQUAL * (1 + abs(result.nll))
 
 
 def _undecided(result: GridResult) -> GridResult:
-    """The point of the grid that is nearest to data scale and precision one, where the data prefer none."""
+    """Returns the point of the grid that is nearest to data scale and precision one, where the data prefer none."""
     warn_caller(
         f"all {len(result.table)} grid points are equally good on {result.n_data} validation examples, so that these decide nothing: the "
         "posterior has no variance there. Look whether the network is constant, and choose other parameters with params=",

@@ -319,7 +319,7 @@ class Laplace(NotebookView):
         return self
 
     def _fit_curvature(self, data: Iterable[Any], before: Fitted | None, **options: Any) -> Factors:
-        """The curvature of these data alone; ``before`` is the fit that it will be added to."""
+        """Returns the curvature of these data alone; ``before`` is the fit that it will be added to."""
         options["curvature"] = self.curvature
         structure = find_structure(self.structure)
         if before is not None and not structure.updatable:
@@ -374,7 +374,7 @@ class Laplace(NotebookView):
     # Evidence and tuning
 
     def log_evidence(self) -> Tensor:
-        """Log marginal likelihood of the training data under the present prior and noise (0-d, float64).
+        """Returns the log marginal likelihood of the training data under the present prior and noise (0-d, float64).
 
         Where tuning divided the covariance by a factor, by counting every datum several times, this is the evidence of the
         posterior before that: the evidence of such data is no evidence of those that were seen.
@@ -555,29 +555,29 @@ class Laplace(NotebookView):
         return self.predictor.predict(x, **options)
 
     def joint(self, x: Any) -> tuple[Tensor, Tensor]:
-        """Mean [N, C] and covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
+        """Returns the mean [N, C] and the covariance [N, C, N, C] of the outputs of several inputs together (linearised)."""
         return self.predictor.joint(x)
 
     def function_samples(self, x: Any, count: int, generator: torch.Generator | None = None) -> Tensor:
-        """Samples of the linearised network's outputs with the true correlation between inputs: [count, N, ..., C]."""
+        """Draws outputs of the linearised network with the true correlation between inputs: [count, N, ..., C]."""
         return self.predictor.function_samples(x, count, generator)
 
     def variance_by_layer(self, x: Any) -> Mapping[str, Tensor]:
-        """Each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
+        """Returns each layer's part of the variance of the outputs [N, ..., C]; they add up to the whole, exactly."""
         return self.predictor.variance_by_layer(x)
 
     where = PosteriorPredictor.where
 
     def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
-        """The variance of a scalar functional of the network, or the covariance of several; see `PosteriorPredictor`."""
+        """Returns the variance of a scalar functional of the network, or the covariance of several; see `PosteriorPredictor`."""
         return self.predictor.variance_of(functional)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Params:
-        """Weights from the posterior: name -> [count, *shape]."""
+        """Draws weights from the posterior: name -> [count, *shape]."""
         return self.posterior.sample(count, generator)
 
     def ensemble(self, count: int, generator: torch.Generator | None = None) -> list[Params]:
-        """A fixed set of weight samples, to be used again and again: predict(x, kind="sampling", weights=...)."""
+        """Draws a fixed set of weight samples, to be used again and again: predict(x, kind="sampling", weights=...)."""
         return draw_weights(self.posterior, count, generator)
 
     # Saving

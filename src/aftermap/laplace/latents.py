@@ -48,7 +48,7 @@ class OutputGaussians:
         return len(self.mean)
 
     def average(self, values: Tensor) -> float:
-        """The weighted mean of one number for each position [M]."""
+        """Returns the weighted mean of one number for each position [M]."""
         return float((self.weight * values).sum() / self.weight.sum())
 
 
@@ -62,7 +62,7 @@ def output_gaussians(
     generator: torch.Generator | None = None,
     what: str = "validation",
 ) -> OutputGaussians:
-    """The Gaussians over the outputs of a random sample of labelled examples, in one pass through the network.
+    """Returns the Gaussians over the outputs of a random sample of labelled examples, in one pass through the network.
 
     Args:
         predictor: The network with a posterior.
@@ -120,7 +120,7 @@ def _with_first(first: Batch, rest: Iterable[Batch]) -> Iterable[Batch]:
 
 
 def _counted(likelihood: Likelihood, targets: Tensor, mean: Tensor) -> Tensor:
-    """Which positions [N, ...] have a label."""
+    """Tells which positions [N, ...] have a label."""
     if isinstance(likelihood, Categorical):
         return targets.to(mean.device) != likelihood.ignore_index
     return torch.ones(mean.shape[:-1], dtype=torch.bool, device=mean.device)

@@ -46,7 +46,7 @@ def warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
 
 
 def _keys(batch: Batch) -> list[int]:
-    """A number for each example that equal inputs share."""
+    """Returns a number for each example that equal inputs share."""
     columns = [
         [hash(row.numpy().tobytes()) for row in t.detach().cpu().contiguous().reshape(batch.size, -1).view(torch.uint8)]
         for t in tensors_of(batch.inputs)

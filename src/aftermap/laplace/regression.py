@@ -60,7 +60,7 @@ def tune_regression(
     seed: int = 0,
     warn: bool = True,
 ) -> Tuned:
-    """Prior, noise and width of a regression, from its training data and, if there are some, validation labels.
+    """Tunes prior, noise and width of a regression, from its training data and, if there are some, validation labels.
 
     The parameters that the rule looks at are all that require a gradient, and those of the posterior: what the network was trained on.
 
@@ -127,7 +127,7 @@ def tune_regression(
 
 
 def _trained_names(model: nn.Module, fitted: Fitted) -> list[str]:
-    """All parameters that require a gradient and those of the posterior; the latter alone where the rows of all are too many."""
+    """Returns all parameters that require a gradient and those of the posterior; the latter alone where the rows of all are too many."""
     uncertain = set(fitted.posterior.names)
     trained = [
         n for n, p in named_parameters(model).items() if n in uncertain or (p.requires_grad and p.is_floating_point())
@@ -165,7 +165,7 @@ class ExampleSample:
 
 
 def draw_examples(batches: Iterable[Batch], limit: int, seed: int, most: int | None = None) -> ExampleSample:
-    """A uniform sample of the data in one pass, in the order of the data; memory for the sample alone.
+    """Draws a uniform sample of the data in one pass, in the order of the data; memory for the sample alone.
 
     Args:
         batches: The data; examples with weight zero count as missing.
@@ -212,12 +212,12 @@ def _sample(
 
 
 def _most_examples(outputs: int, parameters: int) -> int:
-    """Up to how many examples are all taken."""
+    """Returns the number of examples up to which all are taken."""
     return max(2, min(_ALL_ROWS, int(_NUMBERS // parameters)) // min(_OUTPUTS, max(1, outputs)))
 
 
 def regression_work(n_data: int, outputs: int, parameters: int) -> tuple[int, DenseWork]:
-    """How many examples the rule looks at, and the dense work on the matrix of their rows.
+    """Returns how many examples the rule looks at, and the dense work on the matrix of their rows.
 
     Args:
         n_data: The number of training data.
@@ -231,7 +231,7 @@ def regression_work(n_data: int, outputs: int, parameters: int) -> tuple[int, De
 
 
 def _among_processes(sample: ExampleSample) -> ExampleSample:
-    """The sample, which stands for the data of all processes."""
+    """Returns the sample, which stands for the data of all processes."""
     seen = torch.tensor([sample.seen])
     all_reduce_([seen])
     return replace(sample, seen=int(seen))
@@ -240,7 +240,7 @@ def _among_processes(sample: ExampleSample) -> ExampleSample:
 def linear_model(
     sample: ExampleSample, likelihood: Gaussian, model: nn.Module, names: Sequence[str], fitted: Fitted
 ) -> tuple[LinearModel, float]:
-    """The linear model of a network on some examples, and the root mean square of their targets.
+    """Returns the linear model of a network on some examples, and the root mean square of their targets.
 
     Args:
         sample: The examples.
@@ -276,7 +276,7 @@ def linear_model(
 
 
 def call_outputs(model: nn.Module, batch: Batch) -> Tensor:
-    """The outputs for the first example of a batch."""
+    """Returns the outputs for the first example of a batch."""
     with torch.no_grad():
         return call_model(model, batch.take(torch.arange(1)).inputs)
 
@@ -316,7 +316,7 @@ class _Chosen:
         return len(self.whitener)
 
     def whitened(self, values: Tensor) -> Tensor:
-        """The chosen ones of [b, ..., C], divided by the noise: [b, M] in float64."""
+        """Returns the chosen ones of [b, ..., C], divided by the noise: [b, M] in float64."""
         flat = values.detach().reshape(len(values), -1, values.shape[-1])[:, self.positions][..., self.outputs]
         return flat.flatten(1).to("cpu", torch.float64) * self.whitener
 
@@ -326,7 +326,7 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 def _rows(checked: CheckedPlan, batch: Batch, chosen: _Chosen) -> tuple[Tensor, Tensor]:
-    """Gradients of the chosen numbers [b, M, P], not whitened, and the outputs."""
+    """Returns the gradients of the chosen numbers [b, M, P], not whitened, and the outputs."""
     parts: dict[int, list[Tensor]] = {p: [] for p in chosen.positions}
     outputs = []
     for part, position, values, gradients in output_gradients(checked, batch, outputs=chosen.outputs):
@@ -339,7 +339,7 @@ def _rows(checked: CheckedPlan, batch: Batch, chosen: _Chosen) -> tuple[Tensor, 
 
 
 def _kernel(rows: Tensor) -> Tensor:
-    """JJᵀ in float64, without a copy of J in it."""
+    """Returns JJᵀ in float64, without a copy of J in it."""
     kernel = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for columns in rows.split(max(1, int(_PASS_NUMBERS // len(rows))), dim=1):
         exact = columns.to(torch.float64)
@@ -353,7 +353,7 @@ def _product(rows: Tensor, vector: Tensor) -> Tensor:
 
 
 def _distance(model: nn.Module, names: Sequence[str], fitted: Fitted) -> Tensor:
-    """θ − μ₀, flat; parameters that the prior does not know, and fixed entries of one that it does, have the mean 0."""
+    """Returns θ − μ₀, flat; parameters that the prior does not know, and fixed entries of one that it does, have the mean 0."""
     parameters = named_parameters(model)
     means = {} if is_subnetwork(fitted.factors) else fitted.hyperparameters.prior.mean
     parts = []
@@ -365,7 +365,7 @@ def _distance(model: nn.Module, names: Sequence[str], fitted: Fitted) -> Tensor:
 
 
 def _mean_square(likelihood: Likelihood, factors: Factors) -> float | None:
-    """The mean squared residual of all data of the fit; None where the loss does not hold it in enough digits."""
+    """Returns the mean squared residual of all data of the fit; None where the loss does not hold it in enough digits."""
     if not math.isfinite(factors.loss) or not factors.n_outputs:
         return None
     squares = squared_error(likelihood, factors)
@@ -373,13 +373,13 @@ def _mean_square(likelihood: Likelihood, factors: Factors) -> float | None:
 
 
 def _copies(sample: ExampleSample, linear: LinearModel, fitted: Fitted) -> float:
-    """How many numbers of all data each of the linear model's stands for."""
+    """Returns how many numbers of all data each of the linear model's stands for."""
     rows = len(linear.targets) / sample.size
     return max(1.0, sample.seen / sample.size * max(1, fitted.factors.n_outputs) / rows)
 
 
 def _applied(fitted: Fitted, result: RegressionResult) -> Tuned:
-    """The fit under the hyperparameters of a result."""
+    """Returns the fit under the hyperparameters of a result."""
     old = fitted.hyperparameters
     prior = Prior.make(result.precision, dict(old.prior.mean), fitted.posterior.layers, fitted.posterior.shapes)
     noise = torch.tensor(result.noise, dtype=torch.float64)
@@ -390,7 +390,7 @@ def _applied(fitted: Fitted, result: RegressionResult) -> Tuned:
 
 
 def _is_the_model(tuned: Tuned, fitted: Fitted, names: Sequence[str]) -> bool:
-    """Whether a posterior is that of the full linear model by construction."""
+    """Tells whether a posterior is that of the full linear model by construction."""
     posterior = tuned.posterior
     if set(posterior.names) != set(names) or fitted.factors.curvature != "exact":
         return False
@@ -404,7 +404,7 @@ def _leverage(
     batches: Sequence[Batch],
     result: RegressionResult,
 ) -> Tensor:
-    """jᵀΣj/σ² of the chosen numbers [n, M]."""
+    """Returns jᵀΣj/σ² of the chosen numbers [n, M]."""
     posterior = tuned.posterior
     plan = CheckedPlan(predictor.model, posterior.names, batches[0])
     chosen = _Chosen.of(call_outputs(predictor.model, batches[0]), likelihood)
@@ -416,7 +416,7 @@ def _leverage(
 
 
 def _is_same(leverage: Tensor, linear: LinearModel, result: RegressionResult) -> bool:
-    """Whether these are the leverages of the full linear model on its own data: then the posterior is this model's."""
+    """Tells whether these are the leverages of the full linear model on its own data: then the posterior is this model's."""
     left = linear.leave_one_out(result.ratio).leverage * linear.weights[:, None]
     if linear.outputs > 1:
         rows = (linear.vectors * (linear.values / (linear.values + result.ratio)).sqrt()).square().sum(1)
@@ -436,7 +436,7 @@ def _with_labels(
     validation: Iterable[Batch],
     seed: int,
 ) -> RegressionResult:
-    """The result after validation labels have set the scale of the predictive variance."""
+    """Returns the result after validation labels have set the scale of the predictive variance."""
     sample = draw_examples(validation, _LABELS, seed)
     if not sample.size:
         raise DataError("no validation example has a positive weight")
@@ -472,7 +472,7 @@ def _with_labels(
 
 
 def _agreed(result: RegressionResult) -> RegressionResult:
-    """The first process's result in a process group, where each has looked at its own data."""
+    """Returns the first process's result in a process group, where each has looked at its own data."""
     numbers = [result.ratio, result.noise, result.narrowing]
     shared = torch.tensor(numbers, dtype=torch.float64)
     broadcast_([shared])

@@ -107,7 +107,7 @@ class RegressionResult:
         return self.sentence()
 
     def sentence(self) -> str:
-        """What was done, in plain English."""
+        """Says what was done, in plain English."""
         origin = (
             f"Noise {self.noise:.3g} and prior precision {self.precision:.3g} come from leave-one-out residuals and the evidence of "
             f"{self.n_data:,} training examples, which determine about {self.gamma:.0f} numbers"
@@ -212,11 +212,11 @@ class LinearModel:
         return float(self.residuals.square().sum())
 
     def gamma(self, ratio: float, copies: float = 1.0) -> float:
-        """The effective number of parameters Σ cS/(cS + r) where every datum counts ``copies`` times."""
+        """Returns the effective number of parameters Σ cS/(cS + r) where every datum counts ``copies`` times."""
         return float((copies * self.values / (copies * self.values + ratio)).sum())
 
     def leave_one_out(self, ratio: float) -> LeaveOneOut:
-        """Every example predicted from all others, at this r."""
+        """Predicts every example from all others, at this r."""
         shares = ratio / (self.values + ratio)
         residuals = self.vectors @ (shares * (self.vectors.T @ self.targets))
         if self.outputs == 1:
@@ -232,7 +232,7 @@ class LinearModel:
         return LeaveOneOut(left / self.weights.sqrt()[:, None], leverage, self.weights)
 
     def part(self, examples: int) -> LinearModel:
-        """The linear model of the first examples alone."""
+        """Returns the linear model of the first examples alone."""
         rows = examples * self.outputs
         some = self.vectors[:rows] * self.values.sqrt()
         values, vectors = psd_eigh(some @ some.T)
@@ -261,7 +261,7 @@ class LeaveOneOut:
     weights: Tensor
 
     def mean(self, values: Tensor) -> float:
-        """The weighted mean over examples of values [n, M]."""
+        """Returns the weighted mean over examples of values [n, M]."""
         return float((self.weights[:, None] * values).sum() / (self.weights.sum() * values.shape[1]))
 
     @property
@@ -276,19 +276,19 @@ class LeaveOneOut:
         return (math.log(noise) if noise > 0 else -math.inf) + self.mean((1 + self.leverage).log())
 
     def nll(self, noise_variance: float) -> float:
-        """The negative log-likelihood per number at a noise variance."""
+        """Returns the negative log-likelihood per number at a noise variance."""
         variance = noise_variance * (1 + self.leverage)
         return self.mean(0.5 * (2 * math.pi * variance).log() + self.residuals.square() / (2 * variance))
 
     def constant_nll(self, least: float) -> float:
-        """The same with the best of all constant variances that are not below ``least``."""
+        """Returns the same with the best of all constant variances that are not below ``least``."""
         squares = self.mean(self.residuals.square())
         variance = max(squares, least)
         return 0.5 * math.log(2 * math.pi * variance) + squares / (2 * variance)
 
 
 def evidence_ratio(model: LinearModel, mean_square: float | None = None) -> tuple[float, bool]:
-    """The r that maximises the evidence of the linear model at the trained weights, and whether it is at an edge.
+    """Returns the r that maximises the evidence of the linear model at the trained weights, and whether it is at an edge.
 
     With noise and prior precision profiled out, the derivative in log r is ½(γ(r) − N r‖θ−μ₀‖²/(SSE + r‖θ−μ₀‖²)): a falling
     function minus a rising one, so it has one zero, which is found by bisection between bounds that hold it.
@@ -318,7 +318,7 @@ def evidence_ratio(model: LinearModel, mean_square: float | None = None) -> tupl
 
 
 def _bisect(slope: Callable[[float], float], low: float, high: float) -> float:
-    """Where a falling function of a positive number, positive at ``low`` and negative at ``high``, is zero."""
+    """Finds where a falling function of a positive number, positive at ``low`` and negative at ``high``, is zero."""
     while high > low * (1 + 1e-12):
         middle = math.sqrt(low * high)
         if middle in (low, high):
@@ -328,7 +328,7 @@ def _bisect(slope: Callable[[float], float], low: float, high: float) -> float:
 
 
 def leave_one_out_ratio(model: LinearModel) -> float:
-    """The r whose leave-one-out predictions are most probable, with the noise profiled out.
+    """Returns the r whose leave-one-out predictions are most probable, with the noise profiled out.
 
     The best of a grid with four values per decade, in units of the mean eigenvalue, is refined between its neighbours.
     """
@@ -345,7 +345,7 @@ def leave_one_out_ratio(model: LinearModel) -> float:
 
 
 def learning_slope(model: LinearModel, ratio: float) -> float:
-    """How fast the leverage of unseen data falls with the number n of data, as a power of 1/n from 0 to 1.
+    """Returns how fast the leverage of unseen data falls with the number n of data, as a power of 1/n from 0 to 1.
 
     It is read off between half of the examples and all of them, on geometric means.
     """
@@ -360,7 +360,7 @@ def _log_mean(values: Tensor) -> float:
 
 
 def match_width(leverage: Tensor, model: LinearModel, ratio: float, copies: float = 1.0) -> float:
-    """By what to divide a covariance for its leverages to be those of the full linear model on unseen data.
+    """Returns by what to divide a covariance for its leverages to be those of the full linear model on unseen data.
 
     Geometric means over the examples are compared. Where the data are a sample, each standing for ``copies``, the leverage of unseen
     data is carried on along its learning curve to all data.
@@ -383,7 +383,7 @@ def match_width(leverage: Tensor, model: LinearModel, ratio: float, copies: floa
 def apply_rule(
     model: LinearModel, *, copies: float = 1.0, mean_square: float | None = None, least_noise: float = 0.0
 ) -> RegressionResult:
-    """Prior and noise of a regression without labels.
+    """Finds prior and noise of a regression without labels.
 
     r is the evidence's, or leave-one-out's where that asks for a stronger prior, up to a thousand times the evidence's. The noise is the
     larger of that of the network's own residuals, SSE/(N − γ), and of the left-out data.
@@ -430,7 +430,7 @@ def apply_rule(
 
 
 def fit_scale(residuals: Tensor, leverage: Tensor, noise: float, weights: Tensor | None = None) -> tuple[float, float]:
-    """What labels say of a predictive variance s²(1 + h): a factor for all of it, and the share of h to keep.
+    """Finds what labels say of a predictive variance s²(1 + h): a factor for all of it, and the share of h to keep.
 
     The labels are smoothed towards what is believed without them: beside n examples with squared residuals ρ² there are ten whose
     expected squares are s²(1 + h). For each share k of h the factor is the minimum of this smoothed negative log-likelihood, and the

@@ -168,7 +168,7 @@ def _fit(laplace: Laplace, data: _ClockedData) -> None:
 
 
 def _sizes(most: int) -> Iterator[int]:
-    """The sizes of the pieces that are tried: 1, 4, 16 and so on, up to the whole batch."""
+    """Yields the sizes of the pieces that are tried: 1, 4, 16 and so on, up to the whole batch."""
     size = 1
     while size < most:
         yield size
@@ -177,7 +177,7 @@ def _sizes(most: int) -> Iterator[int]:
 
 
 def _next_size(points: Sequence[tuple[int, _Spent]], whole: int, most: float) -> int:
-    """The next piece of a batch: a few examples, then as many as take no longer than ``most``; the last one again at the end."""
+    """Returns the next piece of a batch: a few examples, then as many as take no longer than ``most``; the last one again at the end."""
     size, last = points[-1]
     if len(points) == 1:
         return min(_GROWTH, whole) if last.total < _MOST else size
@@ -187,7 +187,7 @@ def _next_size(points: Sequence[tuple[int, _Spent]], whole: int, most: float) ->
 
 
 def _for_batch(points: Sequence[tuple[int, float]], size: int) -> float:
-    """The seconds of a whole batch by a line through the last two pieces of it; of the first one where that is all."""
+    """Returns the seconds of a whole batch by a line through the last two pieces of it; of the first one where that is all."""
     here, last = points[-1]
     if here == size or len(points) == 1:
         return last * size / here
@@ -197,11 +197,11 @@ def _for_batch(points: Sequence[tuple[int, float]], size: int) -> float:
 
 
 def _fit_seconds(laplace: Laplace, points: Sequence[tuple[int, _Spent]], batch: int, n_data: int) -> float:
-    """The seconds of a fit on all data, from fits on pieces of the first batch."""
+    """Returns the seconds of a fit on all data, from fits on pieces of the first batch."""
     took = points[-1][1]
 
     def passes(these: slice, examples: int) -> float:
-        """The seconds of some of the passes over so many examples."""
+        """Returns the seconds of some of the passes over so many examples."""
         return _for_batch([(n, sum(spent.passes[these])) for n, spent in points], batch) * examples / batch
 
     work_of = find_structure(laplace.structure).drawn_work
@@ -213,13 +213,13 @@ def _fit_seconds(laplace: Laplace, points: Sequence[tuple[int, _Spent]], batch: 
 
 
 def _vectors(laplace: Laplace) -> int:
-    """The number of vectors that are propagated back for a datum."""
+    """Returns the number of vectors that are propagated back for a datum."""
     factors = laplace.factors
     return laplace.base_likelihood.columns(factors.n_outputs) if factors.curvature == "exact" else 1
 
 
 def _missing_directions(laplace: Laplace, size: int, n_data: int) -> float:
-    """The seconds of a prediction for the directions that a fit on drawn examples has, and its rehearsal has not."""
+    """Returns the seconds of a prediction for the directions that a fit on drawn examples has, and its rehearsal has not."""
     if find_structure(laplace.structure).drawn_work is None:
         return 0.0
     most = min(math.inf if laplace.rank is None else laplace.rank, laplace.factors.n_params)
@@ -228,7 +228,7 @@ def _missing_directions(laplace: Laplace, size: int, n_data: int) -> float:
 
 
 def _seconds_per_prediction(laplace: Laplace, batch: Batch, data: _ClockedData, times: float, most: float) -> float:
-    """The seconds of one prediction, as which passes over the data count where the posterior needs them."""
+    """Returns the seconds of one prediction, as which passes over the data count where the posterior needs them."""
     noted: list[tuple[float, int]] = []
     before = len(data.passes)
 
@@ -243,7 +243,7 @@ def _seconds_per_prediction(laplace: Laplace, batch: Batch, data: _ClockedData, 
 
 
 def seconds_per_input(predictor: Any, batch: Batch, options: Mapping[str, Any], most: float = 0.5) -> float:
-    """The seconds that the prediction of one input takes, measured on some of a batch.
+    """Returns the seconds that the prediction of one input takes, measured on some of a batch.
 
     Args:
         predictor: What predicts.
@@ -257,7 +257,7 @@ def seconds_per_input(predictor: Any, batch: Batch, options: Mapping[str, Any], 
 
 
 def tuning_seconds(laplace: Laplace, batch: Batch, validation: int) -> float:
-    """The seconds that the tuning of a fitted approximation on held-out data takes, rehearsed on some of a batch.
+    """Returns the seconds that the tuning of a fitted approximation on held-out data takes, rehearsed on some of a batch.
 
     Args:
         laplace: The approximation, which stays as it is.
@@ -271,7 +271,7 @@ def tuning_seconds(laplace: Laplace, batch: Batch, validation: int) -> float:
 
 
 def _grown(predict: Callable[[Any, int], Any], batch: Batch, most: float) -> float:
-    """The seconds for one example in a whole batch, from pieces of it that take no longer than ``most`` together."""
+    """Returns the seconds for one example in a whole batch, from pieces of it that take no longer than ``most`` together."""
     predict(batch.take(torch.arange(1)).inputs, 1)  # the network is looked at once
     points: list[tuple[int, float]] = []
     for size in _sizes(batch.size):
@@ -288,7 +288,7 @@ def _grown(predict: Callable[[Any, int], Any], batch: Batch, most: float) -> flo
 def _tuning_seconds(
     laplace: Laplace, batch: Batch, n_data: int, validation: int | None, prediction: float, most: float
 ) -> float:
-    """The seconds of the tuning: a line through two sizes, up to the number of data that tunings look at.
+    """Returns the seconds of the tuning: a line through two sizes, up to the number of data that tunings look at.
 
     Where one size takes long already, every further datum counts as a prediction.
     """
@@ -326,13 +326,13 @@ def _tuning_seconds(
 
 
 def dense_seconds(work: DenseWork) -> float:
-    """The seconds of dense work on this machine."""
+    """Returns the seconds of dense work on this machine."""
     products = work.products / _products_per_second() if work.products > 0 else 0.0
     return products + decomposition_seconds(work.decompositions)
 
 
 def decomposition_seconds(widths: Sequence[int]) -> float:
-    """The seconds of eigendecompositions: a n² + b n³ through two that were measured, once in a process."""
+    """Returns the seconds of eigendecompositions: a n² + b n³ through two that were measured, once in a process."""
     if not any(widths):
         return 0.0
     square, cube = _decomposition_costs()

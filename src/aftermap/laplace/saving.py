@@ -112,7 +112,7 @@ def save_laplace(
 
 
 def read_extras(folder: str | Path) -> dict[str, Any]:
-    """The ``extras`` that were saved with a posterior; empty if there were none. The posterior itself is not read.
+    """Returns the ``extras`` that were saved with a posterior; empty if there were none. The posterior itself is not read.
 
     Raises:
         DataError: No saved posterior is there.
@@ -171,7 +171,7 @@ def _likelihood(config: Mapping[str, Any] | None, folder: str | Path) -> Likelih
 def _restored(
     model: nn.Module, loaded: LoadedPosterior, config: Mapping[str, Any], likelihood: Likelihood, folder: str | Path
 ) -> Laplace:
-    """The approximation as it was, from its parts."""
+    """Makes the approximation as it was, from its parts."""
     noise = torch.tensor(config["noise_level"], dtype=torch.float64)
     laplace = Laplace(
         model,
@@ -205,7 +205,7 @@ def _restored(
 def _with_right_scale(
     posterior: GaussianPosterior, hyperparameters: Hyperparameters, curvature: str, folder: str | Path
 ) -> GaussianPosterior:
-    """The posterior itself, but for empirical Fisher matrices of regressions that were saved with 1/σ² in the place of 1/σ⁴.
+    """Returns the posterior itself, but for empirical Fisher matrices of regressions that were saved with 1/σ² in the place of 1/σ⁴.
 
     Warns:
         NumericalWarning: The saved posterior was too wide or too narrow and has been mended.
@@ -224,7 +224,7 @@ def _with_right_scale(
 
 
 def load_laplace(folder: str | Path, model: nn.Module, *, device: torch.device | str | None = None) -> Laplace:
-    """As `load`, where nothing but a Laplace approximation will do.
+    """Loads a folder like `load`, where nothing but a Laplace approximation will do.
 
     Raises:
         DataError: Another method made the posterior, or one of the faults that `load` names.
@@ -238,7 +238,7 @@ def load_laplace(folder: str | Path, model: nn.Module, *, device: torch.device |
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """Everything that shapes the outputs: parameters and buffers."""
+    """Returns everything that shapes the outputs: parameters and buffers."""
     tensors: dict[str, Any] = dict(named_parameters(model))
     tensors.update(dict(model.named_buffers()))
     return tensors
@@ -247,7 +247,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 def _check_parameters(
     parameters: Mapping[str, Tensor], saved: Mapping[str, Mapping[str, Any]], folder: str | Path
 ) -> None:
-    """Names, shapes and dtypes, before anything large is read."""
+    """Checks names, shapes and dtypes, before anything large is read."""
     problems = []
     for name, entry in saved.items():
         shape, dtype = tuple(entry["shape"]), f"torch.{entry['dtype']}"

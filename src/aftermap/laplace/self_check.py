@@ -168,14 +168,14 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck
 
 
 def _labels_of_an_example(prediction: Prediction, targets: Tensor) -> float:
-    """How many labels an example has, on average: its positions, or its outputs where each has a target."""
+    """Returns how many labels an example has, on average: its positions, or its outputs where each has a target."""
     if prediction.kind != "classification":
         return max(1.0, targets.numel() / len(targets))
     return max(1.0, float(((targets >= 0) & (targets < prediction.mean.shape[-1])).sum()) / len(targets))
 
 
 def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
-    """Whether a network knows no more than the frequencies of these labels, or the mean of these targets.
+    """Tells whether a network knows no more than the frequencies of these labels, or the mean of these targets.
 
     Both must hold of classes: it is right no more often than the most frequent class, and its likelihood (with a temperature, if one
     was found) is not above that of the frequencies. Where one class is rare, the first alone says little. Labels that are all the same
@@ -203,14 +203,14 @@ def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
 
 
 def _adds_nothing(plain: Prediction, bayes: Prediction) -> bool:
-    """Whether two predictions are the same to anybody who looks at them."""
+    """Tells whether two predictions are the same to anybody who looks at them."""
     if plain.kind in _NLL_RISE:
         return bool((bayes.mean - plain.mean).abs().max() < _NOTHING and bayes.epistemic.max() < _NOTHING)
     return bool((bayes.epistemic <= _NOTHING**2 * bayes.total).all())
 
 
 def _hits(prediction: Prediction, targets: Tensor) -> Tensor:
-    """Which of the labelled positions are predicted rightly."""
+    """Tells which of the labelled positions are predicted rightly."""
     if prediction.kind == "binary":
         return ((prediction.mean > 0.5) == (targets.reshape(prediction.mean.shape) > 0.5)).reshape(-1)
     labels = prediction.mean.argmax(-1)
@@ -219,7 +219,7 @@ def _hits(prediction: Prediction, targets: Tensor) -> Tensor:
 
 
 def _significant(plain: Tensor, bayes: Tensor) -> bool:
-    """Whether fewer hits are more than chance: McNemar's test on the positions that changed, at two standard deviations."""
+    """Tells whether fewer hits are more than chance: McNemar's test on the positions that changed, at two standard deviations."""
     changed = int((plain != bayes).sum())
     return int(plain.sum()) - int(bayes.sum()) > 2 * changed**0.5
 

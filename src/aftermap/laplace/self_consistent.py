@@ -49,7 +49,7 @@ _NUMBERS = 1 << 24
 
 
 def averages_curvature(likelihood: Likelihood) -> bool:
-    """Whether the curvature of a likelihood depends on its outputs in a way that can be averaged: for classes and counts it does."""
+    """Tells whether the curvature of a likelihood depends on its outputs in a way that can be averaged: for classes and counts it does."""
     return isinstance(likelihood, Categorical | Bernoulli | Poisson)
 
 
@@ -122,7 +122,7 @@ class SelfConsistentResult:
 def self_consistent_scale(
     gaussians: OutputGaussians, likelihood: Likelihood, dimension: float = 1.0
 ) -> tuple[float, bool]:
-    r"""The fixed point c at which the curvature averaged over N(f, V/(κc)) is c times that at f.
+    r"""Finds the fixed point c at which the curvature averaged over N(f, V/(κc)) is c times that at f.
 
     Args:
         gaussians: N(f, V) at some training data.
@@ -151,7 +151,7 @@ def self_consistent_scale(
 
 
 def _mean_trace(likelihood: Likelihood, gaussians: OutputGaussians, deviations: Tensor, narrowing: float) -> Tensor:
-    """E tr(VΛ(z)) under z ~ N(f, V/narrowing) [M]: from draws around zero of N(0, V), or in closed form."""
+    """Returns E tr(VΛ(z)) under z ~ N(f, V/narrowing) [M]: from draws around zero of N(0, V), or in closed form."""
     mean, cov = gaussians.mean, gaussians.covariances[0]
     if isinstance(likelihood, Poisson):
         # Few draws miss the tail that the mean of an exponential is made of.
@@ -168,7 +168,7 @@ def _deviations(likelihood: Likelihood, mean: Tensor, cov: Tensor) -> Tensor:
 
 
 def _curvature_trace(likelihood: Likelihood, cov: Tensor, z: Tensor, targets: Tensor) -> Tensor:
-    """tr(VΛ(z)) for outputs z [S, M, C] and covariances V [M, C, C]: [S, M]."""
+    """Returns tr(VΛ(z)) for outputs z [S, M, C] and covariances V [M, C, C]: [S, M]."""
     if isinstance(likelihood, Categorical):
         p = torch.softmax(z / likelihood.temperature, -1)
         spread = torch.einsum("smk,mk->sm", p, cov.diagonal(dim1=-2, dim2=-1)) - torch.einsum(
@@ -206,7 +206,7 @@ class Cavities:
 
     @staticmethod
     def of(gaussians: OutputGaussians, likelihood: Likelihood, narrowing: float, share: float = 1.0) -> Cavities:
-        """The cavities under the covariances divided by ``narrowing``.
+        """Returns the cavities under the covariances divided by ``narrowing``.
 
         Args:
             gaussians: N(f, V) at some training data.
@@ -226,7 +226,7 @@ class Cavities:
         return Cavities(mean + away, cavity, shares.amax(-1) > _CLIPPED, gaussians.targets, gaussians.weight)
 
     def losses(self, likelihood: Likelihood, cov: Tensor | None) -> Tensor:
-        """Negative log-likelihood [M] of the labels at the cavity means, with a covariance or without."""
+        """Returns the negative log-likelihood [M] of the labels at the cavity means, with a covariance or without."""
         prediction = gaussian_prediction(
             likelihood,
             self.mean,
@@ -273,7 +273,7 @@ class Cavities:
         return self.losses(warm, self.covariance / narrower)
 
     def corrected(self, likelihood: Likelihood, curvature: float) -> tuple[float, float]:
-        """By what to divide covariance and temperature where the predictive is worse than the network, by more than chance.
+        """Returns by what to divide covariance and temperature where the predictive is worse than the network, by more than chance.
 
         A network that was trained for few steps, or under weight decay, is less sure than it should be, and a posterior over it makes that
         worse. Of some narrower posteriors and lower temperatures, at the same cavities, those whose likelihood is within one standard error of the best
@@ -309,7 +309,7 @@ class Cavities:
 
 
 def _averages(likelihood: Likelihood, mean: Tensor, cov: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient [M, C] and the curvature [M, C, C] of the loss, averaged over N(f, V): by draws, or in closed form."""
+    """Returns the gradient [M, C] and the curvature [M, C, C] of the loss, averaged over N(f, V): by draws, or in closed form."""
     if isinstance(likelihood, Poisson):
         rate = (mean + cov.diagonal(dim1=-2, dim2=-1) / 2).exp()
         return rate - targets.reshape(rate.shape), torch.diag_embed(rate)
@@ -326,7 +326,7 @@ def _averages(likelihood: Likelihood, mean: Tensor, cov: Tensor, targets: Tensor
 
 
 def _paired(values: Tensor, weight: Tensor) -> tuple[float, float, int]:
-    """The weighted mean over the data of all processes, its standard error, and the number of data."""
+    """Returns the weighted mean over the data of all processes, its standard error, and the number of data."""
     sums = torch.stack([weight.sum(), (weight * values).sum(), torch.tensor(float(len(values)), dtype=torch.float64)])
     all_reduce_([sums])
     mean = sums[1] / sums[0]

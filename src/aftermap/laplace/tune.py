@@ -70,7 +70,7 @@ def choose_method(
     on_grid: bool = False,
     noise: bool = True,
 ) -> str:
-    """The method to tune with: the one asked for, or the default.
+    """Returns the method to tune with: the one asked for, or the default.
 
     Args:
         fitted: The fit.
@@ -170,7 +170,7 @@ def tune_by_evidence(
     iterations: int | None = None,
     warn: bool = True,
 ) -> Tuned:
-    """Prior precision and noise that maximise the evidence.
+    """Finds the prior precision and the noise that maximise the evidence.
 
     Args:
         fitted: The fit.
@@ -222,7 +222,7 @@ def _warn_of_evidence(result: EvidenceResult, factors: Factors) -> None:
 
 
 def _training_data(fitted: Fitted, data: Iterable[Any] | None, method: str) -> Iterable[Any]:
-    """The data that were handed over, or those of the fit."""
+    """Returns the data that were handed over, or those of the fit."""
     data = fitted.data if data is None else data
     if data is None:
         raise InputError(
@@ -240,7 +240,7 @@ def tune_by_dimension(
     data: Iterable[Any] | None,
     generator: torch.Generator | None,
 ) -> Tuned:
-    """The width of the posterior by the effective dimension of the full Gauss-Newton matrix.
+    """Finds the width of the posterior by the effective dimension of the full Gauss-Newton matrix.
 
     Args:
         fitted: The fit.
@@ -274,7 +274,7 @@ def tune_by_dimension(
 
 
 def _warn_too_wide(seen: float, counted: float, checked: SelfCheck, data: Iterable[Any]) -> None:
-    """A fit on a part of the training data, or a network that knows them by heart: the data themselves do not tell which."""
+    """Warns of a fit on a part of the training data, or a network that knows them by heart: the data themselves do not tell which."""
     size = _dataset_size(data)
     counting = "" if counted == 1 else f", each counted as {counted:g}"
     hint = f" (the loader's dataset holds {size:,})" if size is not None and size > seen else ""
@@ -288,7 +288,7 @@ def _warn_too_wide(seen: float, counted: float, checked: SelfCheck, data: Iterab
 
 
 def _dataset_size(data: Iterable[Any]) -> int | None:
-    """The size of the dataset behind a loader, and behind a subset of it, if that can be known."""
+    """Returns the size of the dataset behind a loader, and behind a subset of it, if that can be known."""
     dataset = getattr(data, "dataset", None)
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -305,7 +305,7 @@ def tune_by_validation(
     samples: int,
     generator: torch.Generator | None,
 ) -> Tuned:
-    """The temperature of the outputs that validation labels ask for, with width and shape of the posterior by rule (`search_family`).
+    """Finds the temperature of the outputs that validation labels ask for, with width and shape of the posterior by rule (`search_family`).
 
     Args:
         fitted: The fit.
@@ -387,7 +387,7 @@ def tune_self_consistently(
     by_gradients: bool,
     generator: torch.Generator | None,
 ) -> Tuned:
-    """Precisions by the evidence, then the width at which the posterior agrees with the curvature that it averages over.
+    """Finds precisions by the evidence, then the width at which the posterior agrees with the curvature that it averages over.
 
     Args:
         fitted: The fit.
@@ -496,7 +496,7 @@ def tune_by_grid(
     precisions: Sequence[float] | None,
     scales: Sequence[float] | None,
 ) -> Tuned:
-    """Data scale and one prior precision that maximise the predictive log-likelihood of validation data.
+    """Finds the data scale and the one prior precision that maximise the predictive log-likelihood of validation data.
 
     This is the plain minimum, which follows the noise of the labels where these are few. The noise of a regression follows from the training residuals by the evidence; the grid then decides on the rest. The other
     arguments are those of `Laplace.tune`.

@@ -113,11 +113,11 @@ class _Logits:
     count: float
 
     def loss(self, log_p: Tensor, labels: Tensor) -> Tensor:
-        """−Σ_k y_k log p_k of each position [M] under smoothed labels."""
+        """Returns −Σ_k y_k log p_k of each position [M] under smoothed labels."""
         return -(labels * log_p.clamp_min(-700.0)).sum(-1)
 
     def nll(self, log_p: Tensor) -> Tensor:
-        """The negative log-likelihood of the label of each position [M], as predictions and metrics report it."""
+        """Returns the negative log-likelihood of the label of each position [M], as predictions and metrics report it."""
         return -(self.labels * log_p.clamp_min(math.log(PROBABILITY_FLOOR))).sum(-1)
 
     def average(self, values: Tensor) -> float:
@@ -145,7 +145,7 @@ class _Family:
         self._scaled: tuple[tuple[float, int], Tensor, Tensor | None] | None = None
 
     def _mean_contrast(self, cov: Tensor, weight: Tensor) -> float:
-        """v_r, the mean variance of a contrast of two logits; half that of a single logit, which is the difference of two."""
+        """Returns v_r, the mean variance of a contrast of two logits; half that of a single logit, which is the difference of two."""
         variance = cov.diagonal(dim1=-2, dim2=-1)
         if isinstance(self.likelihood, Categorical):
             k = cov.shape[-1]
@@ -164,7 +164,7 @@ class _Family:
         return self._drawn[i]
 
     def _at(self, width: float, i: int) -> tuple[Tensor, Tensor | None]:
-        """The covariance of the logits over T at a width, and draws around zero where the link has any: the same for every T."""
+        """Returns the covariance of the logits over T at a width, and draws around zero where the link has any: the same for every T."""
         if self._scaled is None or self._scaled[0] != (width, i):
             scale, drawn = width / self.variances[i], None
             if uses_draws(self.likelihood, self.link):
@@ -173,7 +173,7 @@ class _Family:
         return self._scaled[1], self._scaled[2]
 
     def log_p(self, t: float, width: float, i: int) -> Tensor:
-        """Log-probabilities [M, K]."""
+        """Returns the log-probabilities [M, K]."""
         mean, (cov, deviations) = self.mean / t, self._at(width, i)
         drawn = None if deviations is None else mean.float() + deviations
         latent = Latent(mean, cov, cov.diagonal(dim1=-2, dim2=-1).clamp_min(0.0))
@@ -194,7 +194,7 @@ def _as_logits(gaussians: OutputGaussians, likelihood: Likelihood) -> _Logits:
 
 
 def _averaged_temperature(logits: _Logits) -> Tensor:
-    """Temperature scaling averaged over the posterior of its temperature: probabilities [M, K]."""
+    """Returns the probabilities [M, K] of temperature scaling averaged over the posterior of its temperature."""
     temperatures = torch.tensor(_TEMPERATURES, dtype=torch.float64)
     fits = torch.stack(
         [
@@ -211,7 +211,7 @@ def _averaged_temperature(logits: _Logits) -> Tensor:
 
 
 def _best_temperature(logits: _Logits, smoothed: Tensor) -> float:
-    """The T that minimises the smoothed loss of softmax(f/T); it is convex in 1/T. 1 where T has no influence."""
+    """Finds the T that minimises the smoothed loss of softmax(f/T); it is convex in 1/T. 1 where T has no influence."""
 
     def loss(log_t: float) -> float:
         return logits.average(logits.loss(F.log_softmax(logits.mean / math.exp(log_t), -1), smoothed))
@@ -230,7 +230,7 @@ def search_family(
     link: str = "auto",
     samples: int = 100,
 ) -> ValidationResult:
-    r"""The widest predictive of the family (r, c, T) whose smoothed validation loss is within a small budget of temperature scaling.
+    r"""Finds the widest predictive of the family (r, c, T) whose smoothed validation loss is within a small budget of temperature scaling.
 
     With Q temperature scaling averaged over the posterior of its temperature and q = (n·y + m·Q)/(n + m) the smoothed labels, the
     loss L(p) = mean −Σ q log p is compared with its minimum over temperatures. Points (w, r) are tried in decreasing order of log w − (log r)/8,
@@ -303,7 +303,7 @@ def search_family(
 
 
 def _cheapest_temperature(cost: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """The least cost and its temperature: on five temperatures, then at the vertex of a parabola through the best three."""
+    """Finds the least cost and its temperature: on five temperatures, then at the vertex of a parabola through the best three."""
     logs = [math.log(low) + k / 4 * math.log(high / low) for k in range(5)]
     costs = [cost(math.exp(x)) for x in logs]
     best = min(range(5), key=costs.__getitem__)

@@ -167,20 +167,20 @@ class Categorical(Likelihood):
         return values.masked_fill((targets == self.ignore_index).unsqueeze(-1), 0)
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The weighted cross-entropy -w_y log p_y, summed over positions: [N]."""
+        """Returns the weighted cross-entropy -w_y log p_y, summed over positions: [N]."""
         labels = self._labels(outputs, targets).unsqueeze(-1)
         picked = F.log_softmax(_over(outputs, self.temperature), -1).gather(-1, labels).neg()
         return sum_positions(self._weighted(outputs, targets, picked)).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient w_y (p - e_y) / T: [N, ..., C]."""
+        """Returns the gradient w_y (p - e_y) / T: [N, ..., C]."""
         residual = _residual(self.mean(outputs), self._labels(outputs, targets))
         return self._weighted(outputs, targets, _over(residual, self.temperature))
 
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The gradient √w_y (p - e_ỹ) / T with ỹ drawn from p: [N, ..., C]."""
+        """Returns the gradient √w_y (p - e_ỹ) / T with ỹ drawn from p: [N, ..., C]."""
         self._check_shapes(outputs, targets)
         probabilities = self.mean(outputs)
         wide = torch.promote_types(outputs.dtype, torch.float32)  # Half precision is too coarse to sum in.
@@ -192,7 +192,7 @@ class Categorical(Likelihood):
         return gradient if targets is None else self._weighted(outputs, targets, gradient, 0.5)
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Products with the C - 1 columns of the class docstring over T, S never formed: [V, N, ..., C]."""
+        """Returns products with the C - 1 columns of the class docstring over T, S never formed: [V, N, ..., C]."""
         self._check_shapes(outputs, targets)
         # This goes through the logarithm, since √p is representable long after p has underflowed.
         root_p = (0.5 * F.log_softmax(_over(outputs, self.temperature), -1)).exp()  # u
@@ -208,16 +208,16 @@ class Categorical(Likelihood):
         return product if targets is None else self._weighted(outputs, targets, product, 0.5)
 
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The C - 1 columns of the class docstring: [N, ..., C, C - 1]."""
+        """Returns the C - 1 columns of the class docstring: [N, ..., C, C - 1]."""
         basis = unit_vectors(outputs, self.columns(outputs.shape[-1]))
         return self.hessian_root_mv(outputs, basis, targets).movedim(0, -1)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """The probabilities softmax(f/T): [N, ..., C]."""
+        """Returns the probabilities softmax(f/T): [N, ..., C]."""
         return F.softmax(_over(outputs, self.temperature), -1)
 
     def variance(self, outputs: Tensor) -> Tensor:
-        """The variance p (1 - p) of each one-hot entry: [N, ..., C]."""
+        """Returns the variance p (1 - p) of each one-hot entry: [N, ..., C]."""
         mean = self.mean(outputs)
         return mean * (1 - mean)
 
@@ -279,14 +279,14 @@ class Bernoulli(Likelihood):
         check_values(targets, ~((targets >= 0) & (targets <= 1)), "targets", "in [0, 1]", "Bernoulli")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The binary cross-entropy, summed over labels and positions: [N]."""
+        """Returns the binary cross-entropy, summed over labels and positions: [N]."""
         labels = aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
         # This is log sigmoid on both sides, since softplus in torch is linear above its threshold, which loses digits.
         logits = _over(outputs, self.temperature)
         return sum_positions(-labels * F.logsigmoid(logits) - (1 - labels) * F.logsigmoid(-logits)).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient (p - y) / T: [N, ..., C]."""
+        """Returns the gradient (p - y) / T: [N, ..., C]."""
         labels = aligned(outputs, targets, outputs.shape[-1], "Bernoulli")
         # This gives p − y without cancellation.
         return ((1 - labels) * self.mean(outputs) - labels * self.mean(-outputs)) / self.temperature
@@ -294,7 +294,7 @@ class Bernoulli(Likelihood):
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The gradient (p - ỹ) / T with ỹ drawn from p: [N, ..., C]."""
+        """Returns the gradient (p - ỹ) / T with ỹ drawn from p: [N, ..., C]."""
         return self.gradient(outputs, uniform_like(outputs, generator) < self.mean(outputs))
 
     def _root_diagonal(self, outputs: Tensor) -> Tensor:
@@ -302,19 +302,19 @@ class Bernoulli(Likelihood):
         return (0.5 * (F.logsigmoid(logits) + F.logsigmoid(-logits))).exp() / self.temperature
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Products √(p (1 - p)) v / T: [V, N, ..., C]."""
+        """Returns products √(p (1 - p)) v / T: [V, N, ..., C]."""
         return self._root_diagonal(outputs) * vectors
 
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The diagonal root √(p (1 - p)) / T: [N, ..., C, C]."""
+        """Returns the diagonal root √(p (1 - p)) / T: [N, ..., C, C]."""
         return torch.diag_embed(self._root_diagonal(outputs))
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """The probabilities sigmoid(f/T): [N, ..., C]."""
+        """Returns the probabilities sigmoid(f/T): [N, ..., C]."""
         return _over(outputs, self.temperature).sigmoid()
 
     def variance(self, outputs: Tensor) -> Tensor:
-        """The variance p (1 - p): [N, ..., C]."""
+        """Returns the variance p (1 - p): [N, ..., C]."""
         return self.mean(outputs) * self.mean(-outputs)
 
 
@@ -353,39 +353,39 @@ class Poisson(Likelihood):
         check_values(targets, bad, "targets", "a whole number of 0 or more", "Poisson")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The normalised Poisson loss, summed over outputs and positions: [N]."""
+        """Returns the normalised Poisson loss, summed over outputs and positions: [N]."""
         counts = aligned(outputs, targets, outputs.shape[-1], "Poisson")
         return sum_positions(outputs.exp() - counts * outputs + torch.lgamma(counts + 1)).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient exp(f) - y: [N, ..., C]."""
+        """Returns the gradient exp(f) - y: [N, ..., C]."""
         return outputs.exp() - aligned(outputs, targets, outputs.shape[-1], "Poisson")
 
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The gradient exp(f) - ỹ with ỹ ~ Poisson(exp(f)): [N, ..., C]."""
+        """Returns the gradient exp(f) - ỹ with ỹ ~ Poisson(exp(f)): [N, ..., C]."""
         return self.gradient(outputs, poisson(outputs.exp(), generator))
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Products exp(f / 2) v: [V, N, ..., C]."""
+        """Returns products exp(f / 2) v: [V, N, ..., C]."""
         return (0.5 * outputs).exp() * vectors
 
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The diagonal root exp(f / 2): [N, ..., C, C]."""
+        """Returns the diagonal root exp(f / 2): [N, ..., C, C]."""
         return torch.diag_embed((0.5 * outputs).exp())
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """The rate exp(f): [N, ..., C]."""
+        """Returns the rate exp(f): [N, ..., C]."""
         return outputs.exp()
 
     def variance(self, outputs: Tensor) -> Tensor:
-        """The rate exp(f): [N, ..., C]."""
+        """Returns the rate exp(f): [N, ..., C]."""
         return outputs.exp()
 
 
 def temperature_of(likelihood: Likelihood) -> float | None:
-    """The temperature T of softmax(f/T) or sigmoid(f/T), or None for a likelihood without one.
+    """Returns the temperature T of softmax(f/T) or sigmoid(f/T), or None for a likelihood without one.
 
     >>> temperature_of(Categorical(temperature=2.0)), temperature_of(Bernoulli()), temperature_of(Poisson())
     (2.0, 1.0, None)
@@ -394,7 +394,7 @@ def temperature_of(likelihood: Likelihood) -> float | None:
 
 
 def at_temperature(likelihood: Likelihood, temperature: float) -> Likelihood:
-    """The same likelihood at another temperature.
+    """Returns the same likelihood at another temperature.
 
     Raises:
         InputError: The likelihood has no logits that a temperature could divide.

@@ -113,36 +113,36 @@ class Gaussian(Likelihood):
         aligned(outputs, targets, outputs.shape[-1], "Gaussian")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The normalised squared error, summed over outputs and positions: [N]."""
+        """Returns the normalised squared error, summed over outputs and positions: [N]."""
         sigma = self._sigma(outputs)
         residual = (aligned(outputs, targets, outputs.shape[-1], "Gaussian") - outputs) / sigma
         return sum_positions(0.5 * residual.square() + sigma.log() + 0.5 * _LOG_2PI).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient (f - y) / σ²: [N, ..., C]."""
+        """Returns the gradient (f - y) / σ²: [N, ..., C]."""
         residual = outputs - aligned(outputs, targets, outputs.shape[-1], "Gaussian")
         return residual / self._sigma(outputs).square()
 
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The gradient ε / σ with ε ~ N(0, I): [N, ..., C]."""
+        """Returns the gradient ε / σ with ε ~ N(0, I): [N, ..., C]."""
         return normal_like(outputs, generator) / self._sigma(outputs)
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Products v / σ: [V, N, ..., C]."""
+        """Returns products v / σ: [V, N, ..., C]."""
         return vectors / self._sigma(outputs)
 
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The diagonal root 1 / σ: [N, ..., C, C]."""
+        """Returns the diagonal root 1 / σ: [N, ..., C, C]."""
         return torch.diag_embed(self._sigma(outputs).reciprocal())
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """The outputs themselves: [N, ..., C]."""
+        """Returns the outputs themselves: [N, ..., C]."""
         return outputs
 
     def variance(self, outputs: Tensor) -> Tensor:
-        """The noise variance σ²: [N, ..., C]."""
+        """Returns the noise variance σ²: [N, ..., C]."""
         return self._sigma(outputs).square()
 
 
@@ -229,7 +229,7 @@ class HeteroscedasticGaussian(Likelihood):
             check_values(last, ~(last < 0), "outputs[..., D:]", allowed, "HeteroscedasticGaussian")
 
     def nll(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The normalised Gaussian loss, summed over targets and positions: [N]."""
+        """Returns the normalised Gaussian loss, summed over targets and positions: [N]."""
         first, last = self._halves(outputs)
         y = self._aligned(outputs, targets)
         if self._natural:
@@ -240,7 +240,7 @@ class HeteroscedasticGaussian(Likelihood):
         return sum_positions(values + 0.5 * _LOG_2PI).sum(-1)
 
     def gradient(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The gradient of the class docstring: [N, ..., 2 D]."""
+        """Returns the gradient of the class docstring: [N, ..., 2 D]."""
         mean, variance = self.mean(outputs), self.variance(outputs)
         y = self._aligned(outputs, targets)
         if self._natural:
@@ -250,12 +250,12 @@ class HeteroscedasticGaussian(Likelihood):
     def sample_gradient(
         self, outputs: Tensor, targets: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """The gradient at ỹ ~ N(μ, v): [N, ..., 2 D]."""
+        """Returns the gradient at ỹ ~ N(μ, v): [N, ..., 2 D]."""
         mean, variance = self.mean(outputs), self.variance(outputs)
         return self.gradient(outputs, mean + variance.sqrt() * normal_like(mean, generator))
 
     def hessian_root_mv(self, outputs: Tensor, vectors: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Products with the root of the class docstring: [V, N, ..., 2 D]."""
+        """Returns products with the root of the class docstring: [V, N, ..., 2 D]."""
         first, last = self._halves(vectors)
         mean, variance = self.mean(outputs), self.variance(outputs)
         if self._natural:
@@ -264,16 +264,16 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.cat([first / variance.sqrt(), math.sqrt(0.5) * last.expand(first.shape)], -1)
 
     def hessian_root(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The root of the Fisher matrix: [N, ..., 2 D, 2 D]."""
+        """Returns the root of the Fisher matrix: [N, ..., 2 D, 2 D]."""
         basis = unit_vectors(outputs, outputs.shape[-1])
         return self.hessian_root_mv(outputs, basis, targets).movedim(0, -1)
 
     def mean(self, outputs: Tensor) -> Tensor:
-        """The mean μ: [N, ..., D]."""
+        """Returns the mean μ: [N, ..., D]."""
         first, last = self._halves(outputs)
         return -first / (2 * last) if self._natural else first
 
     def variance(self, outputs: Tensor) -> Tensor:
-        """The variance v: [N, ..., D]."""
+        """Returns the variance v: [N, ..., D]."""
         _, last = self._halves(outputs)
         return -0.5 / last if self._natural else last.exp()

@@ -96,7 +96,7 @@ def _width_bins(count: Tensor, total_confidence: Tensor, total_correct: Tensor) 
 def reliability_bins(
     probs: TensorLike, labels: TensorLike, *, n_bins: int = 15, strategy: str = "width"
 ) -> ReliabilityBins:
-    """Bins of the top confidence with the accuracy in each: the numbers of a reliability diagram.
+    """Returns the bins of the top confidence with the accuracy in each: the numbers of a reliability diagram.
 
     Bins of equal width are (l, u], and the last is closed at 1: a confidence of exactly 1 belongs to it, and
     there is no hidden extra bin. Bins of equal mass are cut by rank; equal confidences stay together, so with
@@ -141,7 +141,7 @@ def _top_confidence(p: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> float:
-    """Expected calibration error of the top confidence, sum_b n_b/n |accuracy_b - confidence_b|.
+    """Returns the expected calibration error of the top confidence, sum_b n_b/n |accuracy_b - confidence_b|.
 
     The bins are of equal width, (l, u], closed at 1. The error is biased upwards for few examples: give a bootstrap
     interval.
@@ -167,7 +167,7 @@ def ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> float:
 
 
 def adaptive_ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> float:
-    """Expected calibration error over bins of equal mass; equal confidences stay in one bin.
+    """Returns the expected calibration error over bins of equal mass; equal confidences stay in one bin.
 
     Args:
         probs: The probabilities [N, C] or [N, ..., C].
@@ -190,7 +190,7 @@ def adaptive_ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> 
 
 
 def mce(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> float:
-    """Maximum calibration error, max_b |accuracy_b - confidence_b| over bins of equal width with examples.
+    """Returns the maximum calibration error, max_b |accuracy_b - confidence_b| over bins of equal width with examples.
 
     Args:
         probs: The probabilities [N, C] or [N, ..., C].
@@ -213,7 +213,7 @@ def mce(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> float:
 
 
 def signed_calibration_error(probs: TensorLike, labels: TensorLike) -> float:
-    """Mean top confidence minus accuracy: positive is overconfident, negative underconfident.
+    """Returns the mean top confidence minus the accuracy: positive is overconfident, negative underconfident.
 
     It is the ECE without its absolute values, so it does not depend on bins, and |signed| <= ECE.
 
@@ -234,7 +234,7 @@ def signed_calibration_error(probs: TensorLike, labels: TensorLike) -> float:
 
 
 def classwise_ece(probs: TensorLike, labels: TensorLike, *, n_bins: int = 15) -> float:
-    """Calibration error of the probability of every class, averaged over classes.
+    """Returns the calibration error of the probability of every class, averaged over classes.
 
     1/C sum_k sum_b n_bk/n |frequency of class k in bin b - mean of p_k in bin b|, over bins of equal width
     (l, u] that also hold 0. It sees the probabilities that the top confidence hides.

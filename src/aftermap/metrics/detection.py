@@ -72,7 +72,7 @@ def labelled_scores(inside: TensorLike, outside: TensorLike) -> tuple[Tensor, Te
 
 
 def _middle_ranks(values: Tensor) -> Tensor:
-    """The ranks [N] of values, from 1; equal ones share the middle of theirs."""
+    """Returns the ranks [N] of values, from 1; equal ones share the middle of theirs."""
     _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - 0.5 * (counts - 1).to(torch.float64))[inverse]
 
@@ -297,7 +297,7 @@ def aurc(scores: TensorLike, errors: TensorLike) -> float:
 
 
 def augrc(scores: TensorLike, errors: TensorLike) -> float:
-    r"""Area under the generalised risk-coverage curve: the mean loss of undetected failures; lower is better.
+    r"""Returns the area under the generalised risk-coverage curve: the mean loss of undetected failures; lower is better.
 
     The generalised risk at k answers is 1/N times the sum of their losses: the chance that an input is answered, and wrongly. Its
     area weighs every failure by the share of coverages at which it is answered, whereas the AURC gives the answers with the
@@ -330,7 +330,7 @@ def augrc(scores: TensorLike, errors: TensorLike) -> float:
 
 
 def rank_correlation(first: TensorLike, second: TensorLike) -> float:
-    """Spearman's rank correlation of two scores: the correlation of their ranks, ties with their middle rank.
+    """Returns Spearman's rank correlation of two scores: the correlation of their ranks, ties with their middle rank.
 
     Of epistemic and aleatoric uncertainty it tells whether the two parts are two: near 1 both put inputs in the same order, and
     nothing can be said from one that the other does not say.

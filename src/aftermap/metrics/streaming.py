@@ -230,7 +230,7 @@ class StreamingECE(Streaming):
         return self._add(count=count, confidence=total, correct=hits)
 
     def bins(self) -> calibration.ReliabilityBins:
-        """The reliability bins over everything seen."""
+        """Returns the reliability bins over everything seen."""
         state = self.state()
         return calibration._width_bins(state["count"], state["confidence"], state["correct"])
 

@@ -130,7 +130,7 @@ class VariationalOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _draw_group(self, group: Group, params: list[Tensor], noise: list[Tensor]) -> list[Tensor]:
-        """The weights w = μ + σ ε of one group; ``params`` hold the means."""
+        """Draws the weights w = μ + σ ε of one group; ``params`` hold the means."""
 
     @abstractmethod
     def _update_group(
@@ -144,21 +144,21 @@ class VariationalOptimizer(Optimizer, ABC):
         """Moves means of one group; the mean gradient is scales[0] · grads, the curvature scales[1] · curvature."""
 
     def _needs_noise(self, group: Group, parameter: Tensor) -> bool:
-        """Whether a parameter is drawn now: not where it is deterministic, frozen, or has no curvature yet."""
+        """Tells whether a parameter is drawn now: not where it is deterministic, frozen, or has no curvature yet."""
         return not group["deterministic"] and parameter.requires_grad and "curvature" in self.state[parameter]
 
     def _blocks(self) -> list[Block]:
-        """The curvature N·s of every weight that has a distribution, as blocks of sums over data."""
+        """Returns the curvature N·s of every weight that has a distribution, as blocks of sums over data."""
         n = self.settings.n_effective
         named = [(self._names[id(p)], p) for g in self.param_groups for p in g["params"] if not g["deterministic"]]
         return [DiagonalBlock(m, {m: self.state[p]["curvature"] * n}) for m, p in named if "curvature" in self.state[p]]
 
     def _make_reader(self, model: nn.Module, names: list[str]) -> ClosureReader:
-        """What reads per-example statistics of a closure."""
+        """Makes the object that reads per-example statistics of a closure."""
         return ClosureReader(model, names, gradients_only=self.settings.curvature == "ggn")
 
     def _layouts_to_reduce(self) -> list[Layout]:
-        """The layers that may have Kronecker factors in this step, the same on every process."""
+        """Returns the layers that may have Kronecker factors in this step, the same on every process."""
         return []
 
     # Temperature and prior.
@@ -169,16 +169,16 @@ class VariationalOptimizer(Optimizer, ABC):
         return self.settings.temperature(self.steps)
 
     def noise_scale(self) -> float:
-        """√(τ/N), which multiplies 1/√(s + τδ/N + γ) in σ; the published form has 1/√N."""
+        """Returns √(τ/N), which multiplies 1/√(s + τδ/N + γ) in σ; the published form has 1/√N."""
         return math.sqrt((1.0 if self.settings.form == "published" else self.temperature) / self.settings.n_effective)
 
     def effective_prior_precision(self) -> list[float]:
-        """δ + Nγ/τ of each group: damping narrows the posterior like a prior, without pulling the mean."""
+        """Returns δ + Nγ/τ of each group: damping narrows the posterior like a prior, without pulling the mean."""
         tempered = self.settings.n_effective / self.temperature
         return [g["prior_precision"] + tempered * g["damping"] for g in self.param_groups]
 
     def _prior(self, group: Group, params: Sequence[Tensor]) -> tuple[Any, Any]:
-        """(τδ/N, μ₀): numbers, or lists of tensors where a prior per weight was set."""
+        """Returns (τδ/N, μ₀): numbers, or lists of tensors where a prior per weight was set."""
         factor = self.temperature / self.settings.n_effective
         number, center = factor * group["prior_precision"], group["prior_mean"]
         if not self._has_own_priors or not any("prior_precision" in self.state[p] for p in group["params"]):
@@ -220,15 +220,15 @@ class VariationalOptimizer(Optimizer, ABC):
     # Parameters, by name.
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Every parameter of this optimiser."""
+        """Returns every parameter of this optimiser."""
         return {self._names[id(p)]: p for g in self.param_groups for p in g["params"]}
 
     def _trained(self) -> dict[str, Tensor]:
-        """Every parameter that requires a gradient now."""
+        """Returns every parameter that requires a gradient now."""
         return {self._names[id(p)]: p for g in self.param_groups for p in g["params"] if p.requires_grad}
 
     def _momenta(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """The momentum of each parameter, which is 0 before its first step."""
+        """Returns the momentum of each parameter, which is 0 before its first step."""
         for p in params:
             if "momentum" not in self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p.data)
@@ -269,7 +269,7 @@ class VariationalOptimizer(Optimizer, ABC):
             self._active = False
 
     def _current_reader(self) -> ClosureReader | GradientReader:
-        """The reader for the parameters that are trained now."""
+        """Returns the reader for the parameters that are trained now."""
         trained = self._trained()
         names = tuple(trained)
         if self._reader is None or self._reader[0] != names:
@@ -377,7 +377,7 @@ class VariationalOptimizer(Optimizer, ABC):
         return statistics, result
 
     def _ggn_of(self, reading: Reading, device: torch.device) -> dict[str, Tensor] | None:
-        """The diagonal of the GGN from the graph of a closure, which must still be alive."""
+        """Returns the diagonal of the GGN from the graph of a closure, which must still be alive."""
         settings = self.settings
         if settings.likelihood is None or not isinstance(reading, ClosureReading):
             return None
@@ -459,7 +459,7 @@ class VariationalOptimizer(Optimizer, ABC):
         return loss
 
     def _settle(self, disputed: Sequence[Layout]) -> None:
-        """Called with the layers for which only some of the processes have Kronecker factors."""
+        """Takes note of the layers for which only some of the processes have Kronecker factors."""
 
     def _update(self, statistics: StepStatistics) -> None:
         """Updates every parameter that has a gradient and an estimate of its curvature."""
@@ -476,7 +476,7 @@ class VariationalOptimizer(Optimizer, ABC):
     # The posterior.
 
     def posterior(self, likelihood: str | Likelihood | None = None) -> TrainedPosterior:
-        """The Gaussian over the weights as it is now: it predicts, samples, saves, and serves as the next task's prior.
+        """Returns the Gaussian over the weights as it is now: it predicts, samples, saves, and serves as the next task's prior.
 
         Its precision is N s/τ + δ + Nγ/τ for a diagonal, and 1/τ N (B ⊗ A) + δ + Nγ/τ for Kronecker factors.
 
@@ -528,7 +528,7 @@ class VariationalOptimizer(Optimizer, ABC):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """PyTorch's state with step, seed and schedules: a resumed run is bit-identical, on any number of processes."""
+        """Returns PyTorch's state with step, seed and schedules: a resumed run is bit-identical, on any number of processes."""
         return {**super().state_dict(), "aftermap": self._extra_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -538,7 +538,7 @@ class VariationalOptimizer(Optimizer, ABC):
         self._load_extra_state(state_dict["aftermap"])
 
     def _extra_state(self) -> dict[str, Any]:
-        """Everything beyond PyTorch's state, in plain numbers and words."""
+        """Returns everything beyond PyTorch's state, in plain numbers and words."""
         return {
             "version": _VERSION,
             "kind": type(self).__name__,
@@ -588,7 +588,7 @@ class VariationalOptimizer(Optimizer, ABC):
                     )
 
     def _saved_states(self, state: Mapping[str, Any]) -> Iterator[tuple[Tensor, Any, Mapping[str, Any]]]:
-        """Each parameter with its number in a saved state and what is saved there."""
+        """Yields each parameter with its number in a saved state and what is saved there."""
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             for parameter, number in zip(group["params"], saved["params"], strict=True):
                 yield parameter, number, state["state"].get(number, {})

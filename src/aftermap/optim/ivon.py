@@ -26,13 +26,13 @@ __all__ = ["IVON", "estimate_hessian_", "new_hessian_", "new_mean_"]
 
 
 def estimate_hessian_(products: list[Tensor], damped: list[Tensor], scale: float) -> None:
-    """ĥ = ĝ ∘ ε / σ = scale · products · √(h + c + γ), with scale · products = ĝ ∘ ε √(N/τ); ``damped`` = h + c + γ."""
+    """Returns ĥ = ĝ ∘ ε / σ = scale · products · √(h + c + γ), with scale · products = ĝ ∘ ε √(N/τ); ``damped`` = h + c + γ."""
     torch._foreach_mul_(products, torch._foreach_sqrt(damped))
     torch._foreach_mul_(products, scale)  # eq. (5)
 
 
 def new_hessian_(hessian: list[Tensor], estimate: list[Tensor], damped: list[Tensor], beta: float) -> None:
-    """h ← h + β₂ (ĥ − h) + ½ β₂² (ĥ − h)² / (h + c + γ), which keeps h + c + γ above 0; overwrites the estimate."""
+    """Updates h ← h + β₂ (ĥ − h) + ½ β₂² (ĥ − h)² / (h + c + γ), which keeps h + c + γ above 0; overwrites the estimate."""
     torch._foreach_sub_(estimate, hessian)
     torch._foreach_add_(hessian, estimate, alpha=beta)
     torch._foreach_mul_(estimate, estimate)
@@ -49,7 +49,7 @@ def new_mean_(
     prior_mean: Any,
     clip_radius: float = math.inf,
 ) -> None:
-    """μ ← μ − α (m/(1 − β₁ᵗ) + c (μ − μ₀)) / (h + c + γ), with entries of the quotient cut to ± clip_radius.
+    """Updates μ ← μ − α (m/(1 − β₁ᵗ) + c (μ − μ₀)) / (h + c + γ), with entries of the quotient cut to ± clip_radius.
 
     Args:
         mean: The means μ of the weights.
@@ -153,7 +153,7 @@ class IVON(VariationalOptimizer):
         return draw_weights([p.data for p in params], noise, self._damped(group, params), self.noise_scale())
 
     def _damped(self, group: Group, params: list[Tensor]) -> list[Tensor]:
-        """h + c + γ of each parameter."""
+        """Returns h + c + γ of each parameter."""
         prior, _ = self._prior(group, params)
         return damped_curvature([self.state[p]["curvature"] for p in params], prior, group["damping"])
 

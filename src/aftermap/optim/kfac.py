@@ -47,7 +47,7 @@ _KEYS = (*_FACTORS, *_BASIS, *_EIGENVALUES)  # what the state of a layer's first
 
 
 def new_factors_(state: dict[str, Tensor], block: KronBlock, n_examples: float, beta: float) -> None:
-    """A ← (1 − β₂) A + β₂ Σ a aᵀ / R, B ← (1 − β₂) B + β₂ Σ g gᵀ / M; the first batch's factors are taken as they are.
+    """Updates A ← (1 − β₂) A + β₂ Σ a aᵀ / R, B ← (1 − β₂) B + β₂ Σ g gᵀ / M; the first batch's factors are taken as they are.
 
     Args:
         state: Holds A as "factor_inputs" [g, i, i] and B as "factor_outputs" [g, o, o].
@@ -64,12 +64,12 @@ def new_factors_(state: dict[str, Tensor], block: KronBlock, n_examples: float, 
 
 
 def natural_gradient(basis: KroneckerEigenbasis, gradient: Tensor, damped: Tensor) -> Tensor:
-    """U_B ((U_Bᵀ M U_A) / D) U_Aᵀ of a gradient or momentum M [g, o, i]."""
+    """Returns U_B ((U_Bᵀ M U_A) / D) U_Aᵀ of a gradient or momentum M [g, o, i]."""
     return basis.rotate_back(basis.rotate(gradient) / damped)  # eq. (10)
 
 
 def draw_deviation(basis: KroneckerEigenbasis, noise: Tensor, damped: Tensor, scale: float) -> Tensor:
-    """scale · U_B (Z / √D) U_Aᵀ for standard normal Z [g, o, i]: covariance scale² (U_B ⊗ U_A) D⁻¹ (U_B ⊗ U_A)ᵀ."""
+    """Draws scale · U_B (Z / √D) U_Aᵀ for standard normal Z [g, o, i]: covariance scale² (U_B ⊗ U_A) D⁻¹ (U_B ⊗ U_A)ᵀ."""
     # Z is isotropic, so it needs no rotation of its own.
     return scale * basis.rotate_back(noise / damped.sqrt())  # eq. (11)
 
@@ -116,11 +116,11 @@ class KronOptimizer(DiagonalOptimizer):
         return GradientReader(self._network, self._trained())
 
     def _refreshes(self) -> bool:
-        """Whether this step refreshes the factors."""
+        """Tells whether this step refreshes the factors."""
         return self.steps % self.settings.factor_every == 0
 
     def _closure_reader(self) -> ClosureReader | None:
-        """What reads the factors, once there was a step."""
+        """Returns the reader of the factors, once there was a step."""
         reader = None if self._reader is None else self._reader[1]
         return reader if isinstance(reader, ClosureReader) else None
 
@@ -131,7 +131,7 @@ class KronOptimizer(DiagonalOptimizer):
         return [layer.layout for layer in reader.layers.layers if layer.rule.matrix and not layer.rule.one_hot]
 
     def _settle(self, disputed: Sequence[Layout]) -> None:
-        """A layer for which one process has no factors has a diagonal on every process from now on."""
+        """Gives a layer for which one process has no factors a diagonal on every process, from now on."""
         reader = self._closure_reader()
         if reader is None or not disputed:
             return
@@ -149,16 +149,16 @@ class KronOptimizer(DiagonalOptimizer):
     # The factored layers and their state.
 
     def _basis(self, layout: Layout) -> KroneckerEigenbasis | None:
-        """The eigenbasis of a layer's factors, once they are decomposed."""
+        """Returns the eigenbasis of a layer's factors, once they are decomposed."""
         state = self.state[self._anchor(layout)]
         return KroneckerEigenbasis(state[_BASIS[0]], state[_BASIS[1]]) if _BASIS[0] in state else None
 
     def _anchor(self, layout: Layout) -> Tensor:
-        """The parameter whose state holds a layer's factors."""
+        """Returns the parameter whose state holds a layer's factors."""
         return self._parameters()[layout.names[0]]
 
     def _layouts_in(self, params: list[Tensor]) -> list[Layout]:
-        """The decomposed layers all of whose parameters are in the list."""
+        """Returns the decomposed layers all of whose parameters are in the list."""
         names = {self._names[id(p)] for p in params}
         return [x for x in self._layouts.values() if names.issuperset(x.names) and self._basis(x) is not None]
 
@@ -183,7 +183,7 @@ class KronOptimizer(DiagonalOptimizer):
         return super()._needs_noise(group, parameter)
 
     def _damped_eigenvalues(self, group: Group, layout: Layout) -> Tensor:
-        """D [g, o, i]: the eigenvalues of a layer's curvature with c + γ."""
+        """Returns D [g, o, i]: the eigenvalues of a layer's curvature with c + γ."""
         state = self.state[self._anchor(layout)]
         a, b = (state[key] for key in _EIGENVALUES)
         prior, _ = self._prior(group, [])

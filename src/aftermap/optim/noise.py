@@ -18,7 +18,7 @@ _MASK = 2**64 - 1
 
 
 def mix(*numbers: int) -> int:
-    """A well-spread 63-bit number from some others (splitmix64, Steele et al. 2014).
+    """Mixes some numbers to a well-spread 63-bit number (splitmix64, Steele et al. 2014).
 
     >>> mix(1, 2) != mix(2, 1)
     True
@@ -34,7 +34,7 @@ def mix(*numbers: int) -> int:
 
 
 def draw_seed(generator: torch.Generator | None) -> int:
-    """A seed for the private noise: drawn from the generator, or PyTorch's initial seed, which is only read."""
+    """Returns a seed for the private noise: drawn from the generator, or PyTorch's initial seed, which is only read."""
     if generator is None:
         return torch.initial_seed() & (2**62 - 1)
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
@@ -59,12 +59,12 @@ class NoiseSource:
         self.seed, self.group, self.groups = seed, group, groups
 
     def generator(self, device: torch.device, *, step: int, sample: int, stream: int = 0) -> torch.Generator:
-        """A generator in the state of one draw."""
+        """Returns a generator in the state of one draw."""
         seed = mix(self.seed, step, sample * self.groups + self.group, 0, stream)
         return torch.Generator(device=device).manual_seed(seed)
 
     def normal(self, like: Sequence[Tensor], *, step: int, sample: int, stream: int = 0) -> list[Tensor]:
-        """Normal numbers of the shapes, dtypes and devices of ``like``."""
+        """Draws normal numbers of the shapes, dtypes and devices of ``like``."""
         generators = {d: self.generator(d, step=step, sample=sample, stream=stream) for d in {t.device for t in like}}
         return [
             torch.empty_like(t, memory_format=torch.contiguous_format).normal_(generator=generators[t.device])

@@ -71,7 +71,7 @@ class Schedule:
         checks.choice("the schedule's kind", self.kind, ("linear", "cosine", "geometric"))
 
     def __call__(self, step: int) -> float:
-        """The value before optimiser step ``step`` (from 0)."""
+        """Returns the value before optimiser step ``step`` (from 0)."""
         share = 1.0 if self.steps == 0 else min(1.0, step / self.steps)
         if self.kind == "geometric":
             return math.exp((1 - share) * math.log(self.start) + share * math.log(self.stop))
@@ -80,12 +80,12 @@ class Schedule:
         return self.start + share * (self.stop - self.start)
 
     def config(self) -> dict[str, Any]:
-        """The schedule as plain numbers and words, which `parse_schedule` reads."""
+        """Returns the schedule as plain numbers and words, which `parse_schedule` reads."""
         return asdict(self)
 
 
 def constant(value: float) -> Schedule:
-    """A schedule that always has the same value.
+    """Returns a schedule that always has the same value.
 
     >>> constant(0.5)(100)
     0.5
@@ -94,7 +94,7 @@ def constant(value: float) -> Schedule:
 
 
 def warmup(steps: int, start: float = 0.1, stop: float = 1.0) -> Schedule:
-    """A linear warm-up, by default of the temperature from 0.1 to 1 (Osawa et al. 2019: 30 epochs for LeNet-5).
+    """Returns a linear warm-up, by default of the temperature from 0.1 to 1 (Osawa et al. 2019: 30 epochs for LeNet-5).
 
     >>> warmup(100)(50)
     0.55
@@ -176,12 +176,12 @@ Check = Callable[[str, Any], Any]
 
 
 def _number(**bounds: Any) -> Check:
-    """A number within the bounds of `aftermap.checks.number`."""
+    """Makes the check of a number within the bounds of `aftermap.checks.number`."""
     return lambda name, value: checks.number(name, value, **bounds)
 
 
 def _word(*allowed: str, renamed: Mapping[str, str] | None = None, accepted: Mapping[str, str] | None = None) -> Check:
-    """One of some words. A word that was ``renamed`` is taken with a warning, one that is also ``accepted`` without."""
+    """Makes the check of one of some words. One that was ``renamed`` is taken with a warning, one that is also ``accepted`` without."""
 
     def check(name: str, value: Any) -> str:
         if renamed and isinstance(value, str) and value in renamed:
@@ -269,7 +269,7 @@ OPTIONS: dict[str, Option] = {
 
 
 def constructor_options(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The options among the local variables of a constructor ``(self, model, …, params, …, generator)``."""
+    """Returns the options among the local variables of a constructor ``(self, model, …, params, …, generator)``."""
     others = ("self", "__class__", "model", "params", "generator")
     return {name: value for name, value in variables.items() if name not in others}
 
@@ -314,13 +314,13 @@ def read_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], Settings]:
 
 
 def precision_of_decay(decay: Any, settings: Settings) -> float:
-    """The prior precision δ = λN that pulls as a weight decay of λ does on the mean loss of N data."""
+    """Returns the prior precision δ = λN that pulls as a weight decay of λ does on the mean loss of N data."""
     advice = "A weight decay of λ on a mean loss is a prior precision of λN"
     return checks.number("weight_decay", decay, least=0.0, advice=advice) * settings.n_effective
 
 
 def without_decay(group: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """A group of parameters in which a weight decay has become a prior precision.
+    """Returns a group of parameters in which a weight decay has become a prior precision.
 
     Raises:
         InputError: The group has both.
@@ -348,7 +348,7 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def parameter_groups(model: nn.Module | None, params: Iterable[Any] | None, batch_norm: str) -> list[dict[str, Any]]:
-    """The user's own groups of parameters, or one for everything and one for the scales and shifts of BatchNorm.
+    """Returns the user's own groups of parameters, or one for everything and one for the scales and shifts of BatchNorm.
 
     BatchNorm's parameters are deterministic and have no prior, as in the runs of Osawa et al. 2019;
     batch_norm="variational" treats them like all others.

@@ -32,7 +32,7 @@ _CHUNK_NUMBERS = 1 << 18
 
 
 def factor_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of Kronecker factors: in half precision a rounded factor would not be positive semi-definite.
+    """Returns the dtype of Kronecker factors: in half precision a rounded factor would not be positive semi-definite.
 
     >>> factor_dtype(torch.zeros(1, dtype=torch.bfloat16))
     torch.float32
@@ -94,7 +94,7 @@ class StepStatistics:
         settings: Settings,
         ggn: dict[str, Tensor] | None = None,
     ) -> StepStatistics:
-        """The statistics of one closure.
+        """Returns the statistics of one closure.
 
         Args:
             moments: The sums for the loss as it was returned.
@@ -208,7 +208,7 @@ class StepStatistics:
         self.grads.update({n: g.to_dense() if g.is_sparse else g for n, g in grads.items()})
 
     def is_finite(self) -> bool:
-        """Whether loss, gradients and curvature are finite."""
+        """Tells whether loss, gradients and curvature are finite."""
         if not math.isfinite(float(self.loss)):
             return False
         sums = [*self.grads.values(), *self.curvature.values()]
@@ -263,7 +263,7 @@ def add_micro_batch(
 def from_micro_batches(
     statistics: StepStatistics | None, params: Mapping[str, Tensor], *, mean: bool
 ) -> StepStatistics:
-    """What the blocks of `sampled_params` collected, with ``.grad`` as it is now (clipped or not) as the gradient.
+    """Returns what the blocks of `sampled_params` collected, with ``.grad`` as it is now (clipped or not) as the gradient.
 
     Args:
         statistics: The sums of the blocks.
@@ -298,7 +298,7 @@ def check_own_backward(*, ggn: bool, only_parameters: bool) -> None:
 
 
 def _norms(values: list[Tensor]) -> Tensor:
-    """The Euclidean norm of each tensor, in float64."""
+    """Returns the Euclidean norm of each tensor, in float64."""
     norms = torch._foreach_norm(values)
     return torch.stack([n.to(norms[0].device, torch.float64) for n in norms])
 
@@ -315,14 +315,14 @@ def _add_scaled(mine: dict[str, Tensor], my_scale: float, theirs: dict[str, Tens
 
 
 def _scaled_or_zero(value: Tensor | None, scale: float, parameter: Tensor) -> Tensor:
-    """A sum without its scale, in the parameter's dtype; zeros where this process has none."""
+    """Returns a sum without its scale, in the parameter's dtype; zeros where this process has none."""
     if value is None:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
     return (value * scale).to(parameter.dtype)
 
 
 def _zero_block(layout: Layout, parameters: Mapping[str, Tensor]) -> KronBlock:
-    """The Kronecker sums of a layer that this process did not call."""
+    """Returns the Kronecker sums of a layer that this process did not call."""
     like = parameters[layout.names[0]]
     shape, dtype = layout.groups, factor_dtype(like)
     inputs = like.new_zeros(shape, layout.in_, layout.in_, dtype=dtype)

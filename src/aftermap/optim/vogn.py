@@ -35,7 +35,7 @@ _TINY = 1e-12  # a deterministic weight without prior, damping and curvature doe
 
 
 def damped_curvature(curvature: list[Tensor], prior: Any, damping: float) -> list[Tensor]:
-    """s + c + γ, where c is a number or a list of tensors."""
+    """Returns s + c + γ, where c is a number or a list of tensors."""
     if isinstance(prior, list):
         sums = torch._foreach_add(curvature, prior)
         torch._foreach_add_(sums, damping)
@@ -44,7 +44,7 @@ def damped_curvature(curvature: list[Tensor], prior: Any, damping: float) -> lis
 
 
 def draw_weights(mean: list[Tensor], noise: list[Tensor], damped: list[Tensor], scale: float) -> list[Tensor]:
-    """w = μ + scale · ε / √(s + c + γ) with scale = √(τ/N); ``damped`` = s + c + γ is overwritten."""
+    """Draws w = μ + scale · ε / √(s + c + γ) with scale = √(τ/N); ``damped`` = s + c + γ is overwritten."""
     torch._foreach_sqrt_(damped)
     return list(torch._foreach_addcdiv(mean, noise, damped, value=scale))  # eq. (1)
 
@@ -60,7 +60,7 @@ def new_momentum_(
     *,
     normalised: bool,
 ) -> None:
-    """m ← β₁ m + w (ĝ + c (μ − μ₀)), w = 1 (heavy ball, as published) or 1 − β₁ (normalised); ĝ = scale · grads."""
+    """Updates m ← β₁ m + w (ĝ + c (μ − μ₀)), w = 1 (heavy ball, as published) or 1 − β₁ (normalised); ĝ = scale · grads."""
     weight = 1 - beta if normalised else 1.0
     torch._foreach_mul_(momentum, beta)
     torch._foreach_add_(momentum, grads, alpha=scale * weight)  # eq. (2)
@@ -78,13 +78,13 @@ def add_pull_of_prior_(values: list[Tensor], mean: list[Tensor], prior: Any, pri
 
 
 def new_curvature_(curvature: list[Tensor], estimate: list[Tensor], scale: float, beta: float, decay: float) -> None:
-    """s ← (1 − decay) s + β₂ ĥ, ĥ = scale · estimate; decay is β₂, in the published form τβ₂."""
+    """Updates s ← (1 − decay) s + β₂ ĥ, ĥ = scale · estimate; decay is β₂, in the published form τβ₂."""
     torch._foreach_mul_(curvature, 1 - decay)
     torch._foreach_add_(curvature, estimate, alpha=beta * scale)  # eq. (3)
 
 
 def new_mean_(mean: list[Tensor], momentum: list[Tensor], damped: list[Tensor], rate: float) -> None:
-    """μ ← μ − α m / (s + c + γ)."""
+    """Updates μ ← μ − α m / (s + c + γ)."""
     torch._foreach_addcdiv_(mean, momentum, damped, value=-rate)  # eq. (4)
 
 
@@ -101,7 +101,7 @@ class DiagonalOptimizer(VariationalOptimizer):
         return draw_weights([p.data for p in params], noise, self._damped(group, params), self.noise_scale())
 
     def _damped(self, group: Group, params: list[Tensor]) -> list[Tensor]:
-        """s + c + γ of each parameter."""
+        """Returns s + c + γ of each parameter."""
         prior, _ = self._prior(group, params)
         damping = group["damping"] + (_TINY if group["deterministic"] else 0.0)
         return damped_curvature([self.state[p]["curvature"] for p in params], prior, damping)
@@ -125,7 +125,7 @@ class DiagonalOptimizer(VariationalOptimizer):
         new_mean_(mean, momentum, self._damped(group, params), self._rate(group))
 
     def _rate(self, group: Group) -> float:
-        """α; a normalised momentum is divided by 1 − β₁ᵗ, with t the number of updates, this one among them."""
+        """Returns α; a normalised momentum is divided by 1 − β₁ᵗ, with t the number of updates, this one among them."""
         normalised = self.settings.momentum_form == "normalised"
         bias = 1 - group["momentum"] ** (self.updates + 1) if normalised else 1.0
         return float(group["lr"] / bias)

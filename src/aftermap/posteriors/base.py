@@ -419,7 +419,7 @@ class Hyperparameters:
         return self.data_scale / self.temperature
 
     def curvature_scale(self, curvature: str = "exact") -> Tensor:
-        """What the curvature at unit noise is multiplied by: the likelihood's weight times 1/σ².
+        """Returns what the curvature at unit noise is multiplied by: the likelihood's weight times 1/σ².
 
         Args:
             curvature: The kind of curvature (`Factors.curvature`). An empirical Fisher matrix is a sum of squared gradients,
@@ -428,11 +428,11 @@ class Hyperparameters:
         return self.likelihood_weight / self.noise ** noise_exponent(curvature)
 
     def applied_to(self, posterior: _Posterior, curvature: str) -> _Posterior:
-        """The posterior with the same curvature under these hyperparameters; no data pass and no decomposition."""
+        """Returns the posterior with the same curvature under these hyperparameters; no data pass and no decomposition."""
         return posterior.with_prior(prior=self.prior, scale=self.curvature_scale(curvature))
 
     def likelihood(self, base: Likelihood) -> Likelihood:
-        """The likelihood of the predictive: with this noise, and with this temperature of its outputs.
+        """Returns the likelihood of the predictive: with this noise, and with this temperature of its outputs.
 
         Args:
             base: The likelihood that the curvature is of (`split_noise`).
@@ -440,18 +440,18 @@ class Hyperparameters:
         return likelihood_with(base, self.noise, self.output_temperature)
 
     def narrowed(self, factor: float) -> Hyperparameters:
-        """The hyperparameters whose posterior has the covariance divided by ``factor``: precision and data scale grow by it."""
+        """Returns the hyperparameters whose posterior has the covariance divided by ``factor``: precision and data scale grow by it."""
         precision = {n: factor * value for n, value in self.prior.precision.items()}
         return replace(self, prior=self.prior.with_precision(precision), data_scale=factor * self.data_scale)
 
 
 def noise_exponent(curvature: str) -> int:
-    """The power of 1/σ that a kind of curvature grows with: 4 for the empirical Fisher matrix, 2 for all others."""
+    """Returns the power of 1/σ that a kind of curvature grows with: 4 for the empirical Fisher matrix, 2 for all others."""
     return 4 if curvature == "empirical" else 2
 
 
 def has_noise(likelihood: Likelihood) -> bool:
-    """Whether a likelihood has a noise that can be tuned beside the network: a `Gaussian` does."""
+    """Tells whether a likelihood has a noise that can be tuned beside the network: a `Gaussian` does."""
     return isinstance(likelihood, Gaussian)
 
 
@@ -473,7 +473,7 @@ def split_noise(likelihood: Likelihood) -> tuple[Likelihood, Tensor]:
 
 
 def with_noise(likelihood: Likelihood, noise: Tensor) -> Likelihood:
-    """The likelihood with its noise multiplied by σ: the inverse of `split_noise`.
+    """Returns the likelihood with its noise multiplied by σ: the inverse of `split_noise`.
 
     >>> with_noise(*split_noise(Gaussian(0.5)))
     Gaussian(noise=0.5)
@@ -482,7 +482,7 @@ def with_noise(likelihood: Likelihood, noise: Tensor) -> Likelihood:
 
 
 def likelihood_with(base: Likelihood, noise: Tensor, output_temperature: float | None = None) -> Likelihood:
-    """The likelihood of a predictive: a Gaussian with its noise multiplied by σ, logits at the temperature T; others as they are.
+    """Returns the likelihood of a predictive: a Gaussian with its noise multiplied by σ, logits at the temperature T; others as they are.
 
     Args:
         base: The likelihood that the curvature is of (`split_noise`).

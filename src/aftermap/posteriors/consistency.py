@@ -158,7 +158,7 @@ def _fits(value: Tensor, forms: tuple[str, ...], known: dict[str, int]) -> bool:
 
 
 def _check_rest(block: Any, where: str, path: str) -> None:
-    """What letters cannot say."""
+    """Checks what letters cannot say."""
     dtype = getattr(block, "dtype", None)
     if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
         raise _refuse(where, f"{path}.dtype is {dtype}, but weights are drawn in floating point")
@@ -183,7 +183,7 @@ def _check_rest(block: Any, where: str, path: str) -> None:
 
 
 def _check_by_name(values: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], where: str, path: str) -> None:
-    """One number, or one per entry, for each parameter."""
+    """Checks that there is one number, or one per entry, for each parameter."""
     for name in {*values, *shapes}:
         value, shape = values.get(name), shapes.get(name)
         if value is None or shape is None:

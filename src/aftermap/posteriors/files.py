@@ -284,7 +284,7 @@ def check_tensor_header(file: Path, table: Mapping[str, Mapping[str, Any]] | Non
 
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the number of bytes behind it."""
+    """Returns the header of a safetensors file, and the number of bytes behind it."""
     foreign = f"{file} is damaged or foreign: it is no safetensors file"
     size = file.stat().st_size
     with file.open("rb") as stream:

@@ -395,7 +395,7 @@ def _read_reference(place: Path, config: Mapping[str, Any], device: torch.device
 
 
 def _read_config(place: Path) -> dict[str, Any]:
-    """The configuration of a folder: its checksum first, then every entry as it must be."""
+    """Reads the configuration of a folder: its checksum first, then every entry as it must be."""
     file = plain_file(place, _CONFIG, f"a posterior's folder has {_CONFIG} and {_POSTERIOR}")
     config = read_json(file)
     if not isinstance(config, dict) or config.get("format") != FORMAT:
@@ -434,7 +434,7 @@ def _check_shapes(config: Mapping[str, Any], where: str) -> None:
 
 
 def _classes(value: Any) -> set[str]:
-    """The names of all classes in a value."""
+    """Returns the names of all classes in a value."""
     if isinstance(value, list):
         return {name for v in value for name in _classes(v)}
     if not isinstance(value, dict):

@@ -59,7 +59,7 @@ def shown(value: Any) -> str:
 
 
 def _inside(path: str, name: object) -> str:
-    """The path of an entry; a path that ends in a colon is a file."""
+    """Returns the path of an entry; a path that ends in a colon is a file."""
     return f"{path} {name}" if path.endswith(":") else f"{path}.{name}"
 
 
@@ -73,7 +73,7 @@ class Kind(ABC):
 
     @abstractmethod
     def accepts(self, value: Any) -> bool:
-        """Whether the value itself is of this kind; what is inside of it is judged by `read`."""
+        """Tells whether the value itself is of this kind; what is inside of it is judged by `read`."""
 
     def read(self, value: Any, path: str) -> Any:
         """Returns the value.

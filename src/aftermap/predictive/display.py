@@ -95,7 +95,7 @@ def _title(prediction: Prediction) -> str:
 
 
 def _first_rows(prediction: Prediction) -> tuple[dict[str, list[str]], str]:
-    """Columns with one row for each of the first units: positions for classes, outputs for everything else."""
+    """Returns columns with one row for each of the first units: positions for classes, outputs for everything else."""
     has_classes = prediction.kind == "classification"
     shape = prediction.mean.shape[:-1] if has_classes else prediction.mean.shape
     count = min(_ROWS, shape.numel())

@@ -95,7 +95,7 @@ def output_gradients(
 
 
 def examples_at_once(checked: CheckedPlan, batch: Batch, numbers: int = _NUMBERS) -> int:
-    """How many examples' gradients of all outputs are alive at once."""
+    """Returns how many examples' gradients of all outputs are alive at once."""
     plan = checked.plan
     return max(1, numbers // (plan.numbers_per_example(plan.marked(batch)) * plan.width))
 

@@ -200,7 +200,7 @@ class PosteriorPredictor:
         )
 
     def _piece(self, batch: Batch) -> int:
-        """How many inputs are predicted at a time: fewer of large networks, so that a bar moves."""
+        """Returns how many inputs are predicted at a time: fewer of large networks, so that a bar moves."""
         with explain_model_errors(self.model, lambda: batch.inputs):
             return min(_PIECE, max(_LEAST_PIECE, 4 * examples_at_once(self.plan(batch), batch)))
 
@@ -310,7 +310,7 @@ class PosteriorPredictor:
 
 
 def _large_size(prediction: Prediction) -> int:
-    """The bytes of what grows with samples × classes and with classes²; 0 where nothing of it can be spared."""
+    """Returns the bytes of what grows with samples × classes and with classes²; 0 where nothing of it can be spared."""
     if prediction.kind != "classification" or prediction.latent_var is None:
         return 0
     large = (prediction.samples, prediction.latent_cov)
@@ -318,7 +318,7 @@ def _large_size(prediction: Prediction) -> int:
 
 
 def _reduced(prediction: Prediction) -> Prediction:
-    """The prediction of classes without samples and covariances, which its probabilities, uncertainties and scores do not need.
+    """Returns the prediction of classes without samples and covariances, which its probabilities, uncertainties and scores do not need.
 
     Other predictions keep theirs: the density of a regression is made of them.
     """

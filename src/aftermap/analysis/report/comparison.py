@@ -130,12 +130,12 @@ def _time(results: Results) -> dict[str, Metric]:
 
 
 def _of_network(flat: Mapping[str, Metric], name: str) -> Metric | None:
-    """A number of the network alone: its mutual information is 0, so that for it "either" of the two is its entropy."""
+    """Returns a number of the network alone: its mutual information is 0, so that for it "either" of the two is its entropy."""
     return flat.get(name) or flat.get(name.replace(f"/{EITHER}/", "/entropy/"))
 
 
 def main_score(results: Results) -> str:
-    """The score that tells unusual data apart: the one by which inputs are flagged, else entropy, else the first there is."""
+    """Returns the score that tells unusual data apart: the one by which inputs are flagged, else entropy, else the first there is."""
     known = list(results.ood.values())
     for score in (results.provenance.get("flagged_by"), "entropy", "variance", *(known[0] if known else ())):
         if score is not None and all(score in scores for scores in known):
@@ -144,7 +144,7 @@ def main_score(results: Results) -> str:
 
 
 def score_in_words(score: str) -> str:
-    """What a score is called in a sentence.
+    """Returns what a score is called in a sentence.
 
     >>> score_in_words("either"), score_in_words("max_probability")
     ('larger rank of entropy and mutual information', 'max probability')
@@ -153,7 +153,7 @@ def score_in_words(score: str) -> str:
 
 
 def variance_notes(results: Results, map: Results | None = None) -> list[str]:
-    """For each other set, whether the network's outputs vary more on it than on the test inputs, and what that means.
+    """Says for each other set whether the network's outputs vary more on it than on the test inputs, and what that means.
 
     In a study of 56 pairs of networks and unusual data, the posterior found the unusual inputs better than the network alone (by more
     than 0.02 of AUROC) in every case with a ratio of medians above 1.3, and in none below 1.1. That is a guide and no law: where the
@@ -189,7 +189,7 @@ def variance_notes(results: Results, map: Results | None = None) -> list[str]:
 
 
 def _gain(results: Results, map: Results, data: str) -> float | None:
-    """By how much the AUROC of another set is higher than that of the network alone."""
+    """Returns by how much the AUROC of another set is higher than that of the network alone."""
     name = f"{data}/{main_score(results)}/auroc"
     ours, theirs = results.flat().get(name), _of_network(map.flat(), name)
     return None if ours is None or theirs is None else ours.value - theirs.value
@@ -367,7 +367,7 @@ def _nothing(bayesian: Results, map: Results) -> str:
 
 
 def score_notes(results: Results) -> list[str]:
-    """Which other score finds a set of unusual inputs far better than the one by which inputs are flagged.
+    """Says which other score finds a set of unusual inputs far better than the one by which inputs are flagged.
 
     Args:
         results: The evaluation of the Bayesian predictor.

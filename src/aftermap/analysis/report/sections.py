@@ -273,7 +273,7 @@ def detection(bayesian: Results, map: Results | None, threshold: Threshold | Non
 
 
 def _known(named: Mapping[str, Results], score: str, sets: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Predictor -> set -> scores, of the predictors whose scores are known for every set."""
+    """Returns the scores by predictor and set, of the predictors whose scores are known for every set."""
     known = {name: {d: column(r, score, d) for d in sets} for name, r in named.items()}
     return {name: values for name, values in known.items() if all(v is not None for v in values.values())}
 

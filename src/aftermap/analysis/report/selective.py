@@ -88,7 +88,7 @@ def _losses(results: Results) -> Array | None:
 
 
 def _score(results: Results) -> str:
-    """The score by which inputs are set aside: of classes the one by which they are flagged, where every input's is known."""
+    """Returns the score by which inputs are set aside: of classes the one by which they are flagged, where every input's is known."""
     flagged_by = results.provenance.get("flagged_by")
     classes = results.kind in ("classification", "binary")
     known = classes and flagged_by is not None and column(results, str(flagged_by)) is not None

@@ -218,14 +218,14 @@ class Checkpoint:
             )
 
     def _files(self, what: str) -> list[tuple[int, int, int, Path]]:
-        """The files of a pass: generation, process, number of processes, and path."""
+        """Returns the files of a pass: generation, process, number of processes, and path."""
         matches = [
             (m, f) for f in sorted(self.folder.iterdir()) if (m := _NAME.fullmatch(f.name)) and m["what"] == what
         ]
         return [(int(m["generation"]), int(m["rank"]), int(m["world"]), f) for m, f in matches]
 
     def _latest(self, what: str) -> tuple[int, dict[tuple[int, int], Path]]:
-        """The latest generation that counts, and its files by process.
+        """Returns the latest generation that counts, and its files by process.
 
         The first generation counts with any file, a later one only with that of process 0, which holds the earlier ones.
         """
@@ -393,7 +393,7 @@ def clear_checkpoint(folder: str | os.PathLike[str]) -> None:
 
 
 def _gathered(hashes: Tensor) -> list[Tensor]:
-    """The hashes of every process, in the order of processes."""
+    """Returns the hashes of every process, in the order of processes."""
     sizes = torch.zeros(world_size(), dtype=torch.int64)
     sizes[rank()] = len(hashes)
     all_reduce_([sizes])

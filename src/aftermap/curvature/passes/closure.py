@@ -225,7 +225,7 @@ class ClosureReading:
     _size: int = 0
 
     def model_call(self) -> ModelCall | None:
-        """The one call of the whole model."""
+        """Returns the one call of the whole model."""
         if len(self.record.model_calls) > 1:
             raise UnsupportedError(
                 f"the closure called the model {len(self.record.model_calls)} times; per-example squares need one call per "

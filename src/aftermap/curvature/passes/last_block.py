@@ -56,7 +56,7 @@ class LastBlock:
 
 
 def find_last_block(model: nn.Module, batch: Batch) -> list[str]:
-    """Names of the parameters of the last block and of all that runs after it, the head included; see `last_block`.
+    """Returns the names of the parameters of the last block and of all that runs after it, the head included; see `last_block`.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 1))
@@ -67,7 +67,7 @@ def find_last_block(model: nn.Module, batch: Batch) -> list[str]:
 
 
 def last_block(model: nn.Module, batch: Batch) -> LastBlock:
-    """The last block of a residual, convolutional or transformer network, with its head.
+    """Returns the last block of a residual, convolutional or transformer network, with its head.
 
     In a network with modules of one class that each hold two weight layers or more (residual blocks, encoder layers), the
     block is the last of these to run. Parts that each block has once, such as its attention or its perceptron, are no
@@ -105,7 +105,7 @@ def last_block(model: nn.Module, batch: Batch) -> LastBlock:
 
 
 def _is_weight_layer(module: nn.Module) -> bool:
-    """Whether a module has a weight matrix of its own. Attention is one layer with its projections."""
+    """Tells whether a module has a weight matrix of its own. Attention is one layer with its projections."""
     if isinstance(module, nn.MultiheadAttention):
         return True
     rule = find_rule(module)
@@ -172,20 +172,20 @@ class _Order:
         )
 
     def before_heads(self) -> list[str]:
-        """The weight layers that are no heads, in the order in which they ran."""
+        """Returns the weight layers that are no heads, in the order in which they ran."""
         return [path for path in self.layers if path not in self.heads]
 
     def holds(self, path: str) -> list[str]:
-        """The weight layers within a module."""
+        """Returns the weight layers within a module."""
         return [layer for layer in self.layers if path in _upwards(layer)]
 
     def is_large(self, path: str) -> bool:
-        """Whether a module holds two weight layers or more, and no head."""
+        """Tells whether a module holds two weight layers or more, and no head."""
         members = self.holds(path)
         return path != "" and len(members) > 1 and not set(members) & set(self.heads)
 
     def names_from(self, start: int) -> list[str]:
-        """The parameters whose modules run for the first time at a place or later, and those of the heads."""
+        """Returns the parameters whose modules run for the first time at a place or later, and those of the heads."""
         names = []
         for name, owners in self.used.items():
             # A parameter of a module that is never called is used by the nearest module around it that is.
@@ -196,7 +196,7 @@ class _Order:
 
 
 def _upwards(path: str) -> list[str]:
-    """A path and those of all modules around it, the innermost first.
+    """Returns a path and those of all modules around it, the innermost first.
 
     >>> _upwards("layer3.2")
     ['layer3.2', 'layer3', '']
@@ -206,7 +206,7 @@ def _upwards(path: str) -> list[str]:
 
 
 def _owners(modules: Mapping[str, nn.Module], uses: Mapping[str, int]) -> dict[str, list[str]]:
-    """The used parameters -> the paths of all modules that own each."""
+    """Returns for each used parameter the paths of all modules that own it."""
     owners: dict[int, list[str]] = {}
     for path, module in modules.items():
         for parameter in module._parameters.values():
@@ -216,7 +216,7 @@ def _owners(modules: Mapping[str, nn.Module], uses: Mapping[str, int]) -> dict[s
 
 
 def _reached(start: Node, ends: set[Node]) -> tuple[set[Node], list[Tensor]]:
-    """The nodes of a graph up to some ends, these included, and the leaves that are not behind them."""
+    """Returns the nodes of a graph up to some ends, these included, and the leaves that are not behind them."""
     seen, stack, leaves = {start}, [start], []
     while stack:
         node = stack.pop()
@@ -247,7 +247,7 @@ def _check_leaves(model: nn.Module, leaves: Sequence[Tensor]) -> None:
 
 
 def _block(order: _Order, before: Sequence[str]) -> str:
-    """The module where the last block begins."""
+    """Returns the module where the last block begins."""
     large = [path for path in order.modules if order.is_large(path)]
     kinds = Counter(_kind(order, path) for path in large if not isinstance(order.modules[path], _CONTAINERS))
     for layer in reversed(before[-1 - _MOST_BETWEEN :]):
@@ -267,7 +267,7 @@ def _kind(order: _Order, path: str) -> type[nn.Module]:
 
 
 def _plain_block(order: _Order, before: Sequence[str], large: Sequence[str]) -> str:
-    """The block of a network without modules of one class: a module that holds nothing but layers, or the last layer."""
+    """Returns the block of a network without modules of one class: a module that holds nothing but layers, or the last layer."""
     simple = [p for p in large if not any(q != p and p in _upwards(q) for q in large)]
     last = before[-1]
     inner = next((path for path in _upwards(last) if path in simple), last)

@@ -148,7 +148,7 @@ class ModelPlan:
         return [tuple(sorted(g)) for g in sorted(set(group_of.values()), key=min)]
 
     def separate_names(self, names: Sequence[str]) -> list[list[str]]:
-        """The names in groups that no layer connects, those without a rule together: gradients can be asked for one by one."""
+        """Returns the names in groups that no layer connects, those without a rule together: gradients can be asked for one by one."""
         group_of = {k: number for number, layers in enumerate(self.tied_layers) for k in layers}
         groups: dict[int, list[str]] = {}
         for name in names:
@@ -157,7 +157,7 @@ class ModelPlan:
         return list(groups.values())
 
     def numbers_per_example(self, batch: Batch) -> int:
-        """How many numbers the recorded layers put out for one example, which its gradients take; longer inputs take more."""
+        """Returns how many numbers the recorded layers put out for one example, which its gradients take; longer inputs take more."""
         return max(1, math.ceil(self.numbers * batch.numbers_per_example / max(1, self.input_numbers)))
 
     def without(self, reasons: Mapping[str, str]) -> ModelPlan:
@@ -280,7 +280,7 @@ def _is_of_other_examples(inputs: Tensor, again: Tensor, index: Tensor) -> bool:
 
 
 def _largest(values: Tensor) -> float:
-    """The largest absolute value; NaN where there is one."""
+    """Returns the largest absolute value; NaN where there is one."""
     return max(abs(float(value)) for value in values.aminmax())
 
 
@@ -562,7 +562,7 @@ def inputs_of_call(model: nn.Module, call: ModelCall) -> Any:
 
 
 def on_one_example(batch: Batch, run: Callable[[Batch], Result]) -> Result:
-    """What a function of the first example gives; of the whole batch where an argument may belong to all examples together."""
+    """Returns what a function of the first example gives; of the whole batch where an argument may belong to all examples together."""
     try:
         return run(batch.take(torch.arange(1)))
     except _FAILURES:

@@ -159,7 +159,7 @@ class ConvRows(MatrixRows):
         return replace(self, inputs=self.inputs[part], width_unfolded=unfolded)
 
     def chunks(self) -> Iterator[tuple[int, ConvRows]]:
-        """The rows of some examples at a time, each with the number of its first example, whose windows fit the cache."""
+        """Yields the rows of some examples at a time, each with the number of its first example, whose windows fit the cache."""
         step = examples_per_chunk(max(1, self.window_size) * self.groups * self.shared, _WINDOW_NUMBERS)
         for start in range(0, self.batch, step):
             yield start, self.examples(start, min(step, self.batch - start))
@@ -180,18 +180,18 @@ class ConvRows(MatrixRows):
         return DenseRows(self.examples_first().transpose(-1, -2).contiguous(), self.ones)
 
     def padded(self) -> Tensor:
-        """The input with all its padding [b, channels, *space], contiguous."""
+        """Returns the input with all its padding [b, channels, *space], contiguous."""
         padded = F.pad(self.inputs, self.pads, mode=self.mode) if any(self.pads) else self.inputs
         return padded.contiguous()
 
     def channels_last(self, pads: tuple[int, ...]) -> Tensor:
-        """A copy [b, g, *space, c] of the input, with these pads of zeros or with all of its own padding of another mode."""
+        """Returns a copy [b, g, *space, c] of the input, with these pads of zeros or with all of its own padding of another mode."""
         x = self.inputs if self.mode == "constant" else self.padded()
         last = x.unflatten(1, (self.groups, self.channels)).movedim(2, -1)
         return (F.pad(last, (0, 0, *pads)) if self.mode == "constant" and any(pads) else last).contiguous()
 
     def windows(self) -> Tensor:
-        """A view [b, channels, *kernel, *space] of all windows."""
+        """Returns a view [b, channels, *kernel, *space] of all windows."""
         x, n = self.padded(), len(self.kernel)
         strides = x.stride()
         kernel_strides = [strides[2 + d] * self.dilation[d] for d in range(n)]
@@ -204,7 +204,7 @@ class ConvRows(MatrixRows):
         return view.flip(tuple(range(2, 2 + n))) if self.flipped else view
 
     def windows_channels_last(self) -> Tensor:
-        """A copy [b·g, t, (*kernel, c)] of all windows; the kernel is not flipped."""
+        """Returns a copy [b·g, t, (*kernel, c)] of all windows; the kernel is not flipped."""
         x, n = self.channels_last(self.pads), len(self.kernel)
         strides = x.stride()
         kernel_strides = [strides[2 + d] * self.dilation[d] for d in range(n)]
@@ -217,18 +217,18 @@ class ConvRows(MatrixRows):
         return view.reshape(-1, self.shared, self.window_size)
 
     def features_first(self) -> Tensor:
-        """All windows without the ones as [g, i, b·t]: each feature is a contiguous line, as a Gram matrix wants it."""
+        """Returns all windows without the ones as [g, i, b·t]: each feature is a contiguous line, as a Gram matrix wants it."""
         view = self.windows().movedim(0, 1 + len(self.kernel))  # [channels, *kernel, b, *space]
         return view.reshape(self.groups, self.window_size, -1)
 
     def examples_first(self) -> Tensor:
-        """All windows without the ones as [b, g, i, t]."""
+        """Returns all windows without the ones as [b, g, i, t]."""
         if not self.weights:
             return self.inputs.new_zeros(self.batch, self.groups, 0, self.shared)
         return self.windows().reshape(self.batch, self.groups, self.window_size, self.shared)
 
     def dense(self) -> Tensor:
-        """All rows with the ones as [b, g, t, i], which copies every window."""
+        """Returns all rows with the ones as [b, g, t, i], which copies every window."""
         rows = self.examples_first().transpose(-1, -2)
         return append_ones(rows) if self.ones else rows
 
@@ -297,12 +297,12 @@ class ConvRows(MatrixRows):
                 sum_into_(self._weights_of(squares), part.square_(), fresh=first and start == 0)
 
     def _weights_of(self, block: Tensor) -> Tensor:
-        """A view [..., channels, *kernel] of the weights in a block [..., i]."""
+        """Returns a view [..., channels, *kernel] of the weights in a block [..., i]."""
         weights = block[..., : self.window_size] if self.ones else block
         return weights.view(*block.shape[:-1], self.channels, *self.kernel)
 
     def _weight_gradients(self, lines: Tensor, out: int) -> Iterator[GradientChunk]:
-        """The weights' gradients of every example for lines [b, g, o, t] of a layer with ``out`` channels per group."""
+        """Yields the weights' gradients of every example for lines [b, g, o, t] of a layer with ``out`` channels per group."""
         return _METHODS[choose_method(self, out, lines)](self, lines)
 
 
@@ -329,7 +329,7 @@ def choose_method(rows: ConvRows, out: int, grads: Tensor) -> Method:
 
 @lru_cache(maxsize=1024)
 def _grouped_kernel_is_fast(channels: int, out: int, kernel: tuple[int, ...], positions: int) -> bool:
-    """Whether the grouped kernel is the fastest method for a convolution of these sizes."""
+    """Tells whether the grouped kernel is the fastest method for a convolution of these sizes."""
     fills_registers = min(channels, out) >= 16 or (channels % 8 == 0 and out % 8 == 0)
     size = math.prod(kernel)
     several_examples = channels * size * out <= _GROUPED_NUMBERS // 8  # else the kernel's set-up dominates
@@ -339,7 +339,7 @@ def _grouped_kernel_is_fast(channels: int, out: int, kernel: tuple[int, ...], po
 
 
 def grouped_kernel_gradients(rows: ConvRows, lines: Tensor) -> Iterator[GradientChunk]:
-    """Per-example gradients as the weight gradient of one convolution whose groups are the examples.
+    """Yields per-example gradients as the weight gradient of one convolution whose groups are the examples.
 
     Args:
         rows: The input rows of the layer.
@@ -376,7 +376,7 @@ def grouped_kernel_gradients(rows: ConvRows, lines: Tensor) -> Iterator[Gradient
 
 @lru_cache(maxsize=1024)
 def _even_padding(pads: tuple[int, ...], dimensions: int) -> tuple[int, ...] | None:
-    """The padding per dimension as a convolution takes it; None where it is not the same at both ends."""
+    """Returns the padding per dimension as a convolution takes it; None where it is not the same at both ends."""
     if not pads:
         return (0,) * dimensions
     ends = [(pads[-2 * d - 2], pads[-2 * d - 1]) for d in range(dimensions)]
@@ -384,7 +384,7 @@ def _even_padding(pads: tuple[int, ...], dimensions: int) -> tuple[int, ...] | N
 
 
 def unfolded_gradients(rows: ConvRows, lines: Tensor) -> Iterator[GradientChunk]:
-    """Per-example gradients as products with whole windows, which are copied for some examples at a time.
+    """Yields per-example gradients as products with whole windows, which are copied for some examples at a time.
 
     The windows are copied with their channels last where a row of the kernel is then one long run of numbers, in the copy
     and in the padded input: the copy costs a fraction of the product.
@@ -413,7 +413,7 @@ def unfolded_gradients(rows: ConvRows, lines: Tensor) -> Iterator[GradientChunk]
 
 
 def kernel_row_gradients(rows: ConvRows, lines: Tensor) -> Iterator[GradientChunk]:
-    """Per-example gradients of a 2-dimensional convolution, one product for each row of its kernel.
+    """Yields per-example gradients of a 2-dimensional convolution, one product for each row of its kernel.
 
     Args:
         rows: The input rows of the layer, with a stride of one along the height and a kernel that is not flipped.
@@ -446,7 +446,7 @@ def kernel_row_gradients(rows: ConvRows, lines: Tensor) -> Iterator[GradientChun
 
 
 def unfold_width(rows: ConvRows) -> Tensor:
-    """The input of a 2-dimensional convolution, unfolded along its width: [b, g, positions (h, w), (kernel width, c)].
+    """Returns the input of a 2-dimensional convolution, unfolded along its width: [b, g, positions (h, w), (kernel width, c)].
 
     Few columns lie as lines, each of them contiguous; many lie side by side.
     """
@@ -474,7 +474,7 @@ def unfold_width(rows: ConvRows) -> Tensor:
 
 
 def _unfolded_height(rows: ConvRows) -> tuple[int, int]:
-    """How many rows of zeros stand above the input, which are not unfolded, and how many rows are unfolded."""
+    """Returns how many rows of zeros stand above the input, which are not unfolded, and how many rows are unfolded."""
     above, below = rows.pads[2:4] if rows.pads else (0, 0)
     height = rows.inputs.shape[2]
     if rows.mode != "constant":

@@ -340,7 +340,7 @@ class LowRankBlockPosterior(BlockPosterior):
     def functional_covariance(
         self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
     ) -> list[Tensor]:
-        """J Σ Jᵀ layer by layer: the prior's variance less what the k directions explain.
+        """Returns J Σ Jᵀ layer by layer: the prior's variance less what the k directions explain.
 
         The difference cancels where little of the prior's variance is left. Such examples are computed as sums of squares.
         """
@@ -362,7 +362,7 @@ class LowRankBlockPosterior(BlockPosterior):
         return [torch.cat(covariances) for covariances in parts]
 
     def _sums_of_squares(self, gradients: LayerGradients, start: int, length: int, diagonal: bool) -> Tensor:
-        """J Σ Jᵀ of some examples without a difference, whatever the prior."""
+        """Returns J Σ Jᵀ of some examples without a difference, whatever the prior."""
         stride, end = examples_per_chunk(2 * gradients.n_vectors * self.size), start + length
         pieces = [(first, min(stride, end - first)) for first in range(start, end, stride)]
         rows = (self.gradient_rows(gradients.per_example(self.names, *piece)) for piece in pieces)
@@ -410,7 +410,7 @@ class _Explained:
         return _Explained(prior, inside.unflatten(0, (length, vectors)), gradients.vectors.dtype, diagonal)
 
     def covariance(self, posterior: LowRankBlockPosterior) -> Tensor | None:
-        """J Σ Jᵀ under a prior and a scale; None where the difference, or rounding of the gradients, may have taken its digits."""
+        """Returns J Σ Jᵀ under a prior and a scale; None where the difference, or rounding of the gradients, may have taken its digits."""
         size = CurvatureSize.of(posterior._gain - 1)
         tolerance = digits_tolerance(self.dtype)
         if size.data_rounding(self.dtype) > tolerance:
@@ -436,12 +436,12 @@ class _Explained:
 
 
 def _largest(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """How many numbers the largest parameter has."""
+    """Returns how many numbers the largest parameter has."""
     return max(math.prod(s) for s in shapes.values())
 
 
 def _places(shapes: Mapping[str, tuple[int, ...]]) -> Iterator[slice]:
-    """Where each parameter stands in a vector over all of them."""
+    """Returns where each parameter stands in a vector over all of them."""
     start = 0
     for shape in shapes.values():
         stop = start + math.prod(shape)

@@ -112,7 +112,7 @@ class VarianceErrors:
     def may_matter(
         size: CurvatureSize, gradients: Tensor, prior: Tensor, variance: Tensor, decomposition: float, residuals: float
     ) -> bool:
-        """Whether an error could be too large, by bounds that need neither Σ nor w.
+        """Tells whether an error could be too large, by bounds that need neither Σ nor w.
 
         By the inequality of Cauchy and Schwarz w_j² ≤ v Σ_jj ≤ v/D_j, and wᵀDw ≤ v.
 

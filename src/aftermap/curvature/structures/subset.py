@@ -99,7 +99,7 @@ class ExampleDraw:
             )
 
     def _draw(self) -> Tensor:
-        """The numbers of the chosen examples, the same in every process."""
+        """Returns the numbers of the chosen examples, the same in every process."""
         if self.size == self.total:
             return torch.arange(self.total)
         generator = self._problem.generator
@@ -108,7 +108,7 @@ class ExampleDraw:
         return torch.randperm(self.total, generator=torch.Generator().manual_seed(seed))[: self.size]
 
     def choose(self, batch: Batch) -> Batch | None:
-        """The chosen examples of the next batch; None where it has none."""
+        """Returns the chosen examples of the next batch; None where it has none."""
         there = torch.arange(batch.size) if batch.weight is None else (batch.weight > 0).nonzero()[:, 0].cpu()
         wanted = self._wanted[self._place : self._place + len(there)]
         self._place += len(there)
@@ -173,12 +173,12 @@ class SubsetSum(PerExampleSum):
         self._used += count
 
     def block(self) -> LowRankBlock:
-        """The block; in a process group from the rows of all processes."""
+        """Returns the block; in a process group from the rows of all processes."""
         vectors, values = self._from_rows() if self._matrix is None else self._from_matrix(self._matrix)
         return LowRankBlock("all", self.shapes, vectors, values * (self.draw.total / self.draw.size))
 
     def _from_matrix(self, sums: FullSum) -> tuple[Tensor, Tensor]:
-        """U and l of AᵀA, which is the smaller matrix."""
+        """Returns U and l of AᵀA, which is the smaller matrix."""
         matrix = sums.block().matrix
         all_reduce_([matrix])
         values, vectors = psd_eigh(matrix, what="the curvature of the chosen examples")
@@ -186,7 +186,7 @@ class SubsetSum(PerExampleSum):
         return vectors[:, leading], values[leading]
 
     def _from_rows(self) -> tuple[Tensor, Tensor]:
-        """U and l from AAᵀ, which is the smaller matrix."""
+        """Returns U and l from AAᵀ, which is the smaller matrix."""
         rows = self._gathered()
         step = max(1, _NUMBERS // max(1, len(rows)))
         gram = GramSum(1, len(rows), torch.float64, rows.device)
@@ -205,7 +205,7 @@ class SubsetSum(PerExampleSum):
         return (vectors @ turn).flip(1), values.flip(0)
 
     def _gathered(self) -> Tensor:
-        """The rows of all processes."""
+        """Returns the rows of all processes."""
         counts = torch.zeros(world_size(), dtype=torch.int64)
         counts[rank()] = self._used
         all_reduce_([counts])
@@ -219,14 +219,14 @@ class SubsetSum(PerExampleSum):
         return rows
 
     def _leading(self, values: Tensor) -> Tensor:
-        """Places of the leading eigenvalues that are more than rounding, the largest first."""
+        """Returns the places of the leading eigenvalues that are more than rounding, the largest first."""
         order = torch.arange(len(values) - 1, -1, -1, device=values.device)
         order = order[values[order] > len(values) * torch.finfo(torch.float64).eps * values.max()]
         return order[: self.keep]
 
 
 def fit_subset(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
-    """The leading directions of the Gauss-Newton matrix of some examples, of the data of all processes."""
+    """Returns the leading directions of the Gauss-Newton matrix of some examples, of the data of all processes."""
     shapes = problem.shapes
     size = sum(math.prod(s) for s in shapes.values())
     draw = ExampleDraw(problem, size)
@@ -238,7 +238,7 @@ def fit_subset(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts
 
 
 def subset_work(parameters: int, rows: int, keep: int | None) -> DenseWork:
-    """The Gram matrix of the rows, or of the parameters where these are fewer, its eigenvectors, and their QR decomposition."""
+    """Returns the work on the Gram matrix of the rows, or of the parameters where these are fewer, its eigenvectors, and their QR decomposition."""
     if parameters <= rows:
         return DenseWork(0.0, (parameters,))
     directions = rows if keep is None else min(keep, rows)
