@@ -264,7 +264,7 @@ def _count(source: Source) -> str:
         return "one batch of"
 
 
-def _layers(factors: Any) -> Table:
+def _layers(factors: Factors) -> Table:
     table = plain_table("layer", "parameters", "curvature", "treated by", right=("parameters",))
     for block in factors.blocks:
         first = factors.treatment[next(iter(block.shapes))]

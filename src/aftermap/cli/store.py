@@ -164,7 +164,7 @@ class Fitted:
 
 
 def calibrate(
-    predictor: Any, batches: Batches, options: Mapping[str, Any], rate: float, seed: int
+    predictor: Laplace | TrainedPosterior, batches: Batches, options: Mapping[str, Any], rate: float, seed: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the thresholds of every score as plain values, and the scores on held-out data as tensors (see `Reference`)."""
     with_generator = {**options, "generator": torch.Generator().manual_seed(seed)}
@@ -173,7 +173,9 @@ def calibrate(
     return reference.to_dict(), reference.to_tensors()
 
 
-def self_check(predictor: Any, validation: Source | None, options: Mapping[str, Any]) -> SelfCheck | CavityCheck | None:
+def self_check(
+    predictor: Laplace | TrainedPosterior, validation: Source | None, options: Mapping[str, Any]
+) -> SelfCheck | CavityCheck | None:
     """Compares the network with the Bayesian predictive: on at most 1,000 held-out examples, or as far as tuning could judge without them."""
     if validation is None:
         return getattr(getattr(predictor, "tuning", None), "check", None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import torch
 from torch import nn
 
 from aftermap.cli import options as o
@@ -23,6 +22,7 @@ from aftermap.cli.training import (
     DAMPINGS,
     HISTORY,
     RATES,
+    Optimizer,
     Recipe,
     Run,
     enough_epochs,
@@ -33,6 +33,7 @@ from aftermap.data import Examples
 from aftermap.distributed import fail_together, process_group, rank, world_size
 from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
+from aftermap.optim.base import VariationalOptimizer
 
 __all__ = ["TrainOptions", "half_deviation", "standardise", "train"]
 
@@ -79,6 +80,18 @@ class TrainOptions:
     ] = None
     checkpoint_seconds: Annotated[float, o.option("The seconds between checkpoints within an epoch.")] = 30.0
 
+    def of_recipe(self, n_data: int, batch_size: int) -> dict[str, Any]:
+        """Returns what these options decide of a recipe; what was not said follows from the optimiser and the data."""
+        return {
+            "optimizer": self.optimizer,
+            "epochs": self.epochs or enough_epochs(n_data, batch_size),
+            "lr": RATES[self.optimizer] if self.lr is None else self.lr,
+            "prior_precision": self.prior_precision,
+            "damping": DAMPINGS[self.optimizer] if self.damping is None else self.damping,
+            "mc_samples": self.mc_samples,
+            "temperature": self.temperature,
+        }
+
 
 @o.command(without=("kind", "score"), by_all=True, batch_size=128, samples=32)
 def train(
@@ -110,25 +123,20 @@ def train(
             standardise(network, source)
         task = resolve_task(model.task, network, source)
         likelihood = likelihood_of(task, training.noise, lambda: half_deviation(source))
+        noise = float(likelihood.noise) if isinstance(likelihood, Gaussian) else None
         recipe = Recipe(
             model=model.model,
             options=model_config["options"],
             data=source.spec,
             n_data=len(examples),
             task=task,
-            noise=float(likelihood.noise) if isinstance(likelihood, Gaussian) else None,
-            optimizer=training.optimizer,
-            epochs=training.epochs or enough_epochs(len(examples), data.batch_size),
+            noise=noise,
             batch_size=data.batch_size,
-            lr=RATES[training.optimizer] if training.lr is None else training.lr,
-            prior_precision=training.prior_precision,
-            damping=DAMPINGS[training.optimizer] if training.damping is None else training.damping,
-            mc_samples=training.mc_samples,
-            temperature=training.temperature,
             seed=run.seed,
+            **training.of_recipe(len(examples), data.batch_size),
         )
         progress = Run(output, recipe)
-        optimizer: Any = _start(progress, network, likelihood, run.force, reporter)
+        optimizer = _start(progress, network, likelihood, run.force, reporter)
         train_network(
             progress,
             network,
@@ -146,7 +154,7 @@ def train(
         with fail_together("saving"):
             if rank() == 0:
                 save_weights(network, weights)
-            if recipe.optimizer == "adam":
+            if not isinstance(optimizer, VariationalOptimizer):
                 reporter.line(f"weights in {weights}; next:")
                 reporter.line(f"  {_fit_command(recipe.model, weights, sets, data)}")
             else:
@@ -196,9 +204,7 @@ def _in_memory(training: Source) -> Examples:
     return training.examples
 
 
-def _start(
-    run: Run, network: nn.Module, likelihood: Likelihood, force: bool, reporter: Reporter
-) -> torch.optim.Optimizer:
+def _start(run: Run, network: nn.Module, likelihood: Likelihood, force: bool, reporter: Reporter) -> Optimizer:
     """Makes the optimiser, and takes it up where the run stopped, if it did."""
     recipe, output = run.recipe, run.folder
     n_params = sum(p.numel() for p in network.parameters())

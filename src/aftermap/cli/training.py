@@ -32,6 +32,7 @@ from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.likelihoods import Likelihood
 from aftermap.models import evaluation_mode
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC, warmup
+from aftermap.optim.base import VariationalOptimizer
 from aftermap.progress import progress
 from aftermap.writing import replaced_file
 
@@ -40,6 +41,7 @@ __all__ = [
     "DAMPINGS",
     "HISTORY",
     "RATES",
+    "Optimizer",
     "Recipe",
     "Run",
     "enough_epochs",
@@ -48,6 +50,7 @@ __all__ = [
     "validation_numbers",
 ]
 
+Optimizer = VariationalOptimizer | torch.optim.Adam
 _LEAST_STEPS = 500  # that small data are trained for, where nobody said how long
 CHECKPOINT, HISTORY = "checkpoint.pt", "history.json"
 RATES = {"vogn": 3e-3, "ogn": 3e-3, "ivon": 0.5, "kfac": 3e-3, "noisy_kfac": 3e-3, "adam": 1e-3}
@@ -112,7 +115,7 @@ def enough_epochs(n_data: int, batch_size: int) -> int:
     return max(10, math.ceil(_LEAST_STEPS / max(1, math.ceil(n_data / batch_size))))
 
 
-def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> torch.optim.Optimizer:
+def make_optimizer(recipe: Recipe, model: nn.Module, likelihood: Likelihood) -> Optimizer:
     """Makes the optimiser of a recipe; variational ones warm their temperature up during the first half."""
     common: dict[str, Any] = {"lr": recipe.lr, "n_data": recipe.n_data, "prior_precision": recipe.prior_precision}
     common["damping"] = recipe.damping
@@ -150,7 +153,7 @@ class Run:
         self.step = 0
         self.history: list[dict[str, float]] = []
 
-    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    def resume(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Takes up a checkpoint, if there is one of the same recipe.
 
         Process 0, which wrote it, reads it for all: processes on other machines may have no such folder, and would begin anew.
@@ -190,7 +193,7 @@ class Run:
         record: dict[str, Any] = saved
         return record
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def save(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Writes a checkpoint beside the old one, then takes its place; process 0 does it for all."""
         broadcast_(list(model.buffers()))
         with fail_together("saving a checkpoint"):
@@ -221,7 +224,7 @@ def _rest(recipe: Recipe, step: int) -> Iterator[Tensor]:
 def train_network(
     run: Run,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     data: Examples,
     likelihood: Likelihood,
     *,
@@ -309,9 +312,9 @@ def validation_numbers(
     return {**numbers, "validation_rmse": math.sqrt(squares / count)}
 
 
-def _step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, likelihood: Likelihood) -> float:
+def _step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor, likelihood: Likelihood) -> float:
     """Makes one step on the mean negative log-likelihood of a batch that is shared out over the processes."""
-    if not isinstance(optimizer, torch.optim.Adam):
+    if isinstance(optimizer, VariationalOptimizer):
         # The optimiser sums gradients and curvatures over processes by itself.
         return float(optimizer.step(lambda: likelihood.nll(model(x), y).mean()))
     optimizer.zero_grad()

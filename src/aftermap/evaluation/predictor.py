@@ -31,8 +31,9 @@ __all__ = [
 class Predictor(Protocol):
     """Anything that predicts: Laplace, an optimiser's posterior, every baseline, or an object of your own."""
 
-    def predict(self, x: Any, **options: Any) -> Prediction:
-        """Returns a Prediction for the inputs x."""
+    @property
+    def predict(self) -> Callable[..., Prediction]:
+        """The function that returns a Prediction for the inputs x, with options of the predictor's own."""
         ...
 
 

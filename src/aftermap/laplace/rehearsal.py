@@ -29,6 +29,7 @@ from aftermap.posteriors.base import has_noise
 from aftermap.progress import showing, waiting
 
 if TYPE_CHECKING:
+    from aftermap.laplace.fitted import Fitted
     from aftermap.laplace.laplace import Laplace
 
 __all__ = ["Rehearsal", "decomposition_seconds", "dense_seconds", "rehearse", "seconds_per_input", "tuning_seconds"]
@@ -313,7 +314,7 @@ def _tuning_seconds(
         data = _ClockedData(batch, size)
         own_fit = replace(fitted, data=data)
 
-        def tune(own_fit: Any = own_fit, data: _ClockedData = data) -> None:
+        def tune(own_fit: Fitted = own_fit, data: _ClockedData = data) -> None:
             laplace._fitted = own_fit
             laplace.tune(None if validation is None else [_as_tuple(data.parts[-1])])
 

@@ -45,12 +45,13 @@ from aftermap.params import named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.predictive import TrainedPosterior
 
-__all__ = ["Group", "VariationalOptimizer"]
+__all__ = ["Group", "PerWeight", "VariationalOptimizer"]
 
 _VERSION = 1  # of a saved state
 # A group of parameters has so many streams of noise: 0 for training, 1 for evaluation, 2 for the GGN's vectors.
 _STREAMS = 4
 Group = dict[str, Any]
+PerWeight = float | list[Tensor]  # one number for all weights of a group, or a tensor for each parameter
 
 
 class _LeftOut(Exception):
@@ -177,7 +178,7 @@ class VariationalOptimizer(Optimizer, ABC):
         tempered = self.settings.n_effective / self.temperature
         return [g["prior_precision"] + tempered * g["damping"] for g in self.param_groups]
 
-    def _prior(self, group: Group, params: Sequence[Tensor]) -> tuple[Any, Any]:
+    def _prior(self, group: Group, params: Sequence[Tensor]) -> tuple[PerWeight, PerWeight]:
         """Returns (τδ/N, μ₀): numbers, or lists of tensors where a prior per weight was set."""
         factor = self.temperature / self.settings.n_effective
         number, center = factor * group["prior_precision"], group["prior_mean"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aftermap.optim.base import Group, VariationalOptimizer
+from aftermap.optim.base import Group, PerWeight, VariationalOptimizer
 from aftermap.optim.options import Schedule, constructor_options
 from aftermap.optim.statistics import StepStatistics
 from aftermap.optim.vogn import add_pull_of_prior_, damped_curvature, draw_weights, new_momentum_
@@ -26,7 +26,7 @@ __all__ = ["IVON", "estimate_hessian_", "new_hessian_", "new_mean_"]
 
 
 def estimate_hessian_(products: list[Tensor], damped: list[Tensor], scale: float) -> None:
-    """Returns ĥ = ĝ ∘ ε / σ = scale · products · √(h + c + γ), with scale · products = ĝ ∘ ε √(N/τ); ``damped`` = h + c + γ."""
+    """Turns products into ĥ = ĝ ∘ ε / σ = scale · products · √(h + c + γ), with scale · products = ĝ ∘ ε √(N/τ); ``damped`` = h + c + γ."""
     torch._foreach_mul_(products, torch._foreach_sqrt(damped))
     torch._foreach_mul_(products, scale)  # eq. (5)
 
@@ -45,8 +45,8 @@ def new_mean_(
     damped: list[Tensor],
     rate: float,
     correction: float,
-    prior: Any,
-    prior_mean: Any,
+    prior: PerWeight,
+    prior_mean: PerWeight,
     clip_radius: float = math.inf,
 ) -> None:
     """Updates μ ← μ − α (m/(1 − β₁ᵗ) + c (μ − μ₀)) / (h + c + γ), with entries of the quotient cut to ± clip_radius.

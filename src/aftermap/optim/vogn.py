@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.likelihoods import Likelihood
-from aftermap.optim.base import Group, VariationalOptimizer
+from aftermap.optim.base import Group, PerWeight, VariationalOptimizer
 from aftermap.optim.options import Schedule, constructor_options
 
 __all__ = [
@@ -34,7 +34,7 @@ __all__ = [
 _TINY = 1e-12  # a deterministic weight without prior, damping and curvature does not move
 
 
-def damped_curvature(curvature: list[Tensor], prior: Any, damping: float) -> list[Tensor]:
+def damped_curvature(curvature: list[Tensor], prior: PerWeight, damping: float) -> list[Tensor]:
     """Returns s + c + γ, where c is a number or a list of tensors."""
     if isinstance(prior, list):
         sums = torch._foreach_add(curvature, prior)
@@ -54,8 +54,8 @@ def new_momentum_(
     grads: list[Tensor],
     scale: float,
     mean: list[Tensor],
-    prior: Any,
-    prior_mean: Any,
+    prior: PerWeight,
+    prior_mean: PerWeight,
     beta: float,
     *,
     normalised: bool,
@@ -67,12 +67,15 @@ def new_momentum_(
     add_pull_of_prior_(momentum, mean, prior, prior_mean, weight)
 
 
-def add_pull_of_prior_(values: list[Tensor], mean: list[Tensor], prior: Any, prior_mean: Any, weight: float) -> None:
+def add_pull_of_prior_(
+    values: list[Tensor], mean: list[Tensor], prior: PerWeight, prior_mean: PerWeight, weight: float
+) -> None:
     """Adds weight · c (μ − μ₀), where c and μ₀ are numbers or lists of tensors."""
     if isinstance(prior, list):
         torch._foreach_addcmul_(values, prior, torch._foreach_sub(mean, prior_mean), value=weight)
     elif prior:
         torch._foreach_add_(values, mean, alpha=prior * weight)
+        assert not isinstance(prior_mean, list)  # Numbers go together, and so do tensors.
         if prior_mean:
             torch._foreach_sub_(values, prior * weight * prior_mean)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.errors import InputError
+from aftermap.evaluation.predictor import Predictor
 from aftermap.predictive import Prediction
 
 __all__ = ["ModelSnapshot", "check_predictor", "check_unchanged"]
@@ -99,7 +100,7 @@ def _same(old: tuple[int, Tensor] | None, new: tuple[int, Tensor] | None) -> boo
     return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)) and torch.equal(a.isnan(), b.isnan()))
 
 
-def check_predictor(predictor: Any, x: Tensor, *, differentiable: bool = True) -> None:
+def check_predictor(predictor: Predictor, x: Tensor, *, differentiable: bool = True) -> None:
     """Runs the whole contract on a fitted predictor.
 
     It checks that the answer is a `Prediction` of every input with finite numbers; probabilities are probabilities; the
@@ -131,7 +132,7 @@ def check_predictor(predictor: Any, x: Tensor, *, differentiable: bool = True) -
         _check_gradient(predictor, x)
 
 
-def _predict(predictor: Any, x: Tensor, seed: int = _SEED, **options: Any) -> Prediction:
+def _predict(predictor: Predictor, x: Tensor, seed: int = _SEED, **options: Any) -> Prediction:
     prediction = predictor.predict(x, generator=torch.Generator().manual_seed(seed), **options)
     if not isinstance(prediction, Prediction):
         raise AssertionError(f"predict must return a Prediction, got {type(prediction).__name__}")
@@ -143,7 +144,7 @@ def _require(condition: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def _check_form(predictor: Any, x: Tensor) -> None:
+def _check_form(predictor: Predictor, x: Tensor) -> None:
     prediction = _predict(predictor, x)
     _require(len(prediction) == len(x), f"{len(x)} inputs gave {len(prediction)} predictions")
     parts = {
@@ -171,13 +172,13 @@ def _check_form(predictor: Any, x: Tensor) -> None:
         )
 
 
-def _check_repeats(predictor: Any, x: Tensor) -> None:
+def _check_repeats(predictor: Predictor, x: Tensor) -> None:
     first, again = _predict(predictor, x), _predict(predictor, x)
     _require(torch.equal(first.mean, again.mean), "the same seed gave two different means")
     _require(torch.equal(first.epistemic, again.epistemic), "the same seed gave two different uncertainties")
 
 
-def _check_leaves_alone(predictor: Any, x: Tensor) -> None:
+def _check_leaves_alone(predictor: Predictor, x: Tensor) -> None:
     models = [m for m in (getattr(predictor, "model", None),) if isinstance(m, nn.Module)]
     models += [m for m in getattr(predictor, "models", []) if isinstance(m, nn.Module)]
     before = [ModelSnapshot.of(model) for model in models]
@@ -189,7 +190,7 @@ def _check_leaves_alone(predictor: Any, x: Tensor) -> None:
     _require(torch.equal(x, inputs), "the inputs were changed")
 
 
-def _check_alone(predictor: Any, x: Tensor) -> None:
+def _check_alone(predictor: Predictor, x: Tensor) -> None:
     """Checks that where the seed does not matter, the other inputs of the batch do not matter either."""
     whole = _predict(predictor, x)
     if not torch.equal(whole.mean, _predict(predictor, x, _SEED + 1).mean):
@@ -198,7 +199,7 @@ def _check_alone(predictor: Any, x: Tensor) -> None:
     torch.testing.assert_close(alone, whole.mean, msg="an input alone is predicted otherwise than among others")
 
 
-def _check_bad_input(predictor: Any, x: Tensor) -> None:
+def _check_bad_input(predictor: Predictor, x: Tensor) -> None:
     bad = x.clone()
     bad[1] = math.nan
     try:
@@ -208,7 +209,7 @@ def _check_bad_input(predictor: Any, x: Tensor) -> None:
     raise AssertionError("inputs that are NaN must raise an InputError (DataError)")
 
 
-def _check_unknown_option(predictor: Any, x: Tensor) -> None:
+def _check_unknown_option(predictor: Predictor, x: Tensor) -> None:
     """Checks that a misspelt option is not swallowed: the answer would be another one than the user asked for."""
     try:
         predictor.predict(x, no_such_option=1)
@@ -217,7 +218,7 @@ def _check_unknown_option(predictor: Any, x: Tensor) -> None:
     raise AssertionError("predict must refuse an option that it does not have; name its arguments instead of **options")
 
 
-def _check_gradient(predictor: Any, x: Tensor) -> None:
+def _check_gradient(predictor: Predictor, x: Tensor) -> None:
     """Checks the derivative of the summed log of the mean along a random direction, for the same samples."""
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(_SEED), dtype=x.dtype)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from aftermap.analysis.figures.where_maps import (
 from aftermap.analysis.weights import CONTRACTION_EDGES, SNR_EDGES
 from aftermap.errors import InputError, ShapeError
 from aftermap.lazy import optional
+
+if TYPE_CHECKING:
+    from aftermap.analysis.result import Where
 
 __all__ = [
     "FIGURES",
@@ -196,7 +199,7 @@ def layer_calibration(
 # From a result of `where` to a Figure.
 
 
-def _layers(where: Any, **options: Any) -> Any:
+def _layers(where: Where, **options: Any) -> Any:
     total = sum(k.n_parameters for k in where.layers)
     return layer_shares(
         where.layer_names,
@@ -206,7 +209,7 @@ def _layers(where: Any, **options: Any) -> Any:
     ).figure
 
 
-def _filters(where: Any, layer: str | None = None, **options: Any) -> Any:
+def _filters(where: Where, layer: str | None = None, **options: Any) -> Any:
     """Draws by default the first convolution, or without one the first dense layer."""
     if layer is None:
         kinds = {k.name: k.layer.kind for k in where.layers}
@@ -220,19 +223,19 @@ def _filters(where: Any, layer: str | None = None, **options: Any) -> Any:
     return filter_maps(maps[0].value, maps[0].deviation, contraction=contraction, **options)
 
 
-def _weights(where: Any, **options: Any) -> Any:
+def _weights(where: Where, **options: Any) -> Any:
     contraction = {k.name: k.weights.contraction_counts for k in where.layers}
     snr = {k.name: k.weights.snr_counts for k in where.layers}
     return weight_histograms(contraction, snr, CONTRACTION_EDGES, SNR_EDGES, **options)
 
 
-def _classes(where: Any, **options: Any) -> Any:
+def _classes(where: Where, **options: Any) -> Any:
     if where.classes.covariance is None:
         raise InputError(f"covariances of {len(where.classes.labels)} outputs were not taken: there are too many")
     return class_matrix(where.classes.covariance, where.classes.labels, **options).figure
 
 
-def _pairs(where: Any, **options: Any) -> Any:
+def _pairs(where: Where, **options: Any) -> Any:
     if where.classes.pairs is None:
         raise InputError("there are no pairs of true and predicted classes: this needs labels, one per input")
     options = {"title": "epistemic uncertainty (nats)", "x": "predicted", "y": "true", "signed": False, **options}
@@ -241,7 +244,7 @@ def _pairs(where: Any, **options: Any) -> Any:
     return class_matrix(where.classes.pairs, names, **options).figure
 
 
-def _captions(where: Any) -> list[str]:
+def _captions(where: Where) -> list[str]:
     """Returns true class → predicted class, or the answer ± its deviation, for each input."""
     inputs, names = where.inputs, where.classes.labels
     predictions = inputs.predictions
@@ -261,19 +264,19 @@ def _arrow(true: str, answer: str) -> str:
     return f"{short_name(true, 13)}{gap}→ {short_name(answer, 13)}"
 
 
-def _inputs(where: Any, **options: Any) -> Any:
+def _inputs(where: Where, **options: Any) -> Any:
     options.setdefault("unit", "nats" if where.kind in ("classification", "binary") else "(variance)")
     inputs = where.inputs
     return uncertain_inputs(inputs.inputs, inputs.epistemic, inputs.aleatoric, _captions(where), **options)
 
 
-def _saliency(where: Any, **options: Any) -> Any:
+def _saliency(where: Where, **options: Any) -> Any:
     if where.inputs.saliency is None:
         raise InputError("no saliency maps were made; ask for them: where(predictor, loader, saliency=True)")
     return saliency_maps(where.inputs.inputs, where.inputs.saliency, _captions(where), **options)
 
 
-def _calibration(where: Any, **options: Any) -> Any:
+def _calibration(where: Where, **options: Any) -> Any:
     columns = where.table("calibration")
     names = ("layer", "measured", "standard error", "linearised", "½γ")
     return layer_calibration(*(columns[n] for n in names), **options).figure
@@ -292,7 +295,7 @@ _DRAWN: dict[str, Callable[..., Any]] = {
 FIGURES = tuple(_DRAWN)
 
 
-def draw(name: str, where: Any, **options: Any) -> Any:
+def draw(name: str, where: Where, **options: Any) -> Any:
     """Draws one of `FIGURES` from a result of `where` and returns the matplotlib Figure.
 
     Args:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from aftermap.errors import InputError
 from aftermap.prior import Prior
+
+if TYPE_CHECKING:
+    from aftermap.curvature.structures.base import BlockPosterior
 
 __all__ = ["Block", "same_names"]
 
@@ -80,7 +83,7 @@ class Block(ABC):
         damping: str,
         dtype: torch.dtype,
         n_data: float,
-    ) -> Any:
+    ) -> BlockPosterior:
         """Returns the `BlockPosterior` with precision s·H + P₀ of this block H.
 
         Args:
