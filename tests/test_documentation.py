@@ -14,6 +14,7 @@ import subprocess
 import tomllib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,28 @@ def test_the_paths_on_the_page_on_architecture_exist() -> None:
             assert hasattr(value, part), f"{file} has no {step}"
             value = getattr(value, part)
         assert value.__module__ == module.__name__, f"{step} is not in {file}"
+
+
+def test_the_classes_on_the_page_on_architecture_are_those_of_the_code() -> None:
+    from aftermap.curvature.passes.backward import Accumulator
+    from aftermap.curvature.structures.base import Structure
+    from aftermap.laplace.fitted import Fitted
+    from aftermap.posteriors.base import Hyperparameters
+
+    code = "\n".join(re.findall(r"^```py\n(.*?)^```", text_of("architecture.md"), re.DOTALL | re.MULTILINE))
+    shown = {node.name: node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ClassDef)}
+    assert set(shown) == {"Accumulator", "Structure", "Hyperparameters", "Fitted"}
+    for kind in (Structure, Hyperparameters, Fitted):
+        names = [
+            n.target.id
+            for n in shown[kind.__name__].body
+            if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+        ]
+        assert names == [f.name for f in fields(kind)]
+    methods = {node.name for node in shown["Accumulator"].body if isinstance(node, ast.FunctionDef)}
+    assert methods == {
+        name for name, value in vars(Accumulator).items() if callable(value) and not name.startswith("_")
+    }
 
 
 def test_the_order_of_imports_on_the_page_is_the_one_that_is_tested() -> None:

@@ -254,7 +254,7 @@ class FeatureDetector(Detector, Generic[Statistics]):
 
     @abstractmethod
     def _learn(self, reader: FeatureReader, batches: Iterator[FeatureBatch]) -> Statistics:
-        """Learns from the features of the training data."""
+        """Returns the statistics of the training data's features that a fit keeps."""
 
     @abstractmethod
     def _of_features(self, statistics: Statistics, batch: FeatureBatch) -> Tensor:

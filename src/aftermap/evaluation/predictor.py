@@ -83,7 +83,6 @@ def predict_all(
     options: Mapping[str, Any] | None = None,
     unpack: Unpack | None = None,
     need_targets: bool = True,
-    keep_samples: bool = False,
     on_inputs: Callable[[Any], None] | None = None,
 ) -> PredictedData:
     """Predicts a whole data set, batch by batch.
@@ -94,7 +93,6 @@ def predict_all(
         options: Options that are passed to ``predict``.
         unpack: A function that turns a batch of another form into (inputs, targets).
         need_targets: Whether to refuse data without targets.
-        keep_samples: Whether to keep the S samples of every example, which takes S times the memory of the mean.
         on_inputs: A function that is called with the inputs of every batch, for what else is computed for the same
             examples of data that may be shuffled or read only once.
 
@@ -109,7 +107,7 @@ def predict_all(
     digest = hashlib.sha256()
     predictions, targets, shape = [], [], None
     for batch in iterate(data, device=device, dtype=None, unpack=unpack):
-        prediction = without_samples(predictor.predict(batch.inputs, **(options or {})), keep_samples=keep_samples)
+        prediction = without_samples(predictor.predict(batch.inputs, **(options or {})))
         predictions.append(prediction.cpu())
         if on_inputs is not None:
             on_inputs(batch.inputs)
@@ -131,14 +129,13 @@ def predict_all(
     return PredictedData(Prediction.concatenate(predictions), joined, f"sha256:{digest.hexdigest()}", shape)
 
 
-def without_samples(prediction: Prediction, *, keep_samples: bool = False) -> Prediction:
+def without_samples(prediction: Prediction) -> Prediction:
     """Returns a detached prediction without covariances and, for classes, without samples: metrics need neither, and they fill memory.
 
     The samples of other predictions are kept, since their density and quantiles are made of them.
     """
     prediction = prediction.detach()
-    classes = prediction.kind in ("classification", "binary")
-    if keep_samples or not classes:
+    if prediction.kind not in ("classification", "binary"):
         return replace(prediction, latent_cov=None, latent_var=_variance(prediction))
     return replace(
         prediction, samples=None, sample_variance=None, weights=None, latent_cov=None, latent_var=_variance(prediction)

@@ -26,6 +26,7 @@ from aftermap.predictive.sampling import weight_samples
 __all__ = ["GridResult", "search_grid"]
 
 _EQUAL = 1e-9  # nats of the mean loss, relative to its size, by which no two grid points differ
+_FIRST_STAGE = 500  # examples of the coarse stage
 _KINDS = ("linearised", "sampling")  # A cheap prediction is made with what was tuned for the exact one.
 
 
@@ -64,7 +65,6 @@ def search_grid(
     samples: int = 100,
     precisions: Sequence[float] | None = None,
     scales: Sequence[float] | None = None,
-    first_stage: int = 500,
 ) -> GridResult:
     """Searches a grid of (c, τ) for the least mean negative log predictive probability.
 
@@ -75,9 +75,8 @@ def search_grid(
         kind: The predictive to score: "linearised" or "sampling".
         link: How the linearised predictive turns the Gaussian over logits into probabilities.
         samples: The number of draws that the predictive averages over.
-        precisions: The ratios τ/c to try; None searches in two stages, coarse on ``first_stage`` examples, then fine on all.
+        precisions: The ratios τ/c to try; None searches in two stages, coarse on 500 examples, then fine on all.
         scales: The values of c to try.
-        first_stage: The number of examples of the coarse stage.
     """
     checks.choice("kind", kind, _KINDS)
     _check_grid(precisions=precisions, scales=scales)
@@ -95,7 +94,7 @@ def search_grid(
         _warn_at_edge(result, cs, (min(ratios), max(ratios)) if len(ratios) > 2 else (0.0, math.inf))
         return result
     coarse = [10.0**k for k in range(-6, 6)]
-    some = _limited(validation, first_stage)
+    some = _limited(validation, _FIRST_STAGE)
     first = _stage(predictor, some, base_scale, coarse, cs, kind, link, samples)
     if _is_flat(first):
         return _undecided(first)

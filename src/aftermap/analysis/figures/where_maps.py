@@ -69,7 +69,7 @@ def percent(value: float, _: object = None) -> str:
     return f"{100 * value:.3g}%"
 
 
-def legend_below(ax: Any, points: float, columns: int = 3) -> None:
+def legend_below(ax: Any, points: float) -> None:
     """Puts a legend below the Axes, ``points`` under its edge: below ticks and labels, whatever the height."""
     transforms = optional("matplotlib.transforms", "plot", "figures")
     shift = transforms.ScaledTranslation(0.0, -points / 72, ax.figure.dpi_scale_trans)
@@ -80,7 +80,7 @@ def legend_below(ax: Any, points: float, columns: int = 3) -> None:
         loc="upper center",
         bbox_to_anchor=(0.45, 0.0),
         bbox_transform=ax.transAxes + shift,
-        ncols=columns,
+        ncols=3,
         borderpad=0.0,
         columnspacing=1.2,
         handletextpad=0.5,

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from aftermap.errors import InputError
 from aftermap.prior import Prior
-
-if TYPE_CHECKING:
-    from aftermap.curvature.structures.base import BlockPosterior
 
 __all__ = ["Block", "same_names"]
 
@@ -83,7 +80,7 @@ class Block(ABC):
         damping: str,
         dtype: torch.dtype,
         n_data: float,
-    ) -> BlockPosterior:
+    ) -> Any:  # A `BlockPosterior`, which is to the right of this module.
         """Returns the `BlockPosterior` with precision s·H + P₀ of this block H.
 
         Args:
@@ -105,9 +102,17 @@ class Block(ABC):
         return float(sum(d.sum() for d in self.diagonal().values()))
 
     def __add__(self, other: Block) -> Block:
+        """Returns the sum, in the coarser of two precisions: its dtype says how far its digits can be trusted."""
         same_names(self, other)
         mine, theirs = self.tensors(), other.tensors()
-        return self.with_tensors({k: mine[k] + theirs[k] for k in mine})
+        return self.with_tensors({k: (mine[k] + theirs[k]).to(_coarser_dtype(mine[k], theirs[k])) for k in mine})
+
+
+def _coarser_dtype(left: Tensor, right: Tensor) -> torch.dtype:
+    """Returns the dtype of the two tensors with the larger rounding."""
+    if left.dtype == right.dtype:
+        return left.dtype
+    return max(left.dtype, right.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def same_names(left: Block, right: Block) -> None:

@@ -31,7 +31,7 @@ def layer_accumulators(
         if plan.layers[number].rule.matrix:
             accumulators.append(for_matrix(problem, number))
         elif layout.size <= problem.small_block:
-            block = FullSum(layout.name, layout.shapes, dtype, device)
+            block = FullSum(layout.name, layout.shapes, device)
             accumulators.append(PerExampleAccumulator([block], layout.size, layers=(number,)))
         else:
             accumulators.append(DiagonalAccumulator.of(problem, number))
@@ -41,7 +41,7 @@ def layer_accumulators(
         sums: list[PerExampleSum] = []
         for name, shape in rest.items():
             if math.prod(shape) <= problem.small_block:
-                sums.append(FullSum(name, {name: shape}, dtype, device))
+                sums.append(FullSum(name, {name: shape}, device))
             else:
                 sums.append(DiagonalSum({name: shape}, dtype, device))
         layers = tuple(sorted({k for n in rest for k in plan.layers_of_parameter.get(n, ())}))

@@ -40,7 +40,6 @@ __all__ = [
     "FullBlockPosterior",
     "FullSum",
     "PriorRatio",
-    "coarser_dtype",
 ]
 
 
@@ -112,13 +111,6 @@ class FullBlock(Block):
     def scaled(self, factor: float) -> FullBlock:
         return replace(self, matrix=self.matrix * factor)
 
-    def __add__(self, other: Block) -> Block:
-        """Returns the sum, in the lower of two precisions: its dtype says how far its eigenvalues can be trusted."""
-        total = super().__add__(other)
-        if isinstance(total, FullBlock) and isinstance(other, FullBlock):
-            return replace(total, matrix=total.matrix.to(coarser_dtype(self.matrix, other.matrix)))
-        return total
-
     def to_dense(self) -> Tensor:
         return symmetrise(self.matrix.to(torch.float64))
 
@@ -133,11 +125,6 @@ class FullBlock(Block):
         return FullBlockPosterior.of(self, prior, scale, dtype)
 
 
-def coarser_dtype(left: Tensor, right: Tensor) -> torch.dtype:
-    """Returns the dtype of the two tensors with the larger rounding."""
-    return max(left.dtype, right.dtype, key=lambda dtype: torch.finfo(dtype).eps)
-
-
 class FullSum(PerExampleSum):
     """Sums the outer products of per-example gradients over all of its parameters, in float64.
 
@@ -145,7 +132,7 @@ class FullSum(PerExampleSum):
     it to 1e-14, and a weak prior needs these digits.
     """
 
-    def __init__(self, label: str, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device):
+    def __init__(self, label: str, shapes: Mapping[str, tuple[int, ...]], device: torch.device):
         self.label, self.shapes, self.names = label, dict(shapes), tuple(shapes)
         size = sum(math.prod(s) for s in shapes.values())
         self.sums = GramSum(1, size, torch.float64, device)
@@ -309,7 +296,7 @@ def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:
 def fit_full(problem: CurvatureProblem) -> tuple[tuple[Block, ...], DataCounts]:
     """Fits one dense matrix over all selected parameters."""
     size = sum(math.prod(s) for s in problem.shapes.values())
-    matrix = FullSum("all", problem.shapes, problem.sums_dtype, problem.device)
+    matrix = FullSum("all", problem.shapes, problem.device)
     return problem.run([PerExampleAccumulator([matrix], size)], "full curvature")
 
 

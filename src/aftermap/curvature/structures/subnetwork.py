@@ -27,7 +27,7 @@ from aftermap.curvature.passes.stream import CurvatureProblem, first_batch
 from aftermap.curvature.structures.base import Block, BlockPosterior, Factors, Treatment, same_names
 from aftermap.curvature.structures.eigenbasis import Eigen
 from aftermap.curvature.structures.flat import put_entries, take_entries
-from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior, coarser_dtype
+from aftermap.curvature.structures.full import FullBlock, FullBlockPosterior
 from aftermap.curvature.structures.layer_parts import DenseLayerParts
 from aftermap.distributed import fail_together
 from aftermap.errors import InputError
@@ -99,10 +99,7 @@ class SubnetworkBlock(Block):
         same_names(self, other)
         if isinstance(other, SubnetworkBlock) and not torch.equal(self.places, other.places):
             raise InputError("two subnetworks over different entries cannot be added; fit both over the same ones")
-        total = super().__add__(other)
-        if isinstance(total, SubnetworkBlock) and isinstance(other, SubnetworkBlock):
-            return replace(total, matrix=total.matrix.to(coarser_dtype(self.matrix, other.matrix)))
-        return total
+        return super().__add__(other)
 
     def to_dense(self) -> Tensor:
         """Returns the matrix [p, p] over whole parameters; rows and columns of fixed entries are zero."""
@@ -131,7 +128,6 @@ class SubnetworkSum(PerExampleSum):
         label: str,
         shapes: Mapping[str, tuple[int, ...]],
         entries: Mapping[str, Tensor],
-        dtype: torch.dtype,
         device: torch.device,
     ):
         self.label, self.shapes, self.names, self.entries = label, dict(shapes), tuple(shapes), dict(entries)
@@ -202,7 +198,7 @@ def fit_subnetwork(
             generator=generator,
             show_progress=progress,
         )
-        matrix = SubnetworkSum("subnetwork", shapes, {n: entries[n] for n in names}, dtype, device)
+        matrix = SubnetworkSum("subnetwork", shapes, {n: entries[n] for n in names}, device)
         accumulator = PerExampleAccumulator([matrix], sum(math.prod(s) for s in shapes.values()))
         try:
             blocks, counts = problem.run([accumulator], "subnetwork curvature")

@@ -152,7 +152,7 @@ class SubsetSum(PerExampleSum):
         self.shapes, self.names, self.draw, self.keep = dict(shapes), tuple(shapes), draw, keep
         self.size = sum(math.prod(s) for s in shapes.values())
         most = draw.size * draw.vectors
-        self._matrix = FullSum("all", shapes, dtype, device) if self.size <= most else None
+        self._matrix = FullSum("all", shapes, device) if self.size <= most else None
         rows = 0 if self._matrix is not None else draw.own_size * draw.vectors
         self._rows = torch.empty(rows, self.size, dtype=dtype, device=device)
         self._used = 0
