@@ -267,7 +267,8 @@ def test_data_that_determine_more_than_they_can_are_counted() -> None:
 def cavities(mean: Tensor, cov: float, targets: Tensor, invalid: int = 0) -> Cavities:
     count, width = mean.shape
     covariance = cov * torch.eye(width, dtype=torch.float64).expand(count, width, width)
-    return Cavities(mean, covariance, torch.arange(count) < invalid, targets, torch.ones(count, dtype=torch.float64))
+    weight = torch.ones(count, dtype=torch.float64)
+    return Cavities(mean, covariance, torch.arange(count) < invalid, mean, covariance, targets, weight)
 
 
 def test_no_more_of_a_datum_is_taken_out_than_the_posterior_holds() -> None:
@@ -333,9 +334,38 @@ def test_a_network_that_is_less_sure_than_it_should_be_is_sharpened() -> None:
     alarming = cavities(8 * timid, 9.0, y)
     assert alarming.check(Categorical()).difference > 0.05
     assert alarming.corrected(Categorical(), 1.3)[0] > 1
-    assert alarming.corrected(Categorical(), 2.0) == (1.0, 1.0)
     assert cavities(20 * timid, 1.0, (y + torch.arange(90) % 2) % 3).corrected(Categorical(), 1.0) == (1.0, 1.0)
     assert cavities(timid[:3], 0.01, torch.tensor([0, 1, 1])).corrected(Categorical(), 1.0) == (1.0, 1.0)
+
+
+def test_an_alarm_at_data_known_by_heart_brings_back_what_costs_next_to_nothing() -> None:
+    """They cannot say which width is best, but the network may be right about them."""
+    f = 4 * torch.eye(3, dtype=torch.float64).repeat(30, 1)
+    y = torch.arange(3).repeat(30)
+    found = cavities(f, 9.0, y)
+    assert found.check(Categorical()).difference > 0.05
+    width, sharper = found.corrected(Categorical(), 3.0)
+    assert (width > 1, sharper) == (True, 1.0)
+
+    def rise(divisor: float) -> float:
+        drawn = normal(200_000, 3, seed=4) * math.sqrt(9.0 / divisor)
+        bayes = torch.softmax(f[:3, None] + drawn, -1).mean(1)[range(3), range(3)].log()
+        return float(-bayes.mean() - nn.functional.cross_entropy(f, y))
+
+    assert rise(width) < 0.012
+    assert rise(width / 2) > 0.01
+    # Nothing is asked of the temperature, nor of a posterior without an alarm.
+    assert cavities(f, 0.5, y).check(Categorical()).difference < 0.05
+    assert cavities(f, 0.5, y).corrected(Categorical(), 3.0) == (1.0, 1.0)
+    wrong = cavities(f, 9.0, (y + (torch.arange(90) % 2)) % 3)
+    assert wrong.corrected(Categorical(), 3.0) == (1.0, 1.0)
+
+
+def test_counts_known_by_heart_have_a_bound_too() -> None:
+    y = torch.ones(90, 3, dtype=torch.float64)
+    counts = cavities(torch.zeros(90, 3, dtype=torch.float64), 4.0, y)
+    width, sharper = counts.corrected(Poisson(), 3.0)
+    assert (width > 1, sharper) == (True, 1.0)
 
 
 def test_counts_have_a_width_and_no_temperature() -> None:

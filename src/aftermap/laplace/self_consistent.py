@@ -42,7 +42,8 @@ _CLIPPED = 0.99  # the largest share of its own posterior precision that a datum
 _ALARM = 0.05  # nats by which the predictive may be worse than the network at the cavities
 _INVALID = 0.05  # share of cavities that may be clipped
 _CORRECTED = 1.25  # above this c a difference near zero at the cavities says little: the posterior was corrected for data learned by heart
-_JUDGES = 2.0  # above this c it says nothing at all
+_JUDGES = 2.0  # above this c it says nothing of how wide the posterior should be
+_COST = 0.01  # nats by which the predictive may then be worse than the network at the training data themselves
 _SHARPER = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5)  # temperatures for networks that are less sure than they should be
 _NARROWER = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # what covariances are divided by where the posterior is too wide
 _NUMBERS = 1 << 24
@@ -194,6 +195,8 @@ class Cavities:
         mean: The means m₋ [M, C].
         covariance: The covariances V₋ [M, C, C].
         invalid: Which data determine so much that V⁻¹ − Λ̄ is not safely positive [M].
+        outputs: The network's outputs f, with every datum in the posterior [M, C].
+        posterior: The covariances V of the outputs, with every datum in it [M, C, C].
         targets: The labels [M], or [M, C].
         weight: How many data each stands for [M].
     """
@@ -201,6 +204,8 @@ class Cavities:
     mean: Tensor
     covariance: Tensor
     invalid: Tensor
+    outputs: Tensor
+    posterior: Tensor
     targets: Tensor
     weight: Tensor
 
@@ -223,17 +228,18 @@ class Cavities:
         covariance_root = cov @ root @ directions
         cavity = cov + (covariance_root * left.unsqueeze(-2)) @ covariance_root.mT
         away = (cavity @ gradient.unsqueeze(-1)).squeeze(-1)
-        return Cavities(mean + away, cavity, shares.amax(-1) > _CLIPPED, gaussians.targets, gaussians.weight)
+        return Cavities(mean + away, cavity, shares.amax(-1) > _CLIPPED, mean, cov, gaussians.targets, gaussians.weight)
 
-    def losses(self, likelihood: Likelihood, cov: Tensor | None) -> Tensor:
-        """Returns the negative log-likelihood [M] of the labels at the cavity means, with a covariance or without."""
+    def losses(self, likelihood: Likelihood, cov: Tensor | None, mean: Tensor | None = None) -> Tensor:
+        """Returns the negative log-likelihood [M] of the labels at the cavity means, or at other means, with a covariance or without."""
+        mean = self.mean if mean is None else mean
         prediction = gaussian_prediction(
             likelihood,
-            self.mean,
+            mean,
             latent_cov=cov,
-            latent_var=None if cov is not None else torch.zeros_like(self.mean),
+            latent_var=None if cov is not None else torch.zeros_like(mean),
         )
-        return -prediction.log_prob(self.targets).double().reshape(len(self.mean), -1).sum(-1)
+        return -prediction.log_prob(self.targets).double().reshape(len(mean), -1).sum(-1)
 
     def check(
         self, likelihood: Likelihood, curvature: float = 1.0, narrower: float = 1.0, sharper: float = 1.0
@@ -277,20 +283,23 @@ class Cavities:
 
         A network that was trained for few steps, or under weight decay, is less sure than it should be, and a posterior over it makes that
         worse. Of some narrower posteriors and lower temperatures, at the same cavities, those whose likelihood is within one standard error of the best
-        qualify, and the widest of them is taken.
+        qualify, and the widest of them is taken. Data that are known by heart cannot choose among them; there an alarm brings back the
+        widest posterior that costs next to nothing at the training data themselves.
 
         Args:
             likelihood: The likelihood.
             curvature: The factor c. The more of the data are known by heart, the less they can say that the posterior is too wide: from
-                1.25 on only an alarm is believed, from 2 on nothing.
+                1.25 on only an alarm is believed, and from 2 on not how far to go.
 
         Returns:
             The divisor of the covariance, and the factor of the temperature; both are 1 where nothing is to be corrected.
         """
         check = self.check(likelihood)
-        believed = curvature < _CORRECTED or (check.difference > _ALARM and curvature < _JUDGES)
+        believed = curvature < _CORRECTED or check.difference > _ALARM
         if not (believed and check.difference > 2 * check.standard_error):
             return 1.0, 1.0
+        if curvature >= _JUDGES:
+            return self._affordable(likelihood), 1.0
         sharper = (1.0,) if temperature_of(likelihood) is None else _SHARPER
         points: dict[
             float, tuple[float, float, Tensor]
@@ -306,6 +315,15 @@ class Cavities:
             if excess <= error:
                 return width, t
         raise AssertionError("the best point is within one standard error of itself")
+
+    def _affordable(self, likelihood: Likelihood) -> float:
+        """Returns the least divisor of the covariance at which the predictive is nearly as good as the network at the training data themselves."""
+        network = self.losses(likelihood, None, self.outputs)
+        for width in _NARROWER:
+            excess = self.losses(likelihood, self.posterior / width, self.outputs) - network
+            if _paired(excess, self.weight)[0] <= _COST:
+                return width
+        return _NARROWER[-1]
 
 
 def _averages(likelihood: Likelihood, mean: Tensor, cov: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
