@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.laplace import Laplace
+from aftermap.laplace.latents import OutputGaussians
 
 __all__ = [
     "Data",
     "classes",
     "contrast_root",
     "dense_covariance",
+    "gaussians",
     "generator",
     "linear_regression",
     "mlp",
@@ -131,3 +133,21 @@ def dense_covariance(laplace: Laplace, jacobian: Tensor) -> Tensor:
 def gaussian_nll(noise: float) -> Callable[[Tensor, Tensor], Any]:
     """Σ −log N(y; f, noise²)."""
     return lambda f, y: 0.5 * ((y - f) / noise).square().sum() + y.numel() * math.log(noise * math.sqrt(2 * math.pi))
+
+
+def gaussians(
+    width: int,
+    count: int = 80,
+    sure: float = 4.0,
+    wide: float = 1.0,
+    targets: Tensor | None = None,
+    seed: int = 0,
+    shift: float = 0.0,
+) -> OutputGaussians:
+    """Returns Gaussians over the outputs of some examples, as a posterior would give them."""
+    roots = normal(count, width, width, seed=seed + 1) / math.sqrt(width)
+    spread = 0.2 + 3 * torch.rand(count, 1, 1, generator=generator(seed + 2), dtype=torch.float64)
+    cov = wide * spread * roots @ roots.mT
+    y = torch.randint(width, (count,), generator=generator(seed + 3)) if targets is None else targets
+    weight = 0.5 + torch.rand(count, generator=generator(seed + 4), dtype=torch.float64)
+    return OutputGaussians(shift + sure * normal(count, width, seed=seed), (cov,), y, weight, count)

@@ -141,7 +141,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "laplace/saving.py": ("tests/laplace/test_saving.py", "tests/laplace/test_saving_extras.py",),
     "laplace/selection.py": ("tests/laplace/test_selection.py",),
     "laplace/self_check.py": ("tests/laplace/test_self_check.py",),
-    "laplace/self_consistent.py": ("tests/laplace/test_self_consistent.py",),
+    "laplace/self_consistent.py": ("tests/laplace/test_self_consistent.py", "tests/laplace/test_cavities.py",),
     "laplace/stationarity.py": ("tests/laplace/test_stationarity.py",),
     "laplace/subnetwork.py": ("tests/laplace/test_subnetwork.py",),
     "laplace/tune.py": ("tests/laplace/test_tune.py", "tests/laplace/test_evidence.py",),
