@@ -255,7 +255,9 @@ def symmetrise(matrix: Tensor) -> Tensor:
     return (matrix + matrix.transpose(-1, -2)) / 2
 
 
-def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def psd_eigh(
+    matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | None = None, whole: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Returns the eigenvalues (clamped at 0) and eigenvectors of a p.s.d. matrix, in float64.
 
     A sum of outer products over many rows is p.s.d. up to rounding: random errors of √rows · eps/2 in each entry, relative to
@@ -266,6 +268,8 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | N
         what: A name for messages.
         precision: The dtype in which the matrix was summed; None means its own. Sums in float64 are their own totals, so that their
             error grows with the number of rows, of which a million are allowed for; others are sums of parts (`RunningSum`).
+        whole: The traces [...] of matrices of which these are parts where others cancelled: they carry the rounding of the whole. None
+            means that nothing cancelled.
 
     Returns:
         Eigenvalues [..., D] in ascending order, none negative, and eigenvectors [..., D, D] in columns.
@@ -308,7 +312,8 @@ def psd_eigh(matrix: Tensor, *, what: str = "matrix", precision: torch.dtype | N
         summed = matrix.dtype if precision is None else precision
         terms = _LONGEST_SUM if summed == torch.float64 else TERMS_PER_PART
         rounding = torch.finfo(summed).eps / 2 * math.sqrt(terms / matrix.shape[-1])
-        allowed = _ROUNDING_MARGIN * rounding * values.clamp_min(0.0).sum(-1) + floor
+        trace = values.clamp_min(0.0).sum(-1)
+        allowed = _ROUNDING_MARGIN * rounding * (trace if whole is None else torch.maximum(trace, whole)) + floor
         if bool((values.amin(-1) < -allowed).any()):
             raise NumericalError(
                 f"{what} is not positive semi-definite: smallest eigenvalue {float(values.min()):.3e}, "

@@ -26,6 +26,7 @@ __all__ = ["JOBS", "OUTPUT", "Job", "main", "stop_clocks", "try_job"]
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "results" / "faults_kills.json"
+MOST_IN_A_ROW = 3  # So many kills at most hit one run that goes on.
 
 
 def _in_child(work: Callable[[], Any], answer: Path, kill_after: float | None = None) -> tuple[bool, Any, float]:
@@ -311,29 +312,45 @@ def try_job(job: Job, kills: int, source: random.Random, answer: Path) -> dict[s
     if job.goes_on:
         allowed.add(_in_child(job.state, answer)[1])
         job.reset()
-    done, runs, whole, wrong = 0, 0, 0, []
-    while done < kills:
-        # A share of the time of an uninterrupted run: one that goes on is shorter, and would be killed at its start only.
-        killed, _, _ = _in_child(job.work, answer, source.uniform(0.0, seconds))
-        done += killed
-        if killed and job.goes_on:
-            continue  # The same call goes on with what is left of it.
-        runs += 1
+    done, looked, wrong, litter = 0, 0, list[str](), set[str]()
+
+    def look() -> None:
+        nonlocal looked
+        looked += 1
         try:
             found = _in_child(job.state, answer)[1]
         except RuntimeError as error:
             found = str(error)
-        if found in allowed:
-            whole += 1
-        else:
+        if found not in allowed:
             wrong.append(found)
+
+    while done < kills:
+        # What goes on is started again until this many kills have hit it, and then runs to its end: near its end it has little left to do but
+        # what every start costs, so that kills alone would hardly ever let it come there.
+        several = source.randint(1, MOST_IN_A_ROW) if job.goes_on else 1
+        ended = False
+        for _ in range(min(several, kills - done)):
+            killed, _, _ = _in_child(job.work, answer, source.uniform(0.0, seconds))
+            done += killed
+            ended |= not killed
+            if ended:
+                break
+        if job.goes_on and not ended:
+            _in_child(job.work, answer)
+            ended = True
+        look()
+        litter |= _litter(job.place) if ended else set()
         job.reset()
     _in_child(job.work, answer)  # Whoever writes next ends what was interrupted, and takes away what a kill has left.
-    runs += 1
-    found = _in_child(job.state, answer)[1]
-    whole, wrong = (whole + 1, wrong) if found in allowed else (whole, [*wrong, found])
-    litter = [p for p in job.place.rglob(".*") if p.suffix in (".tmp", ".part", ".old")]
-    return {"kills": done, "looked": runs, "whole": whole, "wrong": wrong, "litter": len(litter)}
+    look()
+    litter |= _litter(job.place)
+    told = {"kills": done, "looked": looked, "whole": looked - len(wrong), "wrong": wrong}
+    return {**told, "litter": len(litter), "left": sorted(litter)}
+
+
+def _litter(place: Path) -> set[str]:
+    """The temporary files and folders below a place."""
+    return {p.relative_to(place).as_posix() for p in place.rglob(".*") if p.suffix in (".tmp", ".part", ".old")}
 
 
 def main(arguments: list[str] | None = None) -> int:

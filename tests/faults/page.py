@@ -15,9 +15,10 @@ import torch
 from aftermap.curvature.structures.rounding import digits_tolerance
 from aftermap.posteriors.files import MAX_DEPTH, MAX_JSON_BYTES
 from aftermap.posteriors.io import SCHEMA
+from aftermap.predictive.latent import LOST_CONTRASTS
 from tests.faults.digits import OUTPUT as DIGITS
 from tests.faults.harness import MEMORY, RESULTS
-from tests.faults.kills import JOBS
+from tests.faults.kills import JOBS, MOST_IN_A_ROW
 from tests.faults.processes import PARTS
 from tests.faults.soak import OUTPUT as SOAK
 from tests.mutants.__main__ import TESTS, summary
@@ -114,12 +115,13 @@ KILLS_TEXT = """
 
 `python -m tests.faults.kills` starts a job, kills it by SIGKILL after a random part of the time that it takes, and looks at what is there. What replaces an
 artefact (`save`, `tune`, `predict`, `report`) must leave the old one or the new one, whole: folders are loaded, which compares all checksums, and files are compared
-byte by byte. What can go on (`fit --checkpoint`, `train`) is started again and killed again, and must end with the same bits as a run that nobody killed.
-{kill_count} kills with seed {kill_seed}:
+byte by byte. What can go on (`fit --checkpoint`, `train`) is started again and killed again, {in_a_row} at most, then runs to its end, and must end with the same bits
+as a run that nobody killed. {kill_count} kills with seed {kill_seed}:
 
 {kill_table}
 
-{kill_missing}"Litter" counts temporary folders and files that are left beside the artefact after the next write, which takes away what kills have left.
+{kill_missing}"Looked at" counts artefacts: of what is replaced one after every attempt, killed or not, of what goes on one at the end of every run; and one of each after a last write.
+"Litter" counts temporary folders and files that are left beside the artefact after the next write that ends, which takes away what kills have left.
 
 A [fit that is killed](how_to/distributed.md#a-fit-that-is-killed-goes-on) goes on with the same bits if the data come in the same order, and with the same sums if they
 come in another one or are shared out among another number of processes (`tests/curvature/passes/test_checkpoint.py`).
@@ -180,10 +182,59 @@ the data's gradients in float64. The largest relative error for each prior preci
 {digits_table}
 
 "low_rank" is compared with the exact posterior of as many directions as it found. Kronecker factors are compared with the same factors in double precision. They hold small
-eigenvalues only to the rounding of the largest one, so that they lose digits under much stronger priors than the other structures. **There is no warning of that**: an estimate for single outputs that
-is sharp enough was not found, and one for the worst direction warned in ordinary fits. `aftermap doctor` says which priors this concerns. `ekfac`, whose eigenvalues are measured one by one, does not have this limit.
+eigenvalues only to the rounding of the largest one, so that they lose digits under much stronger priors than the other structures. An estimate for each of their variances that is sharp enough was
+not found. Where classes are predicted by draws there is a warning of what matters to probabilities: beside the variance that all logits have in common, which grows as the prior gets weaker, the
+variances of their differences are known to {lost_share:.0%} or worse. `aftermap doctor` says which priors rounding may drown. `ekfac`, whose eigenvalues are measured one by one, does not have the limit of
+small eigenvalues.
 """
 
+# What else is tried, each with the tests that do it; `test_page.py` looks whether they are there.
+BESIDES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    (
+        "Edges",
+        "one datum, batches of one, constant labels, duplicated rows, dead units, many more weights than data, inputs of 1e-20 and 1e20, priors of 1e-12 and 1e12, float16 and bfloat16, "
+        "channels_last and expanded tensors, `inference_mode`, `no_grad`, autocast, `torch.compile` (inductor, too), buffers that change in `forward`, experts without examples, outputs in "
+        "dicts, dataclasses and `ModelOutput`: the right numbers, most of them by the dense computation in float64. One class and several heads are refused with what to do.",
+        ("tests/laplace/test_edges.py",),
+    ),
+    (
+        "Fits that are killed",
+        "go on with the same sums, with the same and with another number of processes.",
+        ("tests/curvature/passes/test_checkpoint.py",),
+    ),
+    (
+        "What is sent",
+        "the bytes of a fit and of a step of VOGN equal the formula of [scaling](scaling.md), where the model of a cluster stands beside measured processes, and how costs grow.",
+        ("tests/test_communication.py", "tests/test_cluster_benchmark.py", "tests/test_growth_benchmark.py"),
+    ),
+    (
+        "Reports",
+        "names of classes, columns, files and sets are text and nothing else, in Chromium, whatever they hold.",
+        ("tests/analysis/test_report_hostile.py", "tests/analysis/test_report_cards.py"),
+    ),
+    (
+        "Files of users",
+        "have the permissions that the umask or the file before them says, and are private while they grow; what kills have left goes with the next write.",
+        ("tests/test_writing.py",),
+    ),
+    (
+        "Releases",
+        "`make release` writes a bill of materials and SHA-256 sums; the wheel is built, installed in an environment of its own, and used there as users would. `make test-lowest` runs tests with the lowest "
+        "versions of the dependencies that are allowed, `make audit` reads the source with bandit and asks pip-audit about the dependencies.",
+        ("tests/wheel/test_release.py", "tests/wheel/test_wheel.py", "tests/wheel/test_journeys.py"),
+    ),
+    (
+        "Risks that are known before a fit",
+        "`aftermap doctor` lists them: half precision, priors that rounding may drown, fewer data than weights.",
+        ("tests/cli/test_fit.py",),
+    ),
+)
+
+BESIDES_TEXT = """
+## What else is tried
+
+{besides_rows}
+"""
 
 RUN_TEXT = """
 ## What it costs
@@ -223,7 +274,9 @@ def _digits(counted: Mapping[str, Any]) -> str:
         errors = [f"**{error:.0e}**" if warned else f"{error:.0e}" for _, error, warned in row["found"]]
         name = f"{row['structure']}, {row['dtype'].removeprefix('torch.')}"
         lines.append(f"| {row['count']}, {row['task']} | {name} | {' | '.join(errors)} |")
-    return DIGITS_TEXT.format(tolerance=digits_tolerance(torch.float32), digits_table="\n".join(lines))
+    return DIGITS_TEXT.format(
+        tolerance=digits_tolerance(torch.float32), digits_table="\n".join(lines), lost_share=LOST_CONTRASTS
+    )
 
 
 def _table(first: str, rows: Mapping[str, Mapping[str, int]]) -> str:
@@ -342,6 +395,7 @@ def page_of(
             KILLS_TEXT.format(
                 kill_count=kills["kills"],
                 kill_seed=kills["seed"],
+                in_a_row={1: "once", 2: "twice", 3: "three times"}[MOST_IN_A_ROW],
                 kill_table=_kills(kills),
                 kill_missing=f"Not counted yet: {missing}.\n\n" if missing else "",
             )
@@ -354,6 +408,8 @@ def page_of(
         parts.append(_soak(soak))
     if digits is not None:
         parts.append(_digits(digits))
+    rows = (f"- **{what}**: {how} ({', '.join(f'`{f}`' for f in files)})" for what, how, files in BESIDES)
+    parts.append(BESIDES_TEXT.format(besides_rows="\n".join(rows)))
     if run is not None:
         parts.append(_run(run))
     return "".join(parts)

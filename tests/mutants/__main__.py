@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -72,7 +73,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "laplace/regression_rule.py": ("tests/laplace/test_regression_rule.py",),
     "laplace/validation.py": ("tests/laplace/test_validation_rule.py", "tests/laplace/test_validation_tune.py"),
     "laplace/dimension.py": ("tests/laplace/test_dimension.py",),
-    "predictive/latent.py": ("tests/predictive/test_links.py", "tests/predictive/test_quadrature.py", "tests/laplace/test_shift.py"),
+    "predictive/latent.py": ("tests/laplace/test_output_temperature.py", "tests/predictive/test_links.py", "tests/predictive/test_quadrature.py", "tests/laplace/test_shift.py"),
     "predictive/links.py": ("tests/predictive/test_links.py", "tests/predictive/test_links_other.py", "tests/laplace/test_output_temperature.py"),
     "predictive/linearised.py": ("tests/predictive/test_linearised.py", "tests/predictive/test_predictor.py"),
     "predictive/quadrature.py": ("tests/predictive/test_quadrature.py", "tests/predictive/test_links.py"),
@@ -225,7 +226,9 @@ def _run_tests(package: Path, file: str, tests: list[str], log: Path, times: Pat
     try:
         for test in ["", *tests]:
             started = time.process_time()
-            code = int(pytest.main([*options, str(ROOT / test if test else package / "aftermap" / file)]))
+            # Doctests are of the module that the tests import: `importlib` would make a second one, which monkeypatches do not reach.
+            target = [f"{ROOT}/{test}"] if test else ["--import-mode=prepend", str(package / "aftermap" / file)]
+            code = int(pytest.main([*options, *target]))
             code = (
                 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED and not test else code
             )  # A file may have no doctests.
@@ -300,16 +303,36 @@ def _ordered(file: str, seconds: dict[str, float]) -> tuple[list[str], float]:
     return sorted(expected, key=expected.__getitem__), 30 + 3 * sum(expected.values())
 
 
-def _must_pass(package: Path, file: str, test: str, passed: dict[str, str]) -> None:
-    """A test that found a mutant must pass without it. It is run once for every version of the test file and the file."""
+def _must_pass(package: Path, file: str, test: str, node: str, passed: dict[str, str]) -> None:
+    """A test that found a mutant must pass without it. It is run once for every version of its file and the mutated file.
+
+    Args:
+        package: The copy of the library.
+        file: The file that was mutated.
+        test: The test file; empty for doctests.
+        node: The test in it, by pytest's name; empty if the whole file failed.
+        passed: What has passed so far, which is added to.
+    """
     content = (SOURCE / file).read_bytes() + ((ROOT / test).read_bytes() if test else b"")
-    name, digest = test or f"doctests of {file}", hashlib.sha256(content).hexdigest()
+    name, digest = node or test or f"doctests of {file}", hashlib.sha256(content).hexdigest()
     if passed.get(f"{name}, {file}") == digest:
         return
-    verdict, why = _judge(package, None, file, [test] if test else [], 600)
+    verdict, why = _judge(package, None, file, [node or test] if test else [], 600)
     if verdict != "survived":
         raise SystemExit(f"{(package / 'log.txt').read_text()[-3000:]}\n{name} fails without any mutation: {why}")
     passed[f"{name}, {file}"] = digest
+
+
+def _failed_node(why: str, test: str) -> str:
+    """The name of the test in a line of pytest's summary; empty where it names no test of this file.
+
+    >>> _failed_node("FAILED tests/test_a.py::test_b[x - 1-True] - assert 1 == 2", "tests/test_a.py")
+    'tests/test_a.py::test_b[x - 1-True]'
+    >>> _failed_node("ERROR tests/test_a.py - ImportError", "tests/test_a.py")
+    ''
+    """
+    named = re.match(rf"FAILED ({re.escape(test)}::[^\[\s]+(\[.*?\](?= - |$))?)", why) if test else None
+    return named[1] if named else ""
 
 
 def _keep(results: dict[str, Any], options: argparse.Namespace) -> None:
@@ -413,7 +436,8 @@ def main(arguments: list[str] | None = None) -> int:
             verdict, why = _judge(package, mutation, mutation.file, tests, limit)
             seconds, taken = round(time.monotonic() - started, 1), _times(package)
             if verdict == "found":
-                _must_pass(package, mutation.file, list(taken)[-1] if taken else "", results["passed"])
+                test = list(taken)[-1] if taken else ""
+                _must_pass(package, mutation.file, test, _failed_node(why, test), results["passed"])
             elif verdict == "survived":
                 results["seconds"].update({test: took for test, took in taken.items() if test})
             change = f"line {mutation.line}: {mutation.before} -> {mutation.after}"

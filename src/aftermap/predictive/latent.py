@@ -11,11 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from aftermap.errors import InputError, ShapeError
+from aftermap.errors import InputError, NumericalWarning, ShapeError, warn_caller
 from aftermap.likelihoods.base import check_outputs, check_values
 from aftermap.linalg import psd_eigh, symmetrise
 
 __all__ = [
+    "LOST_CONTRASTS",
     "Latent",
     "at_least_float32",
     "check_latent",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 _SOBOL_MAX_DIMENSION = 21201  # torch has direction numbers up to here.
+LOST_CONTRASTS = 1e-2  # the relative error of a variance of which at most two digits are left
 _ROUNDING = 1e-6  # a negative variance of this size relative to the largest is rounding
 
 
@@ -94,10 +96,10 @@ def check_latent(mean: Tensor, cov: Tensor | None, var: Tensor | None) -> Latent
     return Latent(mean, None if cov is None else values, variance.clamp_min(0.0))
 
 
-def _root(cov: Tensor) -> Tensor:
+def _root(cov: Tensor, whole: Tensor | None = None) -> Tensor:
     """Returns R [..., C, C] with R Rᵀ = cov, float64: Cholesky, or the eigenvectors where cov is singular.
 
-    A singular covariance has no derivative of its root, so none flows through it.
+    A singular covariance has no derivative of its root, so none flows through it. See `psd_eigh` for ``whole``.
     """
     work = symmetrise(cov.to(torch.float64))
     factor, info = torch.linalg.cholesky_ex(work)
@@ -105,7 +107,8 @@ def _root(cov: Tensor) -> Tensor:
     if not bool(singular.any()):
         return factor
     # However wide its dtype, a covariance of outputs holds the digits of a network, most often of single precision.
-    values, vectors = psd_eigh(work.detach()[singular], what="latent_cov", precision=torch.float32)
+    whole = None if whole is None else whole.detach()[singular]
+    values, vectors = psd_eigh(work.detach()[singular], what="latent_cov", precision=torch.float32, whole=whole)
     mask = singular[..., None, None].expand(work.shape)
     other = torch.zeros_like(work).masked_scatter(mask, vectors * values.sqrt().unsqueeze(-2))
     eye = torch.eye(work.shape[-1], dtype=work.dtype, device=work.device)
@@ -213,9 +216,37 @@ def draw_logits(latent: Latent, points: Tensor) -> Tensor:
         classes - math.sqrt(classes)
     )
     basis[0] = 1 / math.sqrt(classes)
-    root = basis @ _root(basis.mT @ symmetrise(latent.cov.to(torch.float64)) @ basis)
+    covariance = symmetrise(latent.cov.to(torch.float64))
+    contrasts, whole = basis.mT @ covariance @ basis, covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+    _warn_of_lost_contrasts(contrasts.detach(), whole.detach(), latent.cov.dtype)
+    root = basis @ _root(contrasts, whole)
     step = torch.einsum("...ij,sj->s...i", root, points[:, :-1].to(root))
     return latent.mean + step.to(latent.mean.dtype)
+
+
+def _warn_of_lost_contrasts(contrasts: Tensor, whole: Tensor, dtype: torch.dtype) -> None:
+    """Warns where logits have so much variance in common that its rounding leaves two digits of their differences, or fewer.
+
+    Draws show no third digit: a mean over S of them is known to 1/√S.
+
+    Args:
+        contrasts: The covariance of the contrasts [..., C − 1, C − 1].
+        whole: The trace of the covariance that they were taken from [...], each entry of which is rounded.
+        dtype: The precision of that covariance.
+    """
+    rounding = torch.finfo(dtype).eps / 2 * whole / (contrasts.shape[-1] + 1)
+    variance = contrasts.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(0.0)
+    lost = rounding > LOST_CONTRASTS * variance
+    if not bool(lost.any()):
+        return
+    name = str(dtype).removeprefix("torch.")
+    warn_caller(
+        f"the variances of differences between logits of {int(lost.sum())} of {lost.numel()} outputs have at most two digits left: what all logits "
+        f"have in common has so much more variance that its rounding to {name} is left of the differences, because the prior is weak beside the "
+        "data. Use a larger prior precision"
+        + ("" if dtype == torch.float64 else ", or compute in double precision (model.double() and data in float64)"),
+        NumericalWarning,
+    )
 
 
 def shares(samples: Tensor, weights: Tensor | None) -> Tensor:

@@ -223,6 +223,17 @@ def test_inputs_of_other_examples_are_told_apart_beside_values_that_are_not_fini
     torch.testing.assert_close(rows[2], torch.tensor([6.0, 7.0, 8.0]))  # the recorded input is as it was
 
 
+@pytest.mark.parametrize("odd", [torch.inf, -torch.inf, torch.nan])
+def test_values_that_are_not_finite_are_compared_too_and_do_not_widen_the_comparison(odd: float) -> None:
+    index = torch.tensor([0, 1])
+    masked = torch.tensor([[1.0, odd], [1.0, 2.0]])  # The rows differ in what is masked alone.
+    assert plan_module._is_of_other_examples(masked, masked.flip(0), index)
+    assert plan_module._is_of_other_examples(masked, -masked if odd == odd else masked.nan_to_num(), index)
+    small = torch.tensor([[1e-4, odd], [1.1e-4, odd]])
+    assert not plan_module._is_of_other_examples(small, small.clone(), index)
+    assert plan_module._is_of_other_examples(small, small.flip(0), index)
+
+
 def test_a_prediction_at_length_one_does_not_spoil_later_ones() -> None:
     model, x = made(TimeMajor), inputs(20, 4, 2)
     for structure in ("kron", "diagonal", "full"):

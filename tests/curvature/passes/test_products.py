@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from aftermap.curvature import reference
-from aftermap.curvature.passes.products import GGNOperator
+from aftermap.curvature.passes.products import GGNOperator, _ForwardModeContradicted
 from aftermap.curvature.structures.low_rank import low_rank_ggn
 from aftermap.errors import DataError, InputError, NumericalWarning, ShapeError
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian
@@ -217,6 +217,19 @@ def test_zero_curvature_gives_no_pairs():
     U, eigenvalues = low_rank_ggn(GGNOperator(model, data, likelihood), 3, generator=generator())
     assert U.shape == (44, 0)
     assert eigenvalues.shape == (0,)
+
+
+@pytest.mark.parametrize(("length", "steep"), [(1.0, 1.0), (100.0, 1.0), (0.01, 0.01)])
+def test_a_product_that_vanishes_is_judged_by_the_rounding_of_the_steepest_one(length: float, steep: float) -> None:
+    """Where G v = 0 its energy is rounding of |G| |v|², however long v is; any more contradicts the forward mode."""
+    operator = GGNOperator(nn.Linear(3, 1, bias=False), [(torch.ones(1, 3), torch.zeros(1, 1))], Gaussian(1.0))
+    columns = torch.zeros(3, 2)
+    columns[0, 0], columns[1, 1] = steep, length
+    products = torch.tensor([[steep, 0.0], [0.0, 0.0], [0.0, 0.0]])  # G has the eigenvalues 1 and 0.
+    unit = 64 * torch.finfo(torch.float32).eps * length**2
+    operator._check_transposed(columns, products, torch.tensor([steep**2, 0.9 * unit]))
+    with pytest.raises(_ForwardModeContradicted):
+        operator._check_transposed(columns, products, torch.tensor([steep**2, 1.1 * unit]))
 
 
 def test_bad_input_is_named():
