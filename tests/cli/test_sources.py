@@ -77,6 +77,14 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         open_source(str(tmp_path / "data.parquet"), "train", HOW)
 
 
+def test_an_input_without_a_name_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text(",a,y\n0,5,0\n1,6,1\n")
+    source = open_source(str(tmp_path / "table.csv"), "train", DataFormat(target="y"))
+    assert any("has no name" in note and "--drop 1" in note for note in source.notes())
+    dropped = open_source(str(tmp_path / "table.csv"), "train", DataFormat(target="y", drop=("1",)))
+    assert dropped.notes() == []
+
+
 def test_targets_of_the_task(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("a,y\n1,0\n2,3\n")

@@ -189,11 +189,30 @@ def test_csv_kinds_of_targets(tmp_path: Path) -> None:
         ("y\n1\n", "no input column beside the target"),
         ("a,b,z\n1,2,3\n", "has no column 'y'; it has a, b, z"),
         ("a,y\n1,1\n2,2\n3,3\n4,4\n5,?\n", r"row 6, column 'y': '\?' is not a finite number"),
+        # A missing target is no class of its own, and does not make classes of the numbers beside it.
+        (
+            "a,y\n1,.5\n2,nan\n3,.7\n",
+            r"row 3, column 'y': 'nan' is not a finite number. Targets are numbers or classes",
+        ),
+        ("a,y\n1,1\n2,inf\n", r"row 3, column 'y': 'inf' is not a finite number"),
+        ("a,y\n1,cat\n2,\n3,dog\n", r"row 3, column 'y': the cell is empty"),
+        ("a,y\n1,1\n2, \n", r"row 3, column 'y': the cell is empty"),
     ],
 )
 def test_csv_mistakes(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_csv(write(tmp_path, text), target="y")
+
+
+def test_csv_columns_by_number(tmp_path: Path) -> None:
+    file = write(tmp_path, ",a,y\n0,5,0\n1,6,1\n")  # as a table with an unnamed index is written
+    assert read_csv(file, target="-1", drop=["1"]).columns == ("a",)
+    assert read_csv(file, target="y", drop=["-2"]).columns == ("",)
+
+
+def test_csv_delimiter_outside_quotes(tmp_path: Path) -> None:
+    file = write(tmp_path, '"length, cm";"width, cm";y\n1;2;0\n')
+    assert read_csv(file, target="y").columns == ("length, cm", "width, cm")
 
 
 def test_csv_more_mistakes(tmp_path: Path) -> None:
@@ -226,6 +245,24 @@ def test_image_folder(tmp_path: Path) -> None:
     assert colours.inputs.shape == (2, 3, 6, 8)
     assert float(colours.inputs[0].mean()) == 1.0
     assert read_image_folder(tmp_path / "grey" / "cat", need_targets=False).targets is None
+
+
+@pytest.mark.parametrize("size", [None, (2, 2)])
+def test_grey_images_of_16_bits(tmp_path: Path, size: tuple[int, int] | None) -> None:
+    (tmp_path / "scan").mkdir()
+    for name, value in (("a.png", 0x4000), ("b.tif", 0xFFFF), ("c.pgm", 0x8000)):
+        Image.fromarray(np.full((3, 4), value, np.uint16)).save(tmp_path / "scan" / name)
+    found = read_image_folder(tmp_path, size=size)
+    assert found.inputs.shape[1] == 1
+    assert [round(255 * float(v)) for v in found.inputs.amax((1, 2, 3))] == [0x40, 0xFF, 0x80]
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.float32])
+def test_images_without_a_known_scale(tmp_path: Path, kind: type[np.generic]) -> None:
+    (tmp_path / "depth").mkdir()
+    Image.fromarray(np.ones((3, 4), kind)).save(tmp_path / "depth" / "a.tif")
+    with pytest.raises(DataError, match="a.tif has pixels of 32 bits, of which it is not known what is white"):
+        read_image_folder(tmp_path)
 
 
 def test_image_folder_mistakes(tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ class DataOptions:
     drop: Annotated[
         str | None,
         option(
-            "The columns of a csv that are neither inputs nor targets; a posterior of a csv knows its inputs by name.",
+            "The columns of a csv that are neither inputs nor targets, by name or number; a posterior of a csv knows its inputs by name.",
             metavar="A,B",
         ),
     ] = None

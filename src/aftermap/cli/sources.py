@@ -152,6 +152,11 @@ class Source:
         if examples is None:
             return []
         notes = self.note_of_bytes()
+        if "" in (examples.columns or ()):
+            notes.append(
+                f"a column of {self.spec} has no name and is taken as an input; if it only counts the rows, leave it out by its "
+                "number, such as --drop 1"
+            )
         if examples.is_classes and examples.targets is not None and examples.targets.dim() == 1:
             missing = self.missing_classes(int(examples.targets.max()) + 1)
             if missing == [0]:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import math
+import re
 import struct
 import warnings
 import zipfile
@@ -53,7 +54,7 @@ def csv_rows(path: str | Path) -> tuple[list[str], list[list[str]], list[int]]:
     r"""Returns header, rows and their line numbers in the file; columns without a header are called column_1, column_2, ...
 
     The first line is the header if none of its cells is a number. The delimiter (comma, semicolon, tab or bar) is the one
-    that occurs most often in the first line.
+    that occurs most often in the first line, outside quotes.
 
     >>> import tempfile
     >>> place = Path(tempfile.mkdtemp()) / "table.csv"
@@ -128,7 +129,7 @@ def _open_table(path: str | Path, *, quick: bool) -> _Table:
         raise DataError(f"{file} is no text in UTF-8: {error}") from error
     except MemoryError as error:
         raise DataError(f"{file} does not fit into memory") from error
-    first = text.lstrip("\n").split("\n", 1)[0]
+    first = re.sub('"[^"]*"', "", text.lstrip("\n").split("\n", 1)[0])
     delimiter = max(_DELIMITERS, key=first.count)
     numbered: list[tuple[int, Any]]
     if quick and '"' not in text:
@@ -188,7 +189,7 @@ def read_csv(
         target: The column with the targets: its name, or its number from 1 (-1 is the last). Whole numbers or words are
             classes, other numbers are regression targets.
         columns: The input columns, in this order. None means all but the target and ``drop``.
-        drop: The columns that are no inputs, such as an identifier.
+        drop: The columns that are no inputs, such as an identifier: names or numbers, as for the target.
         classes: The names of the classes, where they are known from the training data. None means the sorted words of
             the column.
         need_targets: Whether to refuse a table without targets. Where they are not needed, a column of targets that is there
@@ -217,9 +218,8 @@ def read_csv(
         raise DataError(
             f"{file}: which column holds the targets? Name it with --target (target=); there are {', '.join(header)}"
         )
-    for name in drop:
-        _column(file, header, name, required=True)
-    chosen = list(columns) if columns is not None else [n for n in header if n != goal and n not in drop]
+    dropped = {_column(file, header, name, required=True) for name in drop}
+    chosen = list(columns) if columns is not None else [n for n in header if n != goal and n not in dropped]
     missing = [n for n in chosen if n not in header]
     if missing:
         raise DataError(f"{file} lacks the columns {', '.join(missing[:8])}; it has {', '.join(header)}")
@@ -249,16 +249,17 @@ def _column(file: Path, header: list[str], wanted: str, *, required: bool) -> st
     raise DataError(f"{file} has no column {wanted!r}; it has {', '.join(header)}")
 
 
-def _cell(file: Path, number: int, column: str, cell: str) -> float:
+_NO_INPUT = "Inputs are numbers: fill or correct the cell, turn words into numbers, or leave the column out with drop="
+_NO_TARGET = "Targets are numbers or classes: fill or correct the cell, or leave the row out"
+
+
+def _cell(file: Path, number: int, column: str, cell: str, advice: str = _NO_INPUT) -> float:
     value = _number(cell)
     if value is None or not abs(value) <= _LARGEST:
         got = f"{cell.strip()[:80]!r} is not a finite number" if cell.strip() else "the cell is empty"
         if value is not None and math.isfinite(value):
             got = f"{cell.strip()[:80]!r} is too large for a number of 32 bits"
-        raise DataError(
-            f"{file}, row {number}, column {column!r}: {got}. Inputs are numbers: fill or correct the cell, "
-            "turn words into numbers, or leave the column out with drop="
-        )
+        raise DataError(f"{file}, row {number}, column {column!r}: {got}. {advice}")
     return value
 
 
@@ -266,11 +267,12 @@ def _targets(
     file: Path, lines: list[int], column: str, cells: list[str], classes: tuple[str, ...] | None
 ) -> tuple[torch.Tensor, tuple[str, ...] | None]:
     numbers = [_number(c) for c in cells]
-    if classes is None and all(n is not None and math.isfinite(n) for n in numbers):
+    wrong = [i for i, n in enumerate(numbers) if n is None or not math.isfinite(n)]
+    if classes is None and not wrong:
         targets = np.array(numbers, dtype=np.float64)
         far = np.flatnonzero(np.abs(targets) > _LARGEST)
         if len(far):
-            _cell(file, lines[far[0]], column, cells[far[0]])
+            _cell(file, lines[far[0]], column, cells[far[0]], _NO_TARGET)
         if (
             (targets == np.round(targets)).all()
             and np.abs(targets).max() < 2**53
@@ -278,10 +280,12 @@ def _targets(
         ):
             return torch.from_numpy(targets.astype(np.int64)), None
         return torch.from_numpy(targets.astype(np.float32)), None
-    words = sum(n is None for n in numbers)
-    if classes is None and 0 < words < len(cells) // 2:  # A few words among numbers are mistakes, not classes.
-        row = next(i for i, n in enumerate(numbers) if n is None)
-        _cell(file, lines[row], column, cells[row])
+    # A cell without a target, and a few words among numbers, are mistakes, not classes.
+    empty = next((i for i, cell in enumerate(cells) if not cell), None)
+    words = any(n is None for n in numbers)
+    mistake = empty if empty is not None else wrong[0] if not words or len(wrong) < len(cells) // 2 else None
+    if classes is None and mistake is not None:
+        _cell(file, lines[mistake], column, cells[mistake], _NO_TARGET)
     names = classes if classes is not None else tuple(sorted(set(cells)))
     index = {name: i for i, name in enumerate(names)}
     for i, cell in enumerate(cells):
@@ -520,7 +524,7 @@ def read_image_folder(
         raise DataError(f"{folder} holds images, but no subfolder per class, so that their classes are unknown")
     arrays: list[np.ndarray] = []
     opened = [_open(image, p, size) for p, _ in files]
-    grey = channels == 1 or (channels is None and all(p.mode in ("1", "L", "I", "I;16") for p in opened))
+    grey = channels == 1 or (channels is None and all(p.mode in ("1", "L") for p in opened))
     for (file, _), picture in zip(files, opened, strict=True):
         pixels = _pixels(picture, file, "L" if grey else "RGB")
         if arrays and pixels.shape != arrays[0].shape:
@@ -547,11 +551,25 @@ def _open(image: Any, file: Path, size: tuple[int, int] | None) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", image.DecompressionBombWarning)  # Far more pixels than bytes: refused, too.
-            with image.open(file) as picture:
-                picture.load()
+            with image.open(file) as opened:
+                opened.load()
+                picture = _of_bytes(image, opened, file)
                 return picture if size is None else picture.resize((size[1], size[0]))
+    except DataError:
+        raise
     except Exception as error:  # Each of Pillow's readers has its own kinds of errors for damaged files.
         raise DataError(f"{file} cannot be read as an image: {_named(error)}") from error
+
+
+def _of_bytes(image: Any, picture: Any, file: Path) -> Any:
+    """A grey picture of 16 bits as one of 8, which Pillow would cut off at 255; others as they are."""
+    if picture.mode not in ("I", "F") and not picture.mode.startswith("I;16"):
+        return picture
+    if picture.mode == "F" or (picture.mode == "I" and picture.format not in ("PNG", "PPM")):
+        raise DataError(
+            f"{file} has pixels of 32 bits, of which it is not known what is white; save it with 8 or 16 bits"
+        )
+    return image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
 
 
 def _pixels(picture: Any, file: Path, mode: str) -> np.ndarray:
