@@ -46,6 +46,13 @@ def test_a_missing_file(place: Path, name: str) -> None:
         load_posterior(place)
 
 
+def test_a_folder_around_the_posterior(place: Path) -> None:
+    with pytest.raises(
+        DataError, match=rf"config.json is missing; .* There is one in .*{place.name}: is that the folder"
+    ):
+        load_posterior(place.parent)
+
+
 @pytest.mark.parametrize("name", ["posterior.safetensors", "reference.safetensors"])
 @pytest.mark.parametrize("keep", [0, 5, 60, -1])
 def test_a_truncated_file(place: Path, name: str, keep: int) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import nn
 
-from aftermap.batches import iterate, unpack_batch
+from aftermap.batches import unpack_batch
 from aftermap.cli import options as o
 from aftermap.cli.console import Reporter, confirmed
 from aftermap.cli.cost import say_tuning_cost
@@ -25,6 +25,7 @@ from aftermap.laplace import Laplace, describe_costs
 from aftermap.laplace import fit as fit_automatically
 from aftermap.laplace.auto import predictions_after_fit
 from aftermap.laplace.cost import FirstLook, rehearsed_cost, shape_costs
+from aftermap.laplace.output_noise import residual_noise
 from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model
 from aftermap.models import check_device as device_of_model
@@ -226,7 +227,7 @@ def resolve_task(task: str, model: nn.Module, source: Source) -> str:
         raise InputError(f"{source.spec}: {error}") from None
 
 
-def likelihood_of(task: str, noise: float | None, estimate: Callable[[], float]) -> Likelihood:
+def likelihood_of(task: str, noise: float | None, estimate: Callable[[], float | torch.Tensor]) -> Likelihood:
     """Returns the likelihood of a task; ``estimate`` gives the noise of a regression where none was said.
 
     Raises:
@@ -239,20 +240,12 @@ def likelihood_of(task: str, noise: float | None, estimate: Callable[[], float])
     return parse_likelihood(task)
 
 
-def _residual(model: nn.Module, train: Source, most: int = 2000) -> float:
-    """Returns the root mean squared error of the network on some training data."""
-    device, dtype = device_of_model(model)
-    squares = count = 0.0
-    for batch in iterate(train.batches.named(""), device=device, dtype=dtype):
-        with torch.no_grad():
-            outputs = call_model(model, batch.inputs)
-        if not isinstance(batch.targets, torch.Tensor) or batch.targets.numel() != outputs.numel():
-            return 1.0  # the fit says what is wrong
-        squares += float((outputs - batch.targets.reshape(outputs.shape)).double().square().sum())
-        count += outputs.numel()
-        if count >= most:
-            break
-    return (squares / count) ** 0.5 if squares > 0 else 1.0
+def _residual(model: nn.Module, validation: Source | None, train: Source) -> float | torch.Tensor:
+    """Returns the root mean squared error of the network, by output where there are several; 1 where it cannot be known."""
+    outputs = try_model(model, train)[1].shape[-1]
+    sources = [None if source is None else source.batches.named("") for source in (validation, train)]
+    noise = residual_noise(model, outputs, sources)
+    return 1.0 if noise is None else noise if outputs > 1 else float(noise)
 
 
 def fit_posterior(
@@ -266,7 +259,7 @@ def fit_posterior(
 ) -> Laplace:
     """Says the cost, fits and tunes; `.report` tells how it was chosen where that was left to the library."""
     # Tuning starts from the network's own residuals, so that the units of the targets do not matter.
-    likelihood = likelihood_of(task, options.noise, lambda: _residual(model, train))
+    likelihood = likelihood_of(task, options.noise, lambda: _residual(model, validation, train))
     batches = train.batches.named("", shared=True)
     held_out = None if validation is None else validation.batches.named("")
     thresholds = 0 if held_out is None else held_out.n_examples() or 0
@@ -328,6 +321,12 @@ def _say_cost(
     reporter.note(line or f"{laplace.structure}: no estimate of its cost")
 
 
+def _noise_in_words(laplace: Laplace) -> str:
+    noise = torch.as_tensor(laplace.likelihood.config()["noise"])
+    low, high = float(noise.min()), float(noise.max())
+    return f"{low:.3g}" if noise.dim() == 0 else f"{low:.3g} to {high:.3g} by output"
+
+
 def prior_in_words(laplace: Laplace) -> str:
     """Says prior precision, data scale, noise and temperature in one line."""
     values = [float(v.mean()) for v in laplace.prior_precision.values()]
@@ -336,7 +335,7 @@ def prior_in_words(laplace: Laplace) -> str:
     if laplace.data_scale != 1.0:
         text += f", data scale {laplace.data_scale:.3g}"
     if laplace.has_noise:
-        text += f", noise {float(laplace.hyperparameters.noise):.3g}"
+        text += f", noise {_noise_in_words(laplace)}"
     if laplace.output_temperature != 1.0:
         text += f", temperature {laplace.output_temperature:.3g}"
     return text
@@ -407,7 +406,7 @@ def fit(
             "structure": laplace.structure,
             "n_params": laplace.posterior.n_params,
             "n_data": laplace.n_data,
-            "noise": float(laplace.hyperparameters.noise) if laplace.has_noise else None,
+            "noise": laplace.likelihood.config()["noise"] if laplace.has_noise else None,
             "task": task,
         }
     )

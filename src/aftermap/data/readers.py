@@ -562,7 +562,7 @@ def _open(image: Any, file: Path, size: tuple[int, int] | None) -> Any:
 
 
 def _of_bytes(image: Any, picture: Any, file: Path) -> Any:
-    """A grey picture of 16 bits as one of 8, which Pillow would cut off at 255; others as they are."""
+    """Returns a grey picture of 16 bits as one of 8, which Pillow would cut off at 255; others as they are."""
     if picture.mode not in ("I", "F") and not picture.mode.startswith("I;16"):
         return picture
     if picture.mode == "F" or (picture.mode == "I" and picture.format not in ("PNG", "PPM")):

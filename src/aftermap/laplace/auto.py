@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from aftermap.batches import Unpack, iterate, unpack_batch
+from aftermap.batches import Batch, Unpack, iterate, unpack_batch
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.distributed import broadcast_number, fail_together
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.cost import Cost, FirstLook, describe_costs, rehearsed_candidate, rehearsed_cost, shape_costs
 from aftermap.laplace.fitted import TuningResult
 from aftermap.laplace.laplace import Laplace
+from aftermap.laplace.output_noise import residual_noise
 from aftermap.laplace.self_check import SelfCheck, check_predictive
 from aftermap.laplace.self_consistent import CavityCheck
 from aftermap.laplace.subnetwork import Subnetwork
-from aftermap.likelihoods import Likelihood, infer_task, parse_likelihood
+from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model, check_device, check_is_network, check_modes, explain_model_errors
 from aftermap.params import Selection
 from aftermap.posteriors.base import has_noise
@@ -102,7 +103,8 @@ def fit(
         arguments: The likelihood, the training data and the validation data, in this order, as for `Laplace`; each may also be
             given by its name.
         likelihood: The likelihood, as for `Laplace`. None finds it by the targets, and says which: whole numbers are classes,
-            or binary where the network has one output; other numbers are a regression.
+            or binary where the network has one output; other numbers are a regression. The word "regression" gives each of
+            several outputs its own noise, in the ratio of their residuals.
         train_loader: The training data.
         val_loader: Held-out data, if there are any.
         structure: None chooses by the cost estimate: full for small networks, kron otherwise.
@@ -137,10 +139,17 @@ def fit(
         likelihood = _inferred(model, train_loader, unpack)
         notes.append(f"likelihood: {likelihood}, as the targets are; say likelihood= where they mean something else")
         announce(notes[0], enabled=verbose)
-    parsed = parse_likelihood(likelihood)
+    parsed, by_word = parse_likelihood(likelihood), isinstance(likelihood, str)
     regression = has_noise(parsed)
     drawn = options.get("subset_size", _SMALL_REGRESSION if regression else 300)
     look = FirstLook.at(model, train_loader, unpack)
+    if regression and by_word:
+        by_output = _with_noise_by_output(model, look.batch, (val_loader, train_loader), unpack)
+        if by_output is not None:
+            parsed = by_output
+            notes.append(
+                "noise: one for each output, in the ratio of their residuals; likelihood=Gaussian(noise=...) sets another"
+            )
     costs = shape_costs(model, look, parsed, params=params, subset_size=drawn)
     if time_limit is not None:
         costs = [rehearsed_candidate(model, look, parsed, cost, params, drawn) for cost in costs]
@@ -245,6 +254,18 @@ def _inferred(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> s
     with explain_model_errors(model, lambda: batch.inputs), torch.no_grad():
         outputs = call_model(model, batch.inputs)
     return infer_task(batch.targets, outputs)
+
+
+def _with_noise_by_output(
+    model: nn.Module, batch: Batch, sources: Iterable[Iterable[Any] | None], unpack: Unpack | None
+) -> Likelihood | None:
+    """Returns a Gaussian likelihood with the residuals of several outputs as their noise; None where there is one output."""
+    with explain_model_errors(model, lambda: batch.inputs), torch.no_grad():
+        outputs = call_model(model, batch.take(torch.arange(1)).inputs)
+    if outputs.dim() < 2 or outputs.shape[-1] == 1:
+        return None
+    noise = residual_noise(model, outputs.shape[-1], sources, unpack=unpack)
+    return None if noise is None else Gaussian(noise)
 
 
 def _check(laplace: Laplace, val_loader: Iterable[Any] | None, unpack: Unpack | None) -> SelfCheck | CavityCheck | None:

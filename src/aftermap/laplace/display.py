@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
 from aftermap.predictive.display import html_table
@@ -43,7 +44,7 @@ def _facts(laplace: Laplace) -> dict[str, str]:
     facts["uncertain parameters"] = f"{laplace.posterior.n_params:,}"
     facts["prior precision"] = _range(list(laplace.prior_precision.values()))
     if laplace.has_noise:
-        facts["noise σ"] = _range([laplace.hyperparameters.noise])
+        facts["noise σ"] = _range([torch.as_tensor(laplace.likelihood.config()["noise"])])
     if laplace.report is not None:
         facts["report"] = str(laplace.report)
     elif laplace.tuning is not None:

@@ -24,7 +24,14 @@ from aftermap.laplace.evidence import squared_error
 from aftermap.laplace.examples import FiniteExamples
 from aftermap.laplace.fitted import Fitted, Tuned
 from aftermap.laplace.overlap import warn_if_trained_on
-from aftermap.laplace.regression_rule import LinearModel, RegressionResult, apply_rule, fit_scale, match_width
+from aftermap.laplace.regression_rule import (
+    LinearModel,
+    RegressionResult,
+    apply_rule,
+    fit_scale,
+    match_width,
+    misfits,
+)
 from aftermap.laplace.subnetwork import is_subnetwork
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.likelihoods.base import aligned
@@ -81,7 +88,8 @@ def tune_regression(
         DataError: The data cannot tell anything.
 
     Warns:
-        StatisticalWarning: The data are few, or leave-one-out predictions are much worse than with one variance for all data.
+        StatisticalWarning: The data are few, leave-one-out predictions are much worse than with one variance for all data, or one noise
+            does not serve all outputs.
     """
     if not isinstance(likelihood, Gaussian):
         raise InputError(
@@ -108,6 +116,10 @@ def tune_regression(
     result = apply_rule(
         linear, copies=copies, mean_square=mean_square, least_noise=float(torch.finfo(dtype).eps) * scale
     )
+    chosen = _Chosen.of(call_outputs(model, sample.batches[0]), likelihood)
+    left = linear.leave_one_out(result.ratio)
+    spread = misfits(left.residuals, result.noise**2 * (1 + left.leverage), left.weights, len(chosen.outputs))
+    result = replace(result, misfits=spread)
     tuned = _applied(plain, result)
     if not _is_the_model(tuned, plain, names):
         leverage = _leverage(tuned, likelihood, predictor, sample.batches, result)
@@ -468,6 +480,12 @@ def _with_labels(
         factor=factor,
         width=width,
         n_labels=sum(b.size for b in batches),
+        misfits=misfits(
+            torch.cat(residuals),
+            factor * result.noise**2 * (1 + width * leverage),
+            weights,
+            len(chosen.outputs),
+        ),
     )
 
 
@@ -483,7 +501,7 @@ def _agreed(result: RegressionResult) -> RegressionResult:
 
 
 def _warn(result: RegressionResult) -> None:
-    if result.alarm and not result.n_labels:
+    if (result.alarm and not result.n_labels) or result.uneven:
         warn_caller(result.sentence(), StatisticalWarning)
     elif 0 < result.n_labels < _FEW_LABELS:
         only = f"there {'is' if result.n_labels == 1 else 'are'} only {result.n_labels} validation {'example' if result.n_labels == 1 else 'examples'}"

@@ -55,8 +55,9 @@ def parse_likelihood(spec: object) -> Likelihood:
     hint = ""
     if isinstance(spec, type) and issubclass(spec, Likelihood):
         hint = f" You passed the class: call it, {spec.__name__}()."
+    got = repr(spec) if spec is None or isinstance(spec, str | type) else f"a {type(spec).__name__}"
     raise InputError(
-        f"likelihood is {spec!r}, but must be one of {words}, or an object: {objects} "
+        f"likelihood is {got}, but must be one of {words}, or an object: {objects} "
         f"or your own subclass of Likelihood.{hint}"
     )
 

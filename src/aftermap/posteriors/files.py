@@ -94,7 +94,9 @@ def plain_file(place: Path, name: str, why: str) -> Path:
     try:
         mode = file.lstat().st_mode
     except OSError as error:
-        raise DataError(f"{file} is missing; {why}. {ADVICE}") from error
+        inside = sorted(str(found.parent) for found in place.glob(f"*/{name}"))
+        advice = f"There is one in {', '.join(inside[:3])}: is that the folder that is meant?" if inside else ADVICE
+        raise DataError(f"{file} is missing; {why}. {advice}") from error
     if stat.S_ISLNK(mode):
         raise DataError(
             f"{file} is a link to another place; a saved folder holds its files itself. Copy the folder with its files (cp -rL), and "

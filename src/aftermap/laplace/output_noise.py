@@ -1,0 +1,72 @@
+"""A noise for each output of a regression, from the residuals of the network, before there is a fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from aftermap.batches import Unpack, iterate
+from aftermap.distributed import all_reduce_
+from aftermap.models import call_model, check_device
+
+__all__ = ["residual_noise"]
+
+_EXAMPLES = 1000
+_FEW = 20  # examples below which residuals say little of each output
+_LEAST = 1e-3  # the least noise as a share of the targets' deviation: a network may reproduce an output exactly
+
+
+def residual_noise(
+    model: nn.Module, outputs: int, sources: Iterable[Iterable[Any] | None], *, unpack: Unpack | None = None
+) -> Tensor | None:
+    """Returns the root mean square residual of each output [C], of the first source that holds enough examples.
+
+    At most the first 1,000 examples of a source are looked at, by each process; processes agree. Neither random numbers nor a source
+    that can be read only once are used up.
+
+    Args:
+        model: The network.
+        outputs: The number C of outputs.
+        sources: Batches with targets, the best ones first, such as held-out data and then the training data.
+        unpack: What turns a batch of an unusual form into (inputs, targets).
+
+    Returns:
+        Positive numbers in float64; None where residuals cannot tell: targets of another form, too few examples, or a network that
+        reproduces all of them.
+    """
+    for source in sources:
+        count, noise = _of_source(model, source, outputs, unpack)
+        if count >= _FEW:
+            # For an output that never changes and is reproduced exactly any noise will do that is not too large.
+            return torch.where(noise > 0, noise, noise[noise > 0].min()) if bool((noise > 0).any()) else None
+    return None
+
+
+def _of_source(
+    model: nn.Module, source: Iterable[Any] | None, width: int, unpack: Unpack | None
+) -> tuple[float, Tensor]:
+    """Returns the number of examples whose targets have the form of the outputs, and the root mean square residual of each output."""
+    device, dtype = check_device(model)
+    sums = torch.zeros(3, width, dtype=torch.float64)  # residuals squared, targets and targets squared
+    counts = torch.zeros(2, dtype=torch.float64)  # examples and numbers of an output
+    if source is not None and not isinstance(source, Iterator):
+        with torch.random.fork_rng():
+            for part in iterate(source, device=device, dtype=dtype, unpack=unpack):
+                with torch.no_grad():
+                    outputs = call_model(model, part.inputs)
+                forms = (outputs.shape, outputs.shape[:-1]) if width == 1 else (outputs.shape,)
+                if not isinstance(part.targets, Tensor) or part.targets.shape not in forms:
+                    break  # the fit says what is wrong
+                y, f = (v.double().cpu().reshape(part.size, -1, width) for v in (part.targets, outputs))
+                weight = y.new_ones(part.size) if part.weight is None else part.weight.double().cpu()
+                sums += torch.stack([torch.einsum("n,npc->c", weight, v) for v in ((y - f).square(), y, y.square())])
+                counts += torch.stack([(weight > 0).sum(), weight.sum() * y.shape[1]])
+                if counts[0] >= _EXAMPLES:
+                    break
+    all_reduce_([sums, counts])
+    squares, mean, second = sums / counts[1].clamp_min(torch.finfo(torch.float64).tiny)
+    deviation = (second - mean.square()).clamp_min(0).sqrt()
+    return float(counts[0]), torch.maximum(squares.sqrt(), _LEAST * deviation)
