@@ -72,7 +72,7 @@ def test_data_that_determine_more_than_they_can_are_counted() -> None:
     check = found.check(Categorical())
     assert check.invalid == pytest.approx(float(found.invalid.double().mean()))
     assert not check.passed
-    assert "% of the data determine more of the posterior than a datum can" in check.message
+    assert "% of the data determine more of the posterior than a single datum can" in check.message
 
 
 def cavities(mean: Tensor, cov: float, targets: Tensor, invalid: int = 0) -> Cavities:
@@ -108,7 +108,7 @@ def test_what_the_check_says() -> None:
     same = cavities(right, 1e-8, y)
     assert same.check(Categorical()).passed
     assert "no difference that matters" in same.check(Categorical()).message
-    assert "knows its data by heart, so that they cannot judge" in same.check(Categorical(), curvature=3.0).message
+    assert "knows its data by heart, so they cannot judge" in same.check(Categorical(), curvature=3.0).message
     few = cavities(right, 1e-8, y, invalid=9).check(Categorical())
     assert (few.invalid, few.passed) == (pytest.approx(0.1), False)
     assert "10% of the data determine more" in few.message

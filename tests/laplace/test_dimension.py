@@ -16,6 +16,7 @@ import aftermap as am
 from aftermap.batches import Batch, iterate
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.errors import DataError, InputError, StatisticalWarning
+from aftermap.krylov import TraceEstimate
 from aftermap.laplace import Laplace, SelfConsistentResult
 from aftermap.laplace.dimension import (
     DimensionResult,
@@ -343,3 +344,13 @@ def test_a_pretrained_residual_network_without_validation_labels() -> None:
     matched = nll(la)
     assert matched < plain
     assert nll(la.tune(method="evidence")) > plain + 0.1
+
+
+@pytest.mark.parametrize(("factor", "words"), [(2.0, "2 times smaller"), (0.5, "2 times larger")])
+def test_a_result_is_told_in_words(factor: float, words: str) -> None:
+    found = DimensionResult(
+        TraceEstimate(40.0, 3.0), (30.0, 50.0), TraceEstimate(40.0 * factor, 1.5), factor, factor, {}, 80, 4
+    )
+    assert str(found) == (
+        f"the data determine 40 ± 3 parameters, where the posterior counted {40 * factor:.3g} ± 1.5: its covariance is made {words}"
+    )

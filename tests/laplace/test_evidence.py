@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aftermap.errors import InputError
 from aftermap.laplace import Laplace
-from aftermap.laplace.evidence import log_evidence, maximise_evidence
+from aftermap.laplace.evidence import EvidenceResult, log_evidence, maximise_evidence
 from aftermap.likelihoods import Gaussian
 from tests.laplace.problems import classes, gaussian_nll, generator, mlp, normal, regression, trained
 
@@ -257,3 +257,13 @@ def test_the_noise_is_found_from_any_start(start: float) -> None:
     found = Laplace(net, Gaussian(noise=start)).fit([(x, y)], progress=False).tune(method="evidence")
     expected = Laplace(net, Gaussian(noise=2.0)).fit([(x, y)], progress=False).tune(method="evidence")
     torch.testing.assert_close(found.log_evidence(), expected.log_evidence(), rtol=1e-5, atol=1e-4)
+
+
+def test_a_result_is_told_in_words() -> None:
+    found = EvidenceResult({"0": 2.0, "2": 0.51234}, 0.25, [-80.0, -57.04], converged=True)
+    assert str(found) == "log evidence -57.0, at its maximum; prior precision 2 (0), 0.512 (2); noise 0.25"
+    crawling = EvidenceResult({"head": 1.0}, 3.0, [-9.0], noise_bounded=True)
+    assert (
+        str(crawling) == "log evidence -9.0, not at its maximum yet; prior precision 1 (head); noise 3, its upper bound"
+    )
+    assert str(EvidenceResult({"head": 1.0}, 1.0, [-9.0], converged=True)).endswith("prior precision 1 (head)")

@@ -22,7 +22,7 @@ from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace import Laplace, SelfConsistentResult
 from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.latents import OutputGaussians
-from aftermap.laplace.self_consistent import averages_curvature, self_consistent_scale
+from aftermap.laplace.self_consistent import CavityCheck, averages_curvature, self_consistent_scale
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from aftermap.predictive.latent import normal_points
 from aftermap.testing import ModelSnapshot, check_unchanged
@@ -230,7 +230,44 @@ def test_the_posterior_agrees_with_the_curvature_that_it_averages_over(structure
     assert max(ratios.values()) == pytest.approx(min(ratios.values()), rel=1e-6)
     assert (found.matched is None) == (structure == "full")
     assert found.dimension >= 1
-    assert f"{found.check.message}" in str(found)
+    assert str(found) == f"{found.found}; {found.check.message}"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (
+            {"dimension": 1.91, "curvature": 2.02},
+            "the covariance is 3.86 times smaller than the evidence makes it (1.91 to match the effective dimension, 2.02 for data that the "
+            "network is sure of)",
+        ),
+        (
+            {"curvature": 0.8, "output_temperature": 0.5},
+            "the covariance is 1.25 times larger than the evidence makes it (0.8 for data that the network is unsure of); outputs are divided by "
+            "0.5, because the network is less sure than it should be",
+        ),
+        ({"output_temperature": 2.0}, "the covariance is as the evidence makes it; outputs are divided by 2"),
+        (
+            {"curvature": 4.0, "correction": 8.0},
+            "the covariance is 32 times smaller than the evidence makes it (4 for data that the network is sure of, 8 because training data "
+            "that were taken out asked for it)",
+        ),
+    ],
+)
+def test_what_was_found_is_told_in_words(numbers: dict[str, float], words: str) -> None:
+    check = CavityCheck(0.1, 0.02, 0.0, 90, True, "checked")
+    plain = {"output_temperature": 1.0, "curvature": 1.0, "dimension": 1.0}
+    found = SelfConsistentResult(
+        precision={},
+        data_scale=1.0,
+        matched=None,
+        evidence=EvidenceResult({}, 1.0),
+        check=check,
+        converged=True,
+        n_data=90,
+        **{**plain, **numbers},
+    )
+    assert str(found) == f"without held-out labels: {words}; checked"
 
 
 def test_a_full_matrix_of_which_no_direction_is_left_out_is_not_matched_and_a_low_rank_is() -> None:
@@ -340,7 +377,7 @@ def test_what_it_is_not_for() -> None:
 
 def test_a_posterior_that_is_not_to_be_trusted_is_told_of() -> None:
     # Each datum counted as a twentieth: the posterior is far too wide.
-    with pytest.warns(StatisticalWarning, match="is to be mistrusted: .* Tune on validation data") as said:
+    with pytest.warns(StatisticalWarning, match="is not to be trusted: .* Tune on validation data") as said:
         laplace = fitted(data_scale=0.05).tune()
     assert [w.filename for w in said] == [__file__]
     assert not laplace.tuning.check.passed

@@ -20,7 +20,7 @@ from aftermap.laplace.fitted import TuningResult
 from aftermap.laplace.laplace import Laplace
 from aftermap.laplace.output_noise import residual_noise
 from aftermap.laplace.self_check import SelfCheck, check_predictive
-from aftermap.laplace.self_consistent import CavityCheck
+from aftermap.laplace.self_consistent import CavityCheck, SelfConsistentResult
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model, check_device, check_is_network, check_modes, explain_model_errors
@@ -59,7 +59,9 @@ class FitReport:
     def __str__(self) -> str:
         lines = [f"structure: {self.chosen}"]
         if self.tuning is not None:
-            lines.append(f"tuning: {self.tuning}")
+            # What the tuning says of its own check stands in the next line.
+            told = self.tuning.found if isinstance(self.tuning, SelfConsistentResult) else self.tuning
+            lines.append(f"tuning: {told}")
         if self.check is not None:
             lines.append(f"check {self.check.state}: {self.check.message}")
         return "\n".join([*lines, *self.notes])

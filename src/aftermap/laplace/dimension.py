@@ -68,6 +68,13 @@ class DimensionResult:
     n_examples: int
     steps: int
 
+    def __str__(self) -> str:
+        change = f"{self.factor:.3g} times smaller" if self.factor >= 1 else f"{1 / self.factor:.3g} times larger"
+        return (
+            f"the data determine {self.gamma.value:.3g} ± {self.gamma.standard_error:.2g} parameters, where the posterior counted "
+            f"{self.before.value:.3g} ± {self.before.standard_error:.2g}: its covariance is made {change}"
+        )
+
 
 def is_normalised(model: nn.Module) -> bool:
     """Tells whether a network has normalisation layers, for which the evidence of a block-diagonal posterior misleads.

@@ -117,6 +117,14 @@ class EvidenceResult:
     gradient: float = math.nan
     noise_bounded: bool = False
 
+    def __str__(self) -> str:
+        reached = "at its maximum" if self.converged else "not at its maximum yet"
+        precision = ", ".join(f"{value:.3g} ({layer})" for layer, value in self.precision.items())
+        noise = f"; noise {self.noise:.3g}" if self.noise != 1.0 else ""
+        bounded = ", its upper bound" if self.noise_bounded else ""
+        evidence = f"log evidence {self.history[-1]:.1f}, {reached}" if self.history else "no evidence yet"
+        return f"{evidence}; prior precision {precision}{noise}{bounded}"
+
     @property
     def level(self) -> float:
         """The old name of `noise`."""

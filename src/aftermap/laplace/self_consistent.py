@@ -111,13 +111,32 @@ class SelfConsistentResult:
     correction: float = 1.0
 
     def __str__(self) -> str:
-        reasons = f"{self.dimension:.3g} for the effective dimension, {self.curvature:.3g} for data that the network is sure of"
-        if self.correction != 1.0:
-            reasons += f", {self.correction:g} because training data that were taken out asked for it"
-        return (
-            f"without held-out labels: the posterior is {self.dimension * self.curvature * self.correction:.3g} times narrower than the "
-            f"evidence makes it ({reasons}); {self.check.message}"
-        )
+        return f"{self.found}; {self.check.message}"
+
+    @property
+    def found(self) -> str:
+        """What was found, in plain English, without the check."""
+        factor = self.dimension * self.curvature * self.correction
+        change = f"{factor:.3g} times smaller than" if factor >= 1 else f"{1 / factor:.3g} times larger than"
+        change = "as" if f"{factor:.3g}" == "1" else change
+        sure = "sure" if self.curvature >= 1 else "unsure"
+        reasons = [
+            f"{value:.3g} {why}"
+            for value, why in (
+                (self.dimension, "to match the effective dimension"),
+                (self.curvature, f"for data that the network is {sure} of"),
+                (self.correction, "because training data that were taken out asked for it"),
+            )
+            if f"{value:.3g}" != "1"
+        ]
+        text = f"without held-out labels: the covariance is {change} the evidence makes it"
+        if reasons:
+            text += f" ({', '.join(reasons)})"
+        if self.output_temperature != 1.0:
+            text += f"; outputs are divided by {self.output_temperature:.3g}"
+            if self.output_temperature < 1:
+                text += ", because the network is less sure than it should be"
+        return text
 
 
 def self_consistent_scale(
@@ -257,17 +276,19 @@ class Cavities:
         difference, error, count = _paired(losses, self.weight)
         invalid = _paired(self.invalid.double(), self.weight)[0]
         worse = difference > _ALARM and difference > 2 * error and curvature < _JUDGES
+        side = "above" if difference >= 0 else "below"
         numbers = (
-            f"{difference:+.3f} ± {error:.3f} nats against the network at {count:,} training data that were taken out"
+            f"at {count:,} training data that were taken out one at a time, its negative log-likelihood is {abs(difference):.3f} ± {error:.3f} "
+            f"{side} the network's"
         )
         if invalid > _INVALID:
-            reading = f"{invalid:.0%} of the data determine more of the posterior than a datum can: its curvature is not to be trusted"
+            reading = f"{invalid:.0%} of the data determine more of the posterior than a single datum can, so its curvature is not to be trusted"
         elif worse:
             reading = "the predictive is worse than the network"
         elif difference < -2 * error and difference < -0.03:
             reading = "the predictive is better than the network"
         elif curvature > _CORRECTED:
-            reading = "the network knows its data by heart, so that they cannot judge"
+            reading = "the network knows its data by heart, so they cannot judge"
         else:
             reading = "no difference that matters"
         passed = not worse and invalid <= _INVALID

@@ -477,7 +477,7 @@ class _Counted:
 
 def _warn_of_cavities(message: str) -> None:
     warn_caller(
-        f"the posterior that was found without held-out labels is to be mistrusted: {message}. Tune on validation data: tune(val_loader)",
+        f"the posterior that was found without held-out labels is not to be trusted: {message}. Tune on validation data: tune(val_loader)",
         StatisticalWarning,
     )
 
