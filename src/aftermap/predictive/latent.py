@@ -235,7 +235,8 @@ def _warn_of_lost_contrasts(contrasts: Tensor, whole: Tensor, dtype: torch.dtype
         dtype: The precision of that covariance.
     """
     rounding = torch.finfo(dtype).eps / 2 * whole / (contrasts.shape[-1] + 1)
-    variance = contrasts.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(0.0)
+    # One that is negative by more than rounding is no loss of digits: it is refused with the root.
+    variance = contrasts.diagonal(dim1=-2, dim2=-1).mean(-1).abs()
     lost = rounding > LOST_CONTRASTS * variance
     if not bool(lost.any()):
         return
