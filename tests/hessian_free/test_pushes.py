@@ -104,6 +104,22 @@ def test_a_push_out_of_the_quadratic_regime_is_said() -> None:
     assert max(abs(r.bias) for r in hf.report.functionals) > 0.01
 
 
+def test_a_push_finds_its_size_where_no_halving_is_allowed() -> None:
+    """The first push is sized by the prior's variance, the second by the variance that the first one gave."""
+    net = nn.Linear(2, 1, bias=False).double()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 2, generator=generator, dtype=torch.float64)
+    asked = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    hf = HessianFree(net, "regression", prior_precision=0.5, deviation=0.1, max_halvings=0)
+    variance = hf.fit([(x, x[:, :1])], polish=True).variance_of(lambda f: f(asked)[0, 0])
+    assert hf.report is not None
+    (report,) = hf.report.functionals
+    precision = x.T @ x + 0.5 * torch.eye(2, dtype=torch.float64)
+    assert float(variance) == pytest.approx(float(asked @ torch.linalg.inv(precision) @ asked.T), rel=1e-4)
+    assert report.attempts == 2
+    assert report.deviation == pytest.approx(0.1, rel=1e-3)
+
+
 def test_what_is_missing_is_added_and_not_subtracted() -> None:
     """Where the data say nothing the curvature is the prior's, and the bound on what is missing is exact."""
     net = nn.Linear(2, 1, bias=False).double()

@@ -28,6 +28,11 @@ def test_numbers_are_standard_normal_and_those_of_one_generator() -> None:
         assert abs(float((z**power).mean()) - expected) < 5 * math.sqrt(variance / len(z))
 
 
+def test_numbers_are_mixed_as_by_splitmix64() -> None:
+    """The second number that SplitMix64 (Steele, Lea and Flood 2014) gives for the seed 0: runs are repeated by later versions."""
+    assert mix(0) == 0x6E789E6AA1B965F4
+
+
 def test_noise_depends_on_seed_step_sample_group_and_stream_alone() -> None:
     def draw(seed: int, group: int, step: int, sample: int, stream: int) -> Tensor:
         return flat(NoiseSource(seed, group, groups=3).normal(MANY, step=step, sample=sample, stream=stream))

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from aftermap.curvature import reference
+from aftermap.curvature.structures.flat import join_flat, split_flat
 from aftermap.errors import InputError, ShapeError
-from aftermap.posteriors import dual_covariance
+from aftermap.posteriors import DualPosterior, dual, dual_covariance
 from tests.posteriors.matrix_free_cases import CASES, Case, generator, latent, randn
 
 
@@ -68,3 +69,42 @@ def test_bad_input_is_named() -> None:
         dual_covariance(asked, J, root, 0.0)
     with pytest.raises(InputError, match="scale must be positive"):
         dual_covariance(asked, J, root, 1.0, scale=-2.0)
+
+
+@pytest.mark.parametrize("kind", list(CASES))
+def test_the_posterior_in_dual_form_is_the_dense_one(kind: str) -> None:
+    """Everything that it computes through a matrix over the data, against the inverse of the matrix over the weights."""
+    case, scale = CASES[kind](), 1.7
+    shapes = {n: p.shape for n, p in case.model.named_parameters()}
+    entries = {n: torch.rand(s, generator=generator(2), dtype=torch.float64) + 0.4 for n, s in shapes.items()}
+    posterior = DualPosterior.from_data(case.model, case.data, case.likelihood, entries, scale=scale)
+    prior = torch.cat([v.flatten() for v in entries.values()])
+    precision = case.precision(prior, scale)
+    covariance, size = torch.linalg.inv(precision), len(prior)
+    assert_close(posterior.to_dense(), precision, rtol=1e-9, atol=1e-12)
+
+    lines = randn(5, size, seed=4)
+    values = split_flat(lines, {n: tuple(s) for n, s in shapes.items()})
+    for product, matrix in ((posterior.precision_mv, precision), (posterior.covariance_mv, covariance)):
+        assert_close(join_flat(product(values), list(shapes), 1), lines @ matrix, rtol=1e-9, atol=1e-11)
+    marginal = join_flat(posterior.marginal_variance(), list(shapes), 0)
+    assert_close(marginal, covariance.diagonal(), rtol=1e-9, atol=1e-12)
+    assert_close(posterior.log_det_precision(), torch.linalg.slogdet(precision)[1], rtol=1e-10, atol=1e-10)
+    around = {n: values[n] + p.detach() for n, p in case.model.named_parameters()}
+    gaussian = torch.distributions.MultivariateNormal(
+        torch.zeros(size, dtype=torch.float64), precision_matrix=precision
+    )
+    assert_close(posterior.log_prob(around), gaussian.log_prob(lines), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", list(CASES))
+def test_draws_of_the_dual_form_have_its_covariance(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draws are linear in their numbers: those of the identity have exactly the covariance."""
+    case, scale = CASES[kind](), 1.7
+    posterior = DualPosterior.from_data(case.model, case.data, case.likelihood, 0.6, scale=scale)
+    monkeypatch.setattr(dual, "normal_like", lambda like, generator: torch.eye(len(like), dtype=like.dtype))
+    numbers = sum(p.numel() for p in case.model.parameters()) + len(posterior.rows)
+    drawn = posterior.sample(numbers)
+    deviations = torch.cat([(drawn[n] - p.detach()).flatten(1) for n, p in case.model.named_parameters()], 1)
+    expected = torch.linalg.inv(case.precision(0.6, scale))
+    assert_close(deviations.T @ deviations, expected, rtol=1e-9, atol=1e-12)

@@ -214,6 +214,21 @@ def test_the_plan_verifies_the_rules_before_the_first_batch_and_no_batch_does_it
     assert sizes == [3, 4]
 
 
+def test_a_batch_of_one_example_says_nothing_of_batches_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of one example can be compared with another one, so that both are looked at, each once."""
+    sizes: list[int] = []
+
+    def counted(record: ForwardRecord) -> dict[str, str]:
+        sizes.append(record.size)
+        return contradictions(record)
+
+    monkeypatch.setattr(plan_module, "contradictions", counted)
+    x, y = inputs(12, 3).clamp_max(2.0), labels(12)
+    batches = [(x[:4], y[:4]), (x[4:5], y[4:5]), (x[5:6], y[5:6]), (x[6:], y[6:])]
+    fit_curvature(made(SecondStage), batches, "classification", structure="diagonal")
+    assert sizes == [3, 1]
+
+
 @pytest.mark.parametrize("odd", [torch.inf, torch.nan])
 def test_inputs_of_other_examples_are_told_apart_beside_values_that_are_not_finite(odd: float) -> None:
     rows, index = torch.arange(12.0).reshape(4, 3), torch.tensor([2, 0])

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from aftermap.curvature.structures.rounding import digits_tolerance
+from aftermap.curvature.structures.rounding import CurvatureSize, VarianceErrors, digits_tolerance
 from aftermap.errors import NumericalWarning
 from aftermap.laplace import Laplace
 from tests.faults.digits import CASES, Problem, errors_and_warnings
@@ -58,3 +58,27 @@ def test_the_warning_says_how_many_digits_are_left_and_what_to_do():
         with pytest.warns(NumericalWarning, match=rf"of \d+ about \d are left.*{reason}.*{advice}") as caught:
             laplace.predict(problem.asked.to(dtype))
         assert caught[0].filename == __file__  # It points to the line of the caller.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_needs_no_look_is_told_by_bounds(dtype: torch.dtype):
+    """One weight with the gradient 1 and the prior 1: √(prior variance / variance) is what the rounding of the gradient is multiplied by."""
+    unit, tolerance = torch.finfo(dtype).eps / 2, digits_tolerance(dtype)
+
+    def matters(variance: float, size: tuple[float, float, float] = (1.0, 1.0, 1.0), **more: float) -> bool:
+        one = torch.ones(1, 1, 1, dtype=dtype)
+        given = {"decomposition": 0.0, "residuals": 0.0, **more}
+        return VarianceErrors.may_matter(
+            CurvatureSize(*size), one, one[0, 0].double(), variance * one[0].double(), **given
+        )
+
+    assert not matters((2 * unit / (0.5 * tolerance)) ** 2)
+    assert matters((2 * unit / (2 * tolerance)) ** 2)
+    assert not matters(1.0)
+    # The data's gradients are rounded, too, a decomposition is that of a matrix off by rounding, and eigenpairs leave residuals.
+    trace = (tolerance / (2 * unit)) ** 2
+    assert not matters(1.0, (0.2 * trace, 1.0, 1.0))
+    assert matters(1.0, (2 * trace, 1.0, 1.0))
+    for bound in ({"decomposition": tolerance}, {"residuals": tolerance / 2}):
+        assert not matters(1.0, (1.0, 0.5, 1.0), **bound)
+        assert matters(1.0, (1.0, 2.0, 1.0), **bound)
