@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from aftermap.errors import InputError, NumericalError, ShapeError
 from aftermap.krylov import (
+    Rounding,
     conjugate_gradient,
     lanczos,
     lanczos_eigh,
@@ -156,3 +157,29 @@ def test_bad_input_is_named():
         conjugate_gradient(torch.neg, torch.ones(5, dtype=torch.float64))
     with pytest.raises(NumericalError, match="not finite"):
         lanczos_eigh(lambda v: v * math.nan, 8, 2)
+
+
+@pytest.mark.parametrize("budget", [1, 9, 14, 40])
+def test_no_more_products_are_made_than_were_allowed(budget: int) -> None:
+    """Three rounds are needed, since each finds one vector of an eigenvalue that is there three times."""
+    A, made = symmetric([5.0] * 3 + [4.0] * 3 + [1.0] * 34), 0
+
+    def product(v: Tensor) -> Tensor:
+        nonlocal made
+        made += 1
+        return A @ v
+
+    lanczos_eigh(product, 40, 6, max_matvecs=budget, generator=generator())
+    assert made <= budget
+
+
+def test_what_rounding_drowns() -> None:
+    """Products Rᵀ(R q) hold eigenvalues down to the square of their error, and no eigenvalue in float64 below its own rounding."""
+    least = 100 * torch.finfo(torch.float64).eps
+    assert Rounding(1e-3).floor == 1e-3
+    assert Rounding(1e-3, factored=True).floor == pytest.approx(1e-6)
+    assert Rounding(1e-12, factored=True).floor == least
+    values = torch.tensor([4.0, 1e-4, -1.0], dtype=torch.float64)
+    assert_close(Rounding(1e-3).relative(values, 9.0), torch.full((3,), 9.0, dtype=torch.float64))
+    expected = torch.tensor([36.0, 9e-4, 9e-6 * 9], dtype=torch.float64).sqrt()
+    assert_close(Rounding(1e-3, factored=True).relative(values, 9.0), expected)

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import aftermap as am
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace import Laplace
-from aftermap.laplace.marglik import TEMPERATURES, train_by_evidence
+from aftermap.laplace.marglik import TEMPERATURES, TemperatureSearch, train_by_evidence
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, at_temperature, temperature_of
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import Data, classes, generator, mlp, normal, regression, seeded, trained
@@ -248,3 +248,33 @@ def test_a_likelihood_without_temperature_is_refused(likelihood: str | Likelihoo
     with pytest.raises(InputError, match="Gaussian has no temperature. A regression has a noise"):
         train_by_evidence(net, regression(), likelihood, temperature=True, progress=False)
     check_unchanged(net, before)
+
+
+class Told:
+    """An approximation whose evidence is a parabola in log T: value + slope · x + bend/2 · x²."""
+
+    def __init__(self, temperature: float, slope: float, bend: float):
+        self.likelihood, self.slope, self.bend = Categorical(temperature=temperature), slope, bend
+
+    def log_evidence(self) -> float:
+        x = math.log(self.likelihood.temperature)
+        return -7.0 + self.slope * x + 0.5 * self.bend * x**2
+
+
+@pytest.mark.parametrize(("slope", "bend"), [(0.05, -0.5), (-0.05, -0.5), (0.15, -0.5)])
+def test_a_search_goes_to_the_top_of_a_parabola(slope: float, bend: float) -> None:
+    search = TemperatureSearch()
+    best: Any = search.improve(Told(1.0, slope, bend), lambda t: Told(t, slope, bend))  # type: ignore[arg-type, return-value]
+    assert math.log(best.likelihood.temperature) == pytest.approx(-slope / bend, abs=1e-9)
+    assert search.spread == pytest.approx(abs(slope / bend), rel=1e-6)
+
+
+@pytest.mark.parametrize("bend", [0.0, 0.4, 3.0])
+@pytest.mark.parametrize("slope", [2.0, -2.0])
+def test_a_search_goes_on_uphill_where_no_top_is_in_sight(slope: float, bend: float) -> None:
+    search = TemperatureSearch()
+    best: Any = search.improve(Told(1.0, slope, bend), lambda t: Told(t, slope, bend))  # type: ignore[arg-type, return-value]
+    assert math.log(best.likelihood.temperature) == pytest.approx(
+        math.copysign(0.6, slope), abs=1e-9
+    )  # twice the spread
+    assert search.spread == pytest.approx(0.3)

@@ -137,7 +137,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "laplace/grid.py": ("tests/laplace/test_tune.py", "tests/laplace/test_validation_tune.py",),
     "laplace/laplace.py": ("tests/laplace/test_fit.py", "tests/laplace/test_state.py",),
     "laplace/latents.py": ("tests/laplace/test_self_consistent.py", "tests/laplace/test_validation_tune.py",),
-    "laplace/marglik.py": ("tests/laplace/test_marglik.py",),
+    "laplace/marglik.py": ("tests/laplace/test_marglik.py", "tests/laplace/test_temperature.py"),
     "laplace/mixture.py": ("tests/laplace/test_mixture.py",),
     "laplace/regression.py": ("tests/laplace/test_regression_rule.py", "tests/laplace/test_tune.py", "tests/laplace/test_auto.py",),
     "laplace/saving.py": ("tests/laplace/test_saving.py", "tests/laplace/test_saving_extras.py",),
@@ -159,7 +159,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "metrics/streaming.py": ("tests/metrics/test_streaming.py",),
     "metrics/tensors.py": ("tests/metrics",),
     "curvature/structures/rounding.py": ("tests/curvature/structures/test_rounding.py",),
-    "laplace/overlap.py": ("tests/laplace/test_validation_tune.py", "tests/laplace/test_tune.py"),
+    "laplace/overlap.py": ("tests/laplace/test_overlap.py", "tests/laplace/test_validation_tune.py", "tests/laplace/test_tune.py"),
     "laplace/rehearsal.py": ("tests/laplace/test_cost.py",),
 }  # fmt: skip
 

@@ -342,3 +342,23 @@ def test_the_registry_knows_it() -> None:
         laplace.fit(case.data, update=True)
     with pytest.raises(InputError, match="structure='matrixfree' is not known.*Did you mean 'matrix_free'"):
         find_structure("matrixfree")
+
+
+def test_products_with_the_covariance_by_samples_are_those_with_their_second_moment() -> None:
+    case = next(iter(CASES.values()))()
+    posterior = case.matrix_free(kind="samples", samples=30)
+    samples = posterior.fixed_samples()
+    rows = randn(4, samples.shape[1], seed=5)
+    moment = torch.einsum("sp,sq->pq", samples, samples) / 30
+    assert_close(posterior.times_covariance(rows), rows @ moment, rtol=1e-9, atol=1e-12)
+    assert_close(posterior.times_covariance(rows[None]), (rows @ moment)[None], rtol=1e-9, atol=1e-12)
+    exact = torch.linalg.inv(case.precision())
+    assert float((moment.diagonal() / exact.diagonal() - 1).abs().max()) < 5 * math.sqrt(2 / 30)
+
+
+def test_a_solve_that_stops_early_is_told() -> None:
+    case = next(iter(CASES.values()))()
+    posterior = case.matrix_free(structure=None, max_iterations=1, tolerance=1e-9)
+    rows = split_flat(randn(3, posterior.n_params, seed=5), posterior.shapes)
+    with pytest.warns(NumericalWarning, match="conjugate gradients stopped after 1 iterations.*Raise max_iterations"):
+        posterior.covariance_mv(rows)
