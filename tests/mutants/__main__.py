@@ -64,7 +64,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "curvature/structures/ekfac.py": ("tests/curvature/structures/test_ekfac.py", "tests/curvature/structures/test_ekfac_exact.py", *_POSTERIORS),
     "curvature/structures/diagonal.py": ("tests/curvature/structures/test_informed.py", *_POSTERIORS),
     "curvature/structures/full.py": ("tests/curvature/structures/test_full.py", "tests/curvature/structures/test_hessian.py", *_POSTERIORS),
-    "curvature/structures/low_rank.py": ("tests/curvature/structures/test_low_rank.py", *_POSTERIORS),
+    "curvature/structures/low_rank.py": ("tests/curvature/structures/test_low_rank.py", "tests/curvature/structures/test_layer_parts.py", *_POSTERIORS),
     "curvature/structures/sketch.py": ("tests/curvature/structures/test_sketch.py",),
     "curvature/structures/layer_covariance.py": ("tests/posteriors/test_functional.py", "tests/posteriors/test_contract.py"),
     "curvature/structures/kfra.py": ("tests/curvature/structures/test_kfra.py",),
