@@ -54,6 +54,7 @@ __all__ = [
     "judged",
     "mean_and_error",
     "missing_data",
+    "not_met",
     "paired",
     "read_claims",
     "result_of",
@@ -180,6 +181,11 @@ def judged(
     if absent:
         return [Verdict(id, NOT_RUN, "–", f"{absent} of {sum(needs.values())} jobs are missing") for id in ids]
     return list(judge(results))
+
+
+def not_met(conditions: Mapping[str, bool]) -> str:
+    """Which conditions do not hold, in words."""
+    return "not met: " + "; ".join(name for name, held in conditions.items() if not held)
 
 
 class Experiment(Protocol):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,18 +33,21 @@ LARGEST = 150_000  # bytes of a figure that is shown on the page
 
 HEAD = """# What was reproduced
 
-The documents that this library comes from claim things. Every claim that is tested, and what came of it:
+This library grew out of a few documents, and they make claims. Each claim was written down together with a criterion, before anything was run, and then put to the test. This is what
+came of it:
 """
 NOTES = """
-"Holds in part" means that a claim has several conditions and some of them came out. Nearly everything is smaller here than in the documents, since it had to run on a processor
-in minutes: a line before each table says how much. What does not hold at this size may hold at theirs.
+**How to read this page.** Every document has a section. It begins with a line on how much smaller things are here, and a table of its claims with their verdicts. Then comes the
+evidence, claim by claim: the criterion, what the document reports, what came out here, and the reason where a claim does not simply hold. "Higher" and "lower" mean by more
+than two standard errors of the paired difference over seeds; ± is a standard error.
 
-For each document there is first a table of its claims and verdicts; then, claim by claim, the criterion that was fixed before anything was run, what the document says, what
-came out here, and why, where it does not simply hold. An unwelcome verdict is a result like any other. "Higher" and "lower" mean by more than two standard errors of the paired
-difference over seeds; ± is a standard error.
+- **Holds**: every condition of the criterion was met.
+- **Holds in part**: the criterion has several conditions, and some of them were met.
+- **Does not hold**: none was met, at this size. Nearly everything is smaller than in the documents, because it had to run on one processor core in minutes, and a claim may well hold at
+  the size of its document. An unwelcome verdict is a result like any other, and no criterion was changed after a run.
 
-This page is written by `python -m experiments.page` from `experiments/claims.toml` and the `results.json` of each experiment, so that no number on it was typed by
-hand. What was scaled down is said in the README.md of each experiment. Seconds are those of one processor core.
+Settings, sizes and choices are told in the README.md of each experiment. Seconds are those of one processor core. This page is written by `python -m experiments.page` from
+`experiments/claims.toml` and the `results.json` of each experiment, so that no number on it was typed by hand.
 """
 
 
@@ -114,8 +119,14 @@ def _counts(claims: Sequence[Claim], verdicts: Mapping[str, Verdict]) -> str:
 
     lines = ["| document | claims | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 2) + "|"]
     for document in dict.fromkeys(claim.document for claim in claims):
-        lines.append(row(document, [c for c in claims if c.document == document]))
+        lines.append(row(f"[{document}](#{_anchor(document)})", [c for c in claims if c.document == document]))
     return "\n".join([*lines, row("**all**", claims)]) + "\n"
+
+
+def _anchor(title: str) -> str:
+    """The anchor that a heading has on the built page."""
+    plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
 def _experiment(name: str, content: Mapping[str, Any] | None, shown: Mapping[str, Path]) -> str:
@@ -130,7 +141,7 @@ def _experiment(name: str, content: Mapping[str, Any] | None, shown: Mapping[str
         "```",
         "",
         f'Budget "{content["budget"]["name"]}", {counted}, {content["seconds"]:,} s, torch {content["torch"]}, commit {content["commit"]}. '
-        f"What was done is told in `experiments/{name}/README.md`.",
+        f"What was done, and what was scaled down, is told in `experiments/{name}/README.md`.",
         "",
     ]
     for file, caption in content.get("figures", {}).items():

@@ -25,6 +25,7 @@ from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
 from aftermap.baselines import Deterministic
 from aftermap.laplace import linear_mode
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, run, work_folder
+from experiments.training import kept, made, train_epochs
 
 __all__ = ["BUDGETS", "DATA", "TITLE", "ResidualNetwork", "Settings", "figures", "jobs", "tables", "verdicts"]
 
@@ -142,32 +143,15 @@ class Digits:
         """Trains a network by SGD with momentum and keeps its weights."""
         settings = self.settings
         x, y = (t[: settings.train] for t in _read(self.data_dir, "train"))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = ResidualNetwork(settings.widths)
+        model = made(lambda: ResidualNetwork(settings.widths), seed)
         optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-4)
-        steps = settings.epochs * len(x.split(128))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-        generator = torch.Generator().manual_seed(seed)
-        losses = []
-        for _ in range(settings.epochs):
-            total = 0.0
-            for index in torch.randperm(len(x), generator=generator).split(128):
-                optimiser.zero_grad()
-                loss = F.cross_entropy(model(x[index]), y[index])
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
-                schedule.step()
-                total += float(loss.detach()) * len(index)
-            losses.append(total / len(x))
+        losses = train_epochs(model, optimiser, (x, y), settings.epochs, seed)
         torch.save(model.state_dict(), work_folder("networks") / f"{seed}.pt")
         return {"losses": losses}
 
     def network(self, seed: int) -> nn.Module:
         """A trained network."""
-        model = ResidualNetwork(self.settings.widths)
-        model.load_state_dict(torch.load(work_folder("networks") / f"{seed}.pt", weights_only=True))
-        return model.eval()
+        return kept(ResidualNetwork(self.settings.widths), work_folder("networks") / f"{seed}.pt")
 
     def numbers(self, name: str, predict: Callable[[Tensor], am.Prediction]) -> dict[str, float]:
         """Quality on test images."""

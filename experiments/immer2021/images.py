@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftermap as am
@@ -21,6 +20,7 @@ from aftermap import metrics
 from experiments.framework import Job, work_folder
 from experiments.immer2021.contest import Pair, contest, network_probabilities, predicted, quality
 from experiments.immer2021.settings import Images
+from experiments.training import kept, made, train_epochs
 
 __all__ = ["GROUPS", "METHODS", "Part", "jobs", "parts"]
 
@@ -125,26 +125,13 @@ class Part:
 
     def train(self, seed: int, precision: float) -> dict[str, Any]:
         """Trains the network under one prior precision."""
-        x, y = self.data(seed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = self.network()
-        generator = torch.Generator().manual_seed(seed)
+        model = made(self.network, seed)
         optimiser = torch.optim.Adam(model.parameters(), lr=1e-3)
-        steps = self.settings.epochs * len(x.split(128))
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-        losses = []
-        for _ in range(self.settings.epochs):
-            total = 0.0
-            for index in torch.randperm(len(x), generator=generator).split(128):
-                optimiser.zero_grad()
-                loss = F.cross_entropy(model(x[index]), y[index])
-                energy = sum((0.5 * precision * p.square().sum() for p in model.parameters()), torch.zeros(()))
-                (loss + energy / len(x)).backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
-                schedule.step()
-                total += float(loss.detach()) * len(index)
-            losses.append(total / len(x))
+
+        def energy() -> Tensor:
+            return sum((0.5 * precision * p.square().sum() for p in model.parameters()), torch.zeros(()))
+
+        losses = train_epochs(model, optimiser, self.data(seed), self.settings.epochs, seed, energy)
         torch.save(model.state_dict(), self._weights(seed, precision))
         return {"losses": losses}
 
@@ -154,9 +141,7 @@ class Part:
                 seed, precision
             ).is_file():  # The numbers of training are kept elsewhere, the weights are not.
                 self.train(seed, precision)
-            model = self.network()
-            model.load_state_dict(torch.load(self._weights(seed, precision), weights_only=True))
-            yield precision, model.eval()
+            yield precision, kept(self.network(), self._weights(seed, precision))
 
     def _fits(self, seed: int, group: str) -> Iterator[tuple[float, am.Laplace]]:
         x, y = self.data(seed)

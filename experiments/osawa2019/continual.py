@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, result_of
+from experiments.framework import Job, Results, Verdict, judged, mean_and_error, not_met, paired, result_of
 from experiments.osawa2019.settings import TRIALS, Continual
 
 __all__ = ["figures", "jobs", "verdicts"]
@@ -184,7 +184,7 @@ def _verdict(results: Results) -> Verdict:
     ours = f"mean accuracy over {count} tasks at the end: " + ", ".join(
         f"{METHODS[m]} {mean_and_error(v)}" for m, v in found.items()
     )
-    reason = "not so: " + "; ".join(name for name, held in conditions.items() if not held)
+    reason = not_met(conditions)
     return Verdict.of("V14", list(conditions.values()), ours, reason, len(found["vogn"]))
 
 

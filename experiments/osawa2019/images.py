@@ -25,7 +25,7 @@ TUNING_SEED = 1000
 
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
     """For every network and method the choice of its setting, then one job for each seed; variants of VOGN follow it."""
-    for part in settings.pictures():
+    for part in settings.all_pictures():
         data, name = Data(data_dir, part), part.network
         for method in part.methods:
             yield Job(f"{name}/tune_{method}", partial(_tune, part, data, method))
@@ -34,7 +34,7 @@ def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
             for variant in VARIANTS if name == "residual" and method == "vogn" else ():
                 for seed in range(part.seeds):
                     yield Job(f"{name}/{variant}/seed{seed}", partial(_variant, part, data, variant, seed))
-        for seed in range(part.seeds):
+        for seed in range(part.seeds) if part in settings.pictures() else ():
             yield Job(f"cost/{name}/seed{seed}", partial(_cost, part, data, seed))
 
 

@@ -28,7 +28,7 @@ import aftermap as am
 from aftermap.analysis.figures import CATEGORIES, finish, save_svg
 from aftermap.distributed import process_group, rank, world_size
 from examples.train_vogn import lenet
-from experiments.framework import ROOT, Job, Results, Verdict, judged, mean_and_error
+from experiments.framework import ROOT, Job, Results, Verdict, judged, mean_and_error, not_met
 from experiments.osawa2019.settings import Parallel, Pictures
 from experiments.osawa2019.training import Batches, Data
 
@@ -223,7 +223,7 @@ def _verdict(results: Results) -> Verdict:
         f"{ranks} processes differ by this share of the way that weights went, at most: {equal}. The variance of a step on one batch "
         f"falls by {told} draws; over batches, by {whole} with {most}"
     )
-    reason = "not so: " + "; ".join(name for name, held in conditions.items() if not held)
+    reason = not_met(conditions)
     return Verdict.of("V16", list(conditions.values()), ours, reason, results.settings.parallel.seeds)
 
 

@@ -35,7 +35,7 @@ def scale(settings: Settings) -> str:
     """How much smaller everything is."""
     lenet, wide, residual = settings.pictures()
     return (
-        f"LeNet-5 is trained on {lenet.train:,} images for {lenet.epochs} epochs (the paper: 50,000 for about 210), a wide convolutional network on {wide.train:,} and a small residual "
+        f"LeNet-5 is trained on {lenet.train:,} images for {lenet.epochs} epochs, by Adam and VOGN also on {settings.large.train:,} (the paper: 50,000 for about 210), a wide convolutional network on {wide.train:,} and a small residual "
         f"network on {residual.train:,}, with one draw of the weights in a step and {lenet.seeds} seeds; these networks are far from trained."
     )
 
@@ -62,15 +62,13 @@ def tables(results: Results) -> str:
     """The poster's table with our numbers, and what each method chose."""
     head = ["network", "method", *COLUMNS.values(), "SVHN AUROC", "chosen"]
     lines = ["### The poster's table with our numbers", "", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for part in results.settings.pictures():
+    for part in results.settings.all_pictures():
         for method in part.methods:
             pattern = f"{part.network}/{method}/*"
             cells = [results.text(pattern, name) for name in (*COLUMNS, "auroc_svhn")]
             tuned = results.values.get(f"{part.network}/tune_{method}", {}).get("settings", {})
             chosen = ", ".join(f"{k} {v:g}" for k, v in tuned.items())
-            lines.append(
-                f"| {judging.NETWORKS[part.network]} | {NAMES[method]} | " + " | ".join([*cells, chosen]) + " |"
-            )
+            lines.append(f"| {judging.LABELS[part.network]} | {NAMES[method]} | " + " | ".join([*cells, chosen]) + " |")
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ class Pictures:
     """A network on CIFAR-10.
 
     Attributes:
-        network: Which network: "lenet", "wide" or "residual".
+        network: Which network: "lenet", "large" (LeNet-5 on more images), "wide" or "residual".
         methods: The methods that are compared.
         seeds: How many seeds.
         train: How many images are trained on.
@@ -141,11 +141,16 @@ class Settings:
     lenet: Pictures = Pictures(
         "lenet",
         ("adam", "vogn", "ogn", "bbb", "kfac", "noisy_kfac", "dropout"),
+        curve_samples=6,  # V1 compares curves with Adam's, which have no noise of draws
+    )
+    large: Pictures = Pictures(
+        "large",
+        ("adam", "vogn"),
         train=18_000,
         test=10_000,
         other=5000,
         batch=128,
-        curve_samples=6,  # V1 compares curves with Adam's, which have no noise of draws
+        curve_samples=6,
     )
     wide: Pictures = Pictures(
         "wide",
@@ -174,21 +179,29 @@ class Settings:
     parallel: Parallel = field(default_factory=Parallel)
 
     def pictures(self) -> tuple[Pictures, ...]:
-        """The three networks."""
+        """The three networks that the claims of the poster's table are judged on."""
         return self.lenet, self.wide, self.residual
+
+    def all_pictures(self) -> tuple[Pictures, ...]:
+        """Those, and LeNet-5 on six times as many images."""
+        return self.lenet, self.large, self.wide, self.residual
 
 
 # The same number of settings for every method, tried once on held-out training images. Rates of the natural-gradient methods go with
 # the damping. The published damping has Nγ = 50, so that a weight's noise is 0.14: with the few images and steps here nothing is learned
-# then (a first search on the wide network, held-out images), and the damping is higher. On LeNet-5 the first of the two settings is the
-# one that `examples/train_vogn.py` begins with.
-_NATURAL = ({"lr": 5e-3, "damping": 0.1}, {"lr": 0.01, "damping": 0.2})
+# then (a first search on the wide network, held-out images), and the damping is higher. With 18,000 images it is lower; the first of these two
+# settings is the one that `examples/train_vogn.py` begins with.
+_NATURAL = ({"lr": 7.5e-3, "damping": 0.15}, {"lr": 0.035, "damping": 0.7})
 TRIALS: dict[str, dict[str, tuple[Values, ...]]] = {
     "lenet": {
         "adam": ({"lr": 1e-3}, {"lr": 3e-3}),
-        "bbb": ({"lr": 2e-3, "initial_scale": 1e-3}, {"lr": 2e-3, "initial_scale": 0.02}),
+        "bbb": ({"lr": 1e-3}, {"lr": 3e-3}),
         "dropout": ({"lr": 2e-3, "drop": 0.1}, {"lr": 2e-3, "drop": 0.2}),
         **dict.fromkeys(("vogn", "ogn", "kfac", "noisy_kfac"), _NATURAL),
+    },
+    "large": {
+        "adam": ({"lr": 1e-3}, {"lr": 3e-3}),
+        "vogn": ({"lr": 5e-3, "damping": 0.1}, {"lr": 0.01, "damping": 0.2}),
     },
     "wide": {
         "adam": ({"lr": 1e-3}, {"lr": 2e-3}),
@@ -236,6 +249,7 @@ BUDGETS = {
     "small": Settings(
         toy=Toy(seeds=2, epochs=2, samples=3, points=21),
         lenet=replace(_STATED.lenet, **_TINY),  # type: ignore[arg-type]
+        large=replace(_STATED.large, **_TINY),  # type: ignore[arg-type]
         wide=replace(_STATED.wide, **_TINY),  # type: ignore[arg-type]
         residual=replace(_STATED.residual, **_TINY),  # type: ignore[arg-type]
         continual=Continual(

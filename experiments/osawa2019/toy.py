@@ -16,7 +16,7 @@ from aftermap import metrics
 from aftermap.analysis.figures import finish
 from aftermap.optim import VOGN
 from examples.vogn_toy import blobs, network, surfaces
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired
+from experiments.framework import Job, Results, Verdict, judged, mean_and_error, not_met, paired
 from experiments.osawa2019.settings import Toy
 
 __all__ = ["boundary", "figures", "jobs", "verdicts"]
@@ -132,8 +132,7 @@ def _verdict(results: Results) -> Verdict:
         f"{mean_and_error(far['adam'], 2)}, VOGN {mean_and_error(near['vogn'], 2)} and {mean_and_error(far['vogn'], 2)} nats"
     )
     reason = (
-        "not so: "
-        + "; ".join(name for name, held in conditions.items() if not held)
+        not_met(conditions)
         + f". With 100 data for 513 weights the posterior is broad, and the network at its mean is right for {right['vogn']} of the data "
         f"(Adam {right['adam']}); at a temperature of {RUNS['cold'][1]:g} it is for {right['cold']}, with boundaries "
         f"{mean_and_error(cold, 2)} apart"

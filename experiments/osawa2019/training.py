@@ -151,7 +151,7 @@ class Batches:
 
 def network(name: str, *, norm: bool = True) -> nn.Module:
     """LeNet-5; a wide convolutional network with half a million weights; a residual network with BatchNorm, or without."""
-    if name == "lenet":
+    if name in ("lenet", "large"):
         return lenet(3, 32)
     if name == "wide":
         return nn.Sequential(
@@ -279,12 +279,7 @@ def closure(method: str, model: nn.Module, opt: Any, x: Tensor, y: Tensor) -> Ca
 def _by_backprop(
     model: nn.Module, settings: Pictures, data: Data, batches: Batches, seed: int, values: Mapping[str, float]
 ) -> Trained:
-    field = am.MeanField(
-        model,
-        prior_precision=settings.prior_precision,
-        initial_scale=values["initial_scale"],
-        samples=settings.samples,
-    )
+    field = am.MeanField(model, prior_precision=settings.prior_precision, samples=settings.samples)
     start = time.process_time()
     field.fit(
         batches,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import aftermap as am
@@ -24,6 +23,7 @@ from aftermap import metrics
 from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
 from aftermap.baselines import Deterministic
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, run, work_folder
+from experiments.training import kept, made, train_epochs
 
 __all__ = ["BUDGETS", "DATA", "TITLE", "Settings", "figures", "jobs", "tables", "verdicts"]
 
@@ -120,31 +120,15 @@ class Digits:
         """Trains a network and keeps its weights."""
         settings = self.settings
         x, y = (t[: settings.train] for t in _read(self.data_dir, "mnist", "train"))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = lenet()
+        model = made(lenet, seed)
         optimiser = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=5e-4)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, settings.epochs * len(x.split(128)))
-        generator = torch.Generator().manual_seed(seed)
-        losses = []
-        for _ in range(settings.epochs):
-            total = 0.0
-            for index in torch.randperm(len(x), generator=generator).split(128):
-                optimiser.zero_grad()
-                loss = F.cross_entropy(model(x[index]), y[index])
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
-                schedule.step()
-                total += float(loss.detach()) * len(index)
-            losses.append(total / len(x))
+        losses = train_epochs(model, optimiser, (x, y), settings.epochs, seed)
         torch.save(model.state_dict(), work_folder("networks") / f"{seed}.pt")
         return {"losses": losses}
 
     def network(self, seed: int) -> nn.Module:
         """A trained network."""
-        model = lenet()
-        model.load_state_dict(torch.load(work_folder("networks") / f"{seed}.pt", weights_only=True))
-        return model.eval()
+        return kept(lenet(), work_folder("networks") / f"{seed}.pt")
 
     def numbers(self, name: str, predictor: Any, **options: Any) -> dict[str, float]:
         """Quality on test images; confidence and AUROC by maximum probability on other images."""
