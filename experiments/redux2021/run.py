@@ -69,8 +69,8 @@ class Settings:
     epochs: int = 20
     fit: int = 5400
     validation: int = 500
-    test: int = 10_000
-    other: int = 5000
+    test: int = 3000
+    other: int = 2000
 
 
 BUDGETS = {
@@ -185,7 +185,7 @@ class Digits:
 
 def scale(settings: Settings) -> str:
     """How much smaller everything is."""
-    return f"{settings.seeds} networks and {settings.ensembles} ensemble instead of 10, {settings.epochs} epochs, {settings.other:,} images of each other set."
+    return f"{settings.seeds} networks and {settings.ensembles} ensemble instead of 10, {settings.epochs} epochs, {settings.test:,} test images and {settings.other:,} of each other set."
 
 
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
