@@ -20,7 +20,6 @@ from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.grid import GridResult
 from aftermap.laplace.regression_rule import RegressionResult
 from aftermap.laplace.self_consistent import SelfConsistentResult
-from aftermap.laplace.subnetwork import with_fixed_means
 from aftermap.laplace.validation import ValidationResult
 from aftermap.models import WeightsFingerprint
 from aftermap.params import Params
@@ -112,7 +111,9 @@ class Initial:
             weights: The trained weights; where only some entries of a parameter are uncertain, the others are their own prior
                 mean.
         """
-        mean = with_fixed_means(factors, weights, self.prior_mean)
+        mean = factors.blocks[0].with_fixed_means(
+            weights, self.prior_mean
+        )  # A block with fixed weights is the only one.
         prior = Prior.make(self.prior_precision, mean, layers_of(factors), factors.shapes)
         return Hyperparameters(prior, self.noise, self.data_scale, self.temperature, self.output_temperature)
 

@@ -132,6 +132,10 @@ class Laplace(NotebookView):
             raise NotFittedError("this Laplace approximation has not been fitted yet: call fit(train_loader) first")
         return self._fitted
 
+    @fitted.setter
+    def fitted(self, fitted: Fitted) -> None:
+        self._fitted = fitted
+
     @property
     def posterior(self) -> CurvaturePosterior:
         """The posterior over the weights: a `GaussianPosterior`, or a `MatrixFreePosterior`."""
@@ -214,7 +218,7 @@ class Laplace(NotebookView):
 
     @report.setter
     def report(self, report: FitReport | None) -> None:
-        self._fitted = replace(self.fitted, report=report)
+        self.fitted = replace(self.fitted, report=report)
 
     @property
     def n_data(self) -> float:

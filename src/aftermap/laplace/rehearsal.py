@@ -315,7 +315,7 @@ def _tuning_seconds(
         own_fit = replace(fitted, data=data)
 
         def tune(own_fit: Fitted = own_fit, data: _ClockedData = data) -> None:
-            laplace._fitted = own_fit
+            laplace.fitted = own_fit
             laplace.tune(None if validation is None else [_as_tuple(data.parts[-1])])
 
         points.append((size, _spent(tune, data)))

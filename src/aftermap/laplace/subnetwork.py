@@ -27,7 +27,6 @@ __all__ = [
     "fit_subnetwork",
     "is_subnetwork",
     "subnetwork_structure",
-    "with_fixed_means",
 ]
 
 SCORES = ("variance", "magnitude")
@@ -145,24 +144,3 @@ def fit_subnetwork(
         assert isinstance(subnetwork, Subnetwork)
         entries = chosen_entries(subnetwork, model, data, likelihood, prior, scale, **options)
     return fit_entries(model, data, likelihood, entries, **options)
-
-
-def with_fixed_means(factors: Factors, weights: Params, prior_mean: float | Params) -> float | Params:
-    """Returns the prior's mean, where a fixed weight is its own mean: it then adds nothing to the prior's energy.
-
-    Args:
-        factors: The factors of a subnetwork; others change nothing.
-        weights: The trained weights.
-        prior_mean: The mean of the prior: a number or tensors by name.
-    """
-    block = factors.blocks[0]
-    if not isinstance(block, SubnetworkBlock):
-        return prior_mean
-    means: Params = {}
-    for name, places in block.entries.items():
-        mean = prior_mean.get(name, 0.0) if isinstance(prior_mean, Mapping) else prior_mean
-        flat = weights[name].to(torch.float64).reshape(-1).clone()
-        wanted = torch.as_tensor(mean, dtype=torch.float64, device=flat.device).expand(weights[name].shape)
-        flat[places.to(flat.device)] = wanted.reshape(-1)[places.to(flat.device)]
-        means[name] = flat.reshape(weights[name].shape)
-    return means

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import join_flat, split_flat
-from aftermap.curvature.structures.low_rank import LowRankBlockPosterior
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, NumericalError, NumericalWarning
 from aftermap.krylov import TraceEstimate, conjugate_gradient
@@ -93,7 +92,7 @@ class Preconditioner:
         rounding of a single-precision network. A low-rank block, or the prior alone, never does.
         """
         blocks = () if self.posterior is None else self.posterior.blocks
-        if dtype == torch.float64 or all(isinstance(b, LowRankBlockPosterior) for b in blocks):
+        if dtype == torch.float64 or all(b.source.never_overstates for b in blocks):
             return self
         return Preconditioner(None, self.shapes, self.prior)
 

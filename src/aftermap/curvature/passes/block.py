@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aftermap.errors import InputError
+from aftermap.params import Params
 from aftermap.prior import Prior
 
 __all__ = ["Block", "same_names"]
@@ -24,6 +25,8 @@ class Block(ABC):
         dampings: The ways in which a posterior may add the prior to the block.
         joins_layers: Whether a block may hold several layers with the terms between them.
         is_complete: Whether a block holds its matrix with every term, and leaves no direction to the prior.
+        never_overstates: Whether no direction has more curvature in the block than in the matrix that it stands for, beyond the rounding
+            of that matrix.
         one_precision: Whether the prior can have only one precision for all parameters of the block.
     """
 
@@ -31,6 +34,7 @@ class Block(ABC):
     dampings: ClassVar[tuple[str, ...]] = ("exact",)
     joins_layers: ClassVar[bool] = False
     is_complete: ClassVar[bool] = False
+    never_overstates: ClassVar[bool] = False
     one_precision: ClassVar[bool] = False
 
     @property
@@ -91,6 +95,15 @@ class Block(ABC):
             dtype: The precision of samples and of gradients that the posterior will meet: the network's own.
             n_data: The number of data that the block is a sum over.
         """
+
+    def with_fixed_means(self, weights: Params, prior_mean: float | Params) -> float | Params:
+        """Returns the prior's mean, in which every weight that the block holds fixed is its own mean: it adds nothing to the prior's energy.
+
+        Args:
+            weights: The trained weights.
+            prior_mean: The mean of the prior: a number, or tensors by name.
+        """
+        return prior_mean
 
     @property
     def size(self) -> int:

@@ -340,7 +340,7 @@ class LayerCall:
         call: The call as it was recorded.
         inputs: The input [b, ...].
         space: The shape of the output without the batch.
-        to_batch_first: A function that takes the gradient [v, *output] at the call's edge to [v, b, ...].
+        to_batch_first: A function that takes the gradient [v, *output] at the call's edge to [v, b, ...]; None where it is so already.
         edge: The number of the edge.
         cached: Whether the rows are kept, because several vectors will meet them.
     """
@@ -349,7 +349,7 @@ class LayerCall:
     call: RecordedCall
     inputs: Tensor
     space: tuple[int, ...]
-    to_batch_first: Callable[[Tensor], Tensor]
+    to_batch_first: Callable[[Tensor], Tensor] | None
     edge: int
     cached: bool = False
     _rows: InputRows | None = field(default=None, repr=False)
@@ -376,7 +376,9 @@ class LayerCall:
     def gradients(self, arrived: Tensor) -> Tensor:
         """Returns the gradient [v, *output] that arrived at the edge as [v, b, g, t, o]."""
         rule, group = self.layer.rule, self.call.group
-        batch_first = self.to_batch_first(arrived.to(self.layer.dtype))
+        batch_first = arrived.to(self.layer.dtype)
+        if self.to_batch_first is not None:
+            batch_first = self.to_batch_first(batch_first)
         if group is not None and isinstance(rule, PackedProjectionRule):
             return rule.grads_of_group(batch_first, group)
         return rule.grads(self.call.module, batch_first)
@@ -401,7 +403,7 @@ def layer_calls(call: RecordedCall, layer: Layer, edge: int, batch_dimension: in
         return
     fold = shape[0] // size
     if fold == 1:
-        yield LayerCall(layer, call, inputs, shape[1:], lambda arrived: arrived, edge)
+        yield LayerCall(layer, call, inputs, shape[1:], None, edge)
         return
     unfolded = inputs.unflatten(0, (size, fold))
     if layer.rule.leading:

@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -266,7 +266,7 @@ class BlockPosterior(ABC):
         return torch.cat([product[n].reshape(self.size, -1) for n in self.names], dim=1)
 
     def functional_covariance(
-        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[Self], diagonal: bool
     ) -> list[Tensor]:
         """Returns J Σ Jᵀ of this block for back-propagated outputs, under each of ``variants`` (the same curvature, other priors).
 

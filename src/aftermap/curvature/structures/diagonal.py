@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -307,7 +308,7 @@ class DiagonalBlockPosterior(BlockPosterior):
         return {n: values[n] / p.to(values[n].dtype) for n, p in self.precision.items()}
 
     def functional_covariance(
-        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[Self], diagonal: bool
     ) -> list[Tensor]:
         layer = layer_of(gradients, self.names)
         if layer is None:

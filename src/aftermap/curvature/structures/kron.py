@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -504,16 +505,16 @@ class KronBlockPosterior(BlockPosterior):
         return OutputNoise((1 / self.precision.detach())[0], self.basis.outputs[0], inputs)
 
     def functional_covariance(
-        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[Self], diagonal: bool
     ) -> list[Tensor]:
-        layer = layer_of(gradients, self.names)
-        tables = [1 / v.precision for v in variants if isinstance(v, KronBlockPosterior)]
-        if layer is None or len(tables) != len(variants):
+        layer = layer_of(gradients, self.layout.names)
+        if layer is None:
             return super().functional_covariance(gradients, variants, diagonal)
+        tables = [1 / v.precision for v in variants]
         return layer_covariance(gradients, layer, tables, self.basis.outputs, self.basis.inputs, diagonal)
 
     def approximate_variance(self, gradients: LayerGradients) -> Tensor:
-        layer = layer_of(gradients, self.names)
+        layer = layer_of(gradients, self.layout.names)
         if layer is None or self._sketch is None:
             return super().approximate_variance(gradients)
         outer, inner, table = self._sketch

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -147,6 +148,7 @@ class LowRankBlock(Block):
     values: Tensor
     kind: str = "low_rank"
     joins_layers = True
+    never_overstates = True
 
     @property
     def name(self) -> str:
@@ -338,7 +340,7 @@ class LowRankBlockPosterior(BlockPosterior):
         errors.warn()
 
     def functional_covariance(
-        self, gradients: LayerGradients, variants: Sequence[BlockPosterior], diagonal: bool
+        self, gradients: LayerGradients, variants: Sequence[Self], diagonal: bool
     ) -> list[Tensor]:
         """Returns J Σ Jᵀ layer by layer: the prior's variance less what the k directions explain.
 
@@ -351,7 +353,6 @@ class LowRankBlockPosterior(BlockPosterior):
             length = min(stride, size - start)
             known: dict[tuple[int, int], _Explained] = {}
             for covariances, variant in zip(parts, variants, strict=True):
-                assert isinstance(variant, LowRankBlockPosterior)
                 key = id(variant.basis), id(variant.whitener)
                 if key not in known:
                     known[key] = _Explained.of(variant, gradients, start, length, diagonal)

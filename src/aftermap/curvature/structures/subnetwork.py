@@ -101,6 +101,16 @@ class SubnetworkBlock(Block):
             raise InputError("two subnetworks over different entries cannot be added; fit both over the same ones")
         return super().__add__(other)
 
+    def with_fixed_means(self, weights: Params, prior_mean: float | Params) -> Params:
+        means: Params = {}
+        for name, places in self.entries.items():
+            mean = prior_mean.get(name, 0.0) if isinstance(prior_mean, Mapping) else prior_mean
+            flat = weights[name].to(torch.float64).reshape(-1).clone()
+            wanted = torch.as_tensor(mean, dtype=torch.float64, device=flat.device).expand(weights[name].shape)
+            flat[places.to(flat.device)] = wanted.reshape(-1)[places.to(flat.device)]
+            means[name] = flat.reshape(weights[name].shape)
+        return means
+
     def to_dense(self) -> Tensor:
         """Returns the matrix [p, p] over whole parameters; rows and columns of fixed entries are zero."""
         total = sum(math.prod(s) for s in self.sizes.values())
