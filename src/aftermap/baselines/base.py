@@ -22,6 +22,7 @@ from aftermap.models import check_device, evaluating, functional_outputs
 from aftermap.params import Params
 from aftermap.posteriors import Posterior
 from aftermap.predictive import Prediction, draw_weights, samples_prediction
+from aftermap.predictive.sampling import with_padding
 
 __all__ = [
     "Baseline",
@@ -212,8 +213,9 @@ class Particles(Baseline):
         *,
         generator: torch.Generator | None = None,
     ) -> Particles:
-        """Draws ``count`` sets of weights from a posterior, once."""
-        return Particles(model, draw_weights(posterior, checks.count("count", count), generator), likelihood)
+        """Draws ``count`` sets of weights from a posterior, once; the padding of an embedding stays that of the model."""
+        drawn = draw_weights(posterior, checks.count("count", count), generator)
+        return Particles(model, [with_padding(model, weights) for weights in drawn], likelihood)
 
     def __len__(self) -> int:
         return len(self.weights)

@@ -26,6 +26,7 @@ from aftermap.errors import DataError, InputError, NotFittedError, StatisticalWa
 from aftermap.likelihoods import Likelihood
 from aftermap.models import evaluating, functional_outputs
 from aftermap.params import Params, Selection, flatten, select, unflatten
+from aftermap.predictive.sampling import with_padding
 from aftermap.progress import progress as progress_bar
 
 __all__ = ["HMC", "KERNELS", "ChainDiagnostics"]
@@ -147,9 +148,13 @@ class HMC(Baseline):
         self._chains: Tensor | None = None
         self._diagnostics: ChainDiagnostics | None = None
 
+    def _weights(self, theta: Tensor) -> Params:
+        """Returns the weights of a point θ [P] by name; the padding of an embedding is no weight, and stays that of the model."""
+        return with_padding(self.model, unflatten(theta, self._like, self.names))
+
     def energy(self, theta: Tensor, batches: list[Batch]) -> Tensor:
         """Returns U at weights θ [P], the negative log posterior without its constant, as a 0-d tensor."""
-        weights = unflatten(theta, self._like, self.names)
+        weights = self._weights(theta)
         value = 0.5 * self.prior_precision * (theta - self.prior_mean).square().sum()
         for batch in batches:
             outputs = functional_outputs(self.model, weights, batch.inputs)
@@ -229,9 +234,7 @@ class HMC(Baseline):
         rows = []
         with torch.no_grad():
             for chain in thin:
-                values = [
-                    outputs_under(self.model, unflatten(t, self._like, self.names), batches[0].inputs) for t in chain
-                ]
+                values = [outputs_under(self.model, self._weights(theta), batches[0].inputs) for theta in chain]
                 rows.append(torch.stack([v[:100].flatten() for v in values]))
         outputs = torch.stack(rows)
         r_hat = split_gelman_rubin(outputs)
@@ -272,7 +275,7 @@ class HMC(Baseline):
             if checks.count("count", count) > len(rows):
                 raise InputError(f"count={count}, but only {len(rows)} samples were drawn")
             rows = rows[torch.linspace(0, len(rows) - 1, count).round().long()]
-        return Particles(self.model, [unflatten(row, self._like, self.names) for row in rows], self.likelihood)
+        return Particles(self.model, [self._weights(row) for row in rows], self.likelihood)
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
         return self.particles(samples).outputs(inputs, None, generator)

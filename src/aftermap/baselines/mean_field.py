@@ -35,6 +35,7 @@ from aftermap.errors import DataError, NotFittedError, NumericalError
 from aftermap.likelihoods import Likelihood
 from aftermap.models import functional_outputs
 from aftermap.params import Params, Selection, select
+from aftermap.predictive.sampling import with_padding
 from aftermap.progress import progress as progress_bar
 
 __all__ = ["ESTIMATORS", "LocalNoise", "MeanField", "gaussian_kl", "local_layers"]
@@ -316,6 +317,7 @@ class MeanField(Baseline):
             weights = {
                 n: m if n in inside else m + deviation[n] * normal_like(m, generator) for n, m in self._mean.items()
             }
+            weights = with_padding(self.model, weights)
             with LocalNoise(weights, deviation, self._local, generator):
                 outputs = self._outputs(weights, batch.inputs)
             if not values:
@@ -355,7 +357,7 @@ class MeanField(Baseline):
     def particles(self, count: int = 30, generator: torch.Generator | None = None) -> Particles:
         """Returns a fixed set of weights from q as an ensemble."""
         drawn = self.sample(count, generator)
-        weights = [{n: v[i] for n, v in drawn.items()} for i in range(count)]
+        weights = [with_padding(self.model, {n: v[i] for n, v in drawn.items()}) for i in range(count)]
         return Particles(self.model, weights, self.likelihood)
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
@@ -363,6 +365,6 @@ class MeanField(Baseline):
             raise NotFittedError("this mean-field posterior has not been fitted yet: call fit(train_loader) first")
         outputs = []
         for _ in range(self.samples if samples is None else samples):
-            weights = {n: v[0] for n, v in self.sample(1, generator).items()}
+            weights = with_padding(self.model, {n: v[0] for n, v in self.sample(1, generator).items()})
             outputs.append(outputs_under(self.model, weights, inputs))
         return torch.stack(outputs)

@@ -34,7 +34,14 @@ from aftermap.models import call_model, functional_outputs, only_require_grad
 from aftermap.params import Params, named_parameters, swapped
 from aftermap.posteriors import GaussianPosterior, Posterior
 
-__all__ = ["draw_weights", "locally_sampled_outputs", "outputs_under", "sampled_outputs", "weight_samples"]
+__all__ = [
+    "draw_weights",
+    "locally_sampled_outputs",
+    "outputs_under",
+    "sampled_outputs",
+    "weight_samples",
+    "with_padding",
+]
 
 # This many numbers of weight samples are alive at once (256 MB in float32).
 _NUMBERS = 1 << 26
@@ -85,7 +92,7 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
 
     The padding of an embedding stays what it is in the model: it has no gradient, so that it is no random variable.
     """
-    weights = _with_padding(model, weights)
+    weights = with_padding(model, weights)
     if torch.is_grad_enabled():
         # A backward pass reads the weights late: the graph must hold these tensors, not a parameter that changes back.
         return functional_outputs(model, weights, inputs)
@@ -93,7 +100,7 @@ def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
         return call_model(model, inputs)
 
 
-def _with_padding(model: nn.Module, weights: Params) -> Params:
+def with_padding(model: nn.Module, weights: Params) -> Params:
     """Returns the weights with the model's own rows for padding, in a copy where there are any.
 
     A weight that another module shares is left as it was drawn: there the row has a gradient.
