@@ -28,8 +28,8 @@ __all__ = [
     "Baseline",
     "Particles",
     "batches_of",
+    "eval_outputs",
     "mean_nll",
-    "outputs_under",
     "private_randomness",
     "private_seed",
     "read_inputs",
@@ -102,7 +102,7 @@ def _place(model: nn.Module) -> tuple[torch.device, torch.dtype | None]:
     return device, dtype if any(p.is_floating_point() for p in model.parameters()) else None
 
 
-def outputs_under(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
+def eval_outputs(model: nn.Module, weights: Params, inputs: Any) -> Tensor:
     """Returns outputs [N, ..., C] in eval mode with other weights (and buffers), which nothing writes to.
 
     This is a functional call and not a swap of values: autograd looks a convolution's weight up again in the backward
@@ -224,7 +224,7 @@ class Particles(Baseline):
         count = len(self) if samples is None else samples
         if count > len(self):
             raise InputError(f"samples={count}, but there are only {len(self)} sets of weights")
-        return torch.stack([outputs_under(self.model, particle, inputs) for particle in self.weights[:count]])
+        return torch.stack([eval_outputs(self.model, particle, inputs) for particle in self.weights[:count]])
 
     def prediction(self, outputs: Tensor) -> Prediction:
         if self.mixture is None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from aftermap import checks
-from aftermap.baselines.base import Baseline, outputs_under
+from aftermap.baselines.base import Baseline, eval_outputs
 from aftermap.errors import InputError, ShapeError
 from aftermap.likelihoods import Likelihood
 
@@ -114,7 +114,7 @@ class Ensemble(Baseline):
         count = len(self) if samples is None else samples
         if count > len(self):
             raise InputError(f"samples={count}, but the ensemble has {len(self)} networks")
-        values = [outputs_under(model, {}, inputs) for model in self.models[:count]]
+        values = [eval_outputs(model, {}, inputs) for model in self.models[:count]]
         shapes = {tuple(v.shape) for v in values}
         if len(shapes) > 1:
             raise ShapeError(f"the networks of an ensemble must have outputs of one shape, got {sorted(shapes)}")

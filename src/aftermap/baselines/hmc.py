@@ -16,7 +16,7 @@ from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
-    outputs_under,
+    eval_outputs,
     private_seed,
     targets_of,
 )
@@ -190,7 +190,7 @@ class HMC(Baseline):
             raise DataError("the data hold no example")
         with torch.no_grad():
             for batch in batches:
-                self.likelihood.check(outputs_under(self.model, {}, batch.inputs), targets_of(batch))
+                self.likelihood.check(eval_outputs(self.model, {}, batch.inputs), targets_of(batch))
         origin = flatten(self._like, self.names)
         samples, rates, divergent = [], [], []
         with evaluating(self.model), warnings.catch_warnings():
@@ -234,7 +234,7 @@ class HMC(Baseline):
         rows = []
         with torch.no_grad():
             for chain in thin:
-                values = [outputs_under(self.model, self._weights(theta), batches[0].inputs) for theta in chain]
+                values = [eval_outputs(self.model, self._weights(theta), batches[0].inputs) for theta in chain]
                 rows.append(torch.stack([v[:100].flatten() for v in values]))
         outputs = torch.stack(rows)
         r_hat = split_gelman_rubin(outputs)

@@ -25,8 +25,8 @@ from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
+    eval_outputs,
     mean_nll,
-    outputs_under,
     targets_of,
 )
 from aftermap.batches import Batch, Unpack
@@ -366,5 +366,5 @@ class MeanField(Baseline):
         outputs = []
         for _ in range(self.samples if samples is None else samples):
             weights = with_padding(self.model, {n: v[0] for n, v in self.sample(1, generator).items()})
-            outputs.append(outputs_under(self.model, weights, inputs))
+            outputs.append(eval_outputs(self.model, weights, inputs))
         return torch.stack(outputs)

@@ -16,8 +16,8 @@ from aftermap.baselines.base import (
     Baseline,
     Particles,
     batches_of,
+    eval_outputs,
     mean_nll,
-    outputs_under,
     private_randomness,
     targets_of,
 )
@@ -227,5 +227,5 @@ class SWAG(Baseline):
         outputs = []
         for _ in range(self.samples if samples is None else samples):
             weights = {n: v[0] for n, v in self.sample(1, generator).items()}
-            outputs.append(outputs_under(self.model, weights, inputs))
+            outputs.append(eval_outputs(self.model, weights, inputs))
         return torch.stack(outputs)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap import checks
-from aftermap.baselines.base import Baseline, batches_of, outputs_under, targets_of
+from aftermap.baselines.base import Baseline, batches_of, eval_outputs, targets_of
 from aftermap.batches import Unpack
 from aftermap.errors import DataError, NotFittedError, StatisticalWarning, UnsupportedError
 from aftermap.likelihoods import Likelihood
@@ -42,7 +42,7 @@ class Deterministic(Baseline):
     """
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
-        return outputs_under(self.model, {}, inputs).unsqueeze(0)
+        return eval_outputs(self.model, {}, inputs).unsqueeze(0)
 
     def prediction(self, outputs: Tensor) -> Prediction:
         return _without_epistemic(super().prediction(outputs), "map")
@@ -106,7 +106,7 @@ class TemperatureScaling(Baseline):
         logits, targets, weights = [], [], []
         with torch.no_grad():
             for batch in batches_of(self.model, data, unpack):
-                values = outputs_under(self.model, {}, batch.inputs)
+                values = eval_outputs(self.model, {}, batch.inputs)
                 self.likelihood.check(values, targets_of(batch))
                 logits.append(values.double())
                 targets.append(targets_of(batch))
@@ -118,7 +118,7 @@ class TemperatureScaling(Baseline):
         return self
 
     def outputs(self, inputs: Any, samples: int | None, generator: torch.Generator | None) -> Tensor:
-        return (outputs_under(self.model, {}, inputs) / self.temperature).unsqueeze(0)
+        return (eval_outputs(self.model, {}, inputs) / self.temperature).unsqueeze(0)
 
     def prediction(self, outputs: Tensor) -> Prediction:
         return _without_epistemic(super().prediction(outputs), "temperature")

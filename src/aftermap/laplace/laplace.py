@@ -23,12 +23,7 @@ from aftermap.errors import InputError, NotFittedError
 from aftermap.laplace.display import NotebookView
 from aftermap.laplace.evidence import log_evidence
 from aftermap.laplace.fitted import Fitted, Initial, Tuned, TuningResult, check_numbers, data_if_repeatable
-from aftermap.laplace.subnetwork import (
-    Subnetwork,
-    fit_subnetwork,
-    is_subnetwork,
-    subnetwork_structure,
-)
+from aftermap.laplace.subnetwork import Subnetwork, fit_subnetwork, is_subnetwork, subnetwork_structure
 from aftermap.laplace.tune import choose_method, tune_by, tune_by_evidence
 from aftermap.likelihoods import Likelihood, parse_likelihood, temperature_of
 from aftermap.models import check_is_network, check_not_causal, check_not_sharded, explain_model_errors
@@ -507,16 +502,19 @@ class Laplace(NotebookView):
     def predictor(self) -> PosteriorPredictor:
         """What predicts: the model, its posterior and the likelihood with its noise."""
         fitted = self.fitted
-        same = self._predictor is not None and self._predictor[0] is fitted.weights
-        previous = self._predictor[1] if self._predictor is not None and same else None
-        if previous is None or previous.posterior is not fitted.posterior:
-            fitted.weights.check(self.model)
-            base, noise = self.base_likelihood, fitted.hyperparameters.noise
-            likelihood = likelihood_with(base, noise, fitted.hyperparameters.output_temperature)
-            network = likelihood_with(base, noise)  # at the temperature that it was trained with
-            previous = PosteriorPredictor(self.model, fitted.posterior, likelihood, previous, fitted.weights, network)
-            self._predictor = (fitted.weights, previous)
-        return previous
+        weights, earlier = self._predictor or (None, None)
+        earlier = (
+            earlier if weights is fitted.weights else None
+        )  # what it knows of the model holds for these weights alone
+        if earlier is not None and earlier.posterior is fitted.posterior:
+            return earlier
+        fitted.weights.check(self.model)
+        base, noise = self.base_likelihood, fitted.hyperparameters.noise
+        likelihood = likelihood_with(base, noise, fitted.hyperparameters.output_temperature)
+        network = likelihood_with(base, noise)  # at the temperature that it was trained with
+        predictor = PosteriorPredictor(self.model, fitted.posterior, likelihood, earlier, fitted.weights, network)
+        self._predictor = (fitted.weights, predictor)
+        return predictor
 
     def predict(
         self,

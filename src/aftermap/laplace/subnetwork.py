@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from aftermap import checks
 from aftermap.curvature import Factors, fit_curvature
 from aftermap.curvature.structures.full import MAX_FULL
-from aftermap.curvature.structures.subnetwork import SubnetworkBlock
-from aftermap.curvature.structures.subnetwork import fit_subnetwork as fit_entries
+from aftermap.curvature.structures.subnetwork import SubnetworkBlock, fit_entries
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood
 from aftermap.params import Params, Selection, named_parameters, select

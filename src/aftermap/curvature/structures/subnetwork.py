@@ -41,7 +41,7 @@ __all__ = [
     "SubnetworkBlock",
     "SubnetworkBlockPosterior",
     "SubnetworkSum",
-    "fit_subnetwork",
+    "fit_entries",
 ]
 
 _INNER = "entries"
@@ -152,7 +152,7 @@ class SubnetworkSum(PerExampleSum):
 
 
 @torch.inference_mode(False)
-def fit_subnetwork(
+def fit_entries(
     model: nn.Module,
     data: Iterable[Any],
     likelihood: Likelihood,
@@ -182,7 +182,7 @@ def fit_subnetwork(
     >>> net = nn.Linear(2, 1, bias=False)
     >>> from aftermap.likelihoods import Gaussian
     >>> data = [(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.zeros(2, 1))]
-    >>> fit_subnetwork(net, data, Gaussian(1.0), {"weight": torch.tensor([1])}).blocks[0].matrix
+    >>> fit_entries(net, data, Gaussian(1.0), {"weight": torch.tensor([1])}).blocks[0].matrix
     tensor([[5.]], dtype=torch.float64)
     """
     names = [n for n in named_parameters(model) if n in entries]
