@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.errors import InputError
-from aftermap.laplace import Laplace
+from aftermap.laplace import Laplace, evidence
 from aftermap.laplace.evidence import EvidenceResult, log_evidence, maximise_evidence
 from aftermap.likelihoods import Gaussian
 from tests.laplace.problems import classes, gaussian_nll, generator, mlp, normal, regression, trained
@@ -267,3 +267,21 @@ def test_a_result_is_told_in_words() -> None:
         str(crawling) == "log evidence -9.0, not at its maximum yet; prior precision 1 (head); noise 3, its upper bound"
     )
     assert str(EvidenceResult({"head": 1.0}, 1.0, [-9.0], converged=True)).endswith("prior precision 1 (head)")
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_noise_of_several_blocks_leaves_a_tenth_of_the_data_to_it(outputs: int) -> None:
+    laplace = regressor("kron", outputs=outputs)
+    fitted = laplace.fitted
+    x, y = (torch.cat(t) for t in zip(*regression(noise=0.3, outputs=outputs), strict=True))
+    squares = (laplace.model(x).detach() - y).square().sum()
+    groups = {"all": list(fitted.posterior.names)}
+    objective = evidence._Objective(
+        fitted.posterior, fitted.factors, laplace.base_likelihood, fitted.hyperparameters, groups, True, 1e-3
+    )
+    upper = objective.upper.exp()
+    assert float(upper[-1]) == pytest.approx(float(squares / (0.1 * y.numel())) ** 0.5)
+    assert float(upper[0]) == pytest.approx(1e12)
+    ends = torch.tensor([99.0, 99.0], dtype=torch.float64)
+    torch.testing.assert_close(objective.inside(ends).exp(), upper)
+    torch.testing.assert_close(objective.inside(-ends).exp(), torch.full_like(upper, 1e-8))

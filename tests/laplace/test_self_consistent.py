@@ -22,7 +22,7 @@ from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace import Laplace, SelfConsistentResult
 from aftermap.laplace.evidence import EvidenceResult
 from aftermap.laplace.latents import OutputGaussians
-from aftermap.laplace.self_consistent import CavityCheck, averages_curvature, self_consistent_scale
+from aftermap.laplace.self_consistent import Cavities, CavityCheck, averages_curvature, self_consistent_scale
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from aftermap.predictive.latent import normal_points
 from aftermap.testing import ModelSnapshot, check_unchanged
@@ -197,6 +197,19 @@ def network(count: int = 150) -> nn.Module:
 def fitted(structure: str = "full", **options: object) -> Laplace:
     laplace = Laplace(network(), "classification", structure=structure, **options)
     return laplace.fit(classes(150), generator=generator(), progress=False)
+
+
+@mistrusted
+def test_what_cavities_ask_for_divides_the_covariance_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cavities, "corrected", lambda *_: (3.0, 2.0))
+    laplace = fitted("diagonal")
+    told = laplace.tune().tuning
+    assert isinstance(told, SelfConsistentResult)
+    assert told.correction == 3.0
+    assert laplace.output_temperature == 2.0
+    narrowing = told.dimension * told.curvature * 3.0
+    assert laplace.fitted.narrowing == pytest.approx(narrowing)
+    assert laplace.data_scale == pytest.approx(narrowing)
 
 
 @mistrusted

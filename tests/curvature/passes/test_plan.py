@@ -249,6 +249,17 @@ def test_values_that_are_not_finite_are_compared_too_and_do_not_widen_the_compar
     assert plan_module._is_of_other_examples(small, small.flip(0), index)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float64, 1e-8), (torch.float32, 1e-3), (torch.bfloat16, 5e-2)], ids=str
+)
+def test_inputs_are_compared_to_the_rounding_of_their_precision(dtype: torch.dtype, rounding: float) -> None:
+    rows, index = torch.tensor([[1.0, 2.0], [-4.0, 3.0]], dtype=dtype), torch.tensor([0, 1])
+    for share, told in ((0.5, False), (2.0, True)):
+        moved = rows.clone()
+        moved[1, 0] *= 1 + share * rounding  # the largest entry
+        assert plan_module._is_of_other_examples(rows, moved, index) == told
+
+
 def test_a_prediction_at_length_one_does_not_spoil_later_ones() -> None:
     model, x = made(TimeMajor), inputs(20, 4, 2)
     for structure in ("kron", "diagonal", "full"):
