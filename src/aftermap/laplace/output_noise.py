@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack, iterate
-from aftermap.distributed import all_reduce_
+from aftermap.distributed import all_reduce_, fail_together
 from aftermap.models import call_model, check_device
 
 __all__ = ["residual_noise"]
@@ -52,20 +52,21 @@ def _of_source(
     device, dtype = check_device(model)
     sums = torch.zeros(3, width, dtype=torch.float64)  # residuals squared, targets and targets squared
     counts = torch.zeros(2, dtype=torch.float64)  # examples and numbers of an output
-    if source is not None and not isinstance(source, Iterator):
-        with torch.random.fork_rng():
-            for part in iterate(source, device=device, dtype=dtype, unpack=unpack):
-                with torch.no_grad():
-                    outputs = call_model(model, part.inputs)
-                forms = (outputs.shape, outputs.shape[:-1]) if width == 1 else (outputs.shape,)
-                if not isinstance(part.targets, Tensor) or part.targets.shape not in forms:
-                    break  # the fit says what is wrong
-                y, f = (v.double().cpu().reshape(part.size, -1, width) for v in (part.targets, outputs))
-                weight = y.new_ones(part.size) if part.weight is None else part.weight.double().cpu()
-                sums += torch.stack([torch.einsum("n,npc->c", weight, v) for v in ((y - f).square(), y, y.square())])
-                counts += torch.stack([(weight > 0).sum(), weight.sum() * y.shape[1]])
-                if counts[0] >= _EXAMPLES:
-                    break
+    with fail_together("looking at residuals"), torch.random.fork_rng(), torch.no_grad():
+        batches: Iterable[Any] = [] if source is None or isinstance(source, Iterator) else source
+        for batch in iterate(batches, device=device, dtype=dtype, unpack=unpack, may_be_empty=True):
+            outputs = call_model(model, batch.inputs)
+            forms = (outputs.shape, outputs.shape[:-1]) if width == 1 else (outputs.shape,)
+            if not isinstance(batch.targets, Tensor) or batch.targets.shape not in forms:
+                break  # the fit says what is wrong
+            y, f = (v.double().cpu().reshape(batch.size, -1, width) for v in (batch.targets, outputs))
+            weight = y.new_ones(batch.size) if batch.weight is None else batch.weight.double().cpu()
+            finite = (y - f).isfinite().all(-1).all(-1) & (weight > 0)
+            y, f, weight = y[finite], f[finite], weight[finite]
+            sums += torch.stack([torch.einsum("n,npc->c", weight, v) for v in ((y - f).square(), y, y.square())])
+            counts += torch.stack([finite.sum(), weight.sum() * y.shape[1]])
+            if counts[0] >= _EXAMPLES:
+                break
     all_reduce_([sums, counts])
     squares, mean, second = sums / counts[1].clamp_min(torch.finfo(torch.float64).tiny)
     deviation = (second - mean.square()).clamp_min(0).sqrt()
