@@ -18,7 +18,7 @@ from aftermap.batches import Batch, iterate
 from aftermap.curvature import Factors
 from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.curvature.structures.base import flatten_batch
-from aftermap.distributed import all_reduce_, broadcast_, fail_together
+from aftermap.distributed import broadcast_, fail_together, gathered, is_distributed
 from aftermap.errors import DataError, InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.evidence import squared_error
 from aftermap.laplace.examples import FiniteExamples
@@ -106,11 +106,10 @@ def tune_regression(
     model = predictor.model
     device, dtype = check_device(model)
     names = _trained_names(model, plain)
-    batches = iterate(data, device=device, dtype=dtype, unpack=fitted.unpack)
+    batches = iterate(data, device=device, dtype=dtype, unpack=fitted.unpack, may_be_empty=is_distributed())
+    sample = _sample(batches, plain, names, model, seed)
     with fail_together("tuning a regression"):
-        sample = _sample(batches, plain, names, model, seed)
         linear, scale = linear_model(sample, likelihood, model, names, plain)
-    sample = _among_processes(sample)
     mean_square = None if sample.is_whole else _mean_square(likelihood, plain.factors)
     copies = _copies(sample, linear, plain)
     result = apply_rule(
@@ -210,19 +209,6 @@ def _smallest(batches: Sequence[tuple[Tensor, Batch]], size: int) -> list[tuple[
     return [(m[i], b.take(i)) for m, b, i in chosen if len(i)]
 
 
-def _sample(
-    batches: Iterable[Batch], fitted: Fitted, names: Sequence[str], model: nn.Module, seed: int
-) -> ExampleSample:
-    sizes = {n: p.numel() for n, p in named_parameters(model).items()}
-    most = _most_examples(fitted.factors.n_outputs, sum(sizes[n] for n in names))
-    sample = draw_examples(batches, min(_EXAMPLES, most), seed, most)
-    if sample.size < 2:
-        raise DataError(
-            f"there are {sample.size} training examples with a positive weight; a regression is tuned on two at least"
-        )
-    return sample
-
-
 def _most_examples(outputs: int, parameters: int) -> int:
     """Returns the number of examples up to which all are taken."""
     return max(2, min(_ALL_ROWS, int(_NUMBERS // parameters)) // min(_OUTPUTS, max(1, outputs)))
@@ -242,11 +228,34 @@ def regression_work(n_data: int, outputs: int, parameters: int) -> tuple[int, De
     return examples, DenseWork(float(rows) ** 2 * (parameters + _RATIO_WORK), (rows,))
 
 
-def _among_processes(sample: ExampleSample) -> ExampleSample:
-    """Returns the sample, which stands for the data of all processes."""
-    seen = torch.tensor([sample.seen])
-    all_reduce_([seen])
-    return replace(sample, seen=int(seen))
+def _sample(
+    batches: Iterable[Batch], fitted: Fitted, names: Sequence[str], model: nn.Module, seed: int
+) -> ExampleSample:
+    """Returns examples of the data of all processes, the same on each."""
+    parameters = named_parameters(model)
+    most = _most_examples(fitted.factors.n_outputs, sum(parameters[n].numel() for n in names))
+    limit = min(_EXAMPLES, most)
+    with fail_together("tuning a regression"):
+        sample = draw_examples(batches, limit, seed, most)
+    if is_distributed():
+        sample = _of_all_processes(sample, limit, seed, most, check_device(model)[0])
+    if sample.size < 2:
+        raise DataError(
+            f"there are {sample.size} training examples with a positive weight; a regression is tuned on two at least"
+        )
+    return sample
+
+
+def _of_all_processes(sample: ExampleSample, limit: int, seed: int, most: int, device: torch.device) -> ExampleSample:
+    """Returns the examples of all processes, of each as many as its share of the data where together they are too many."""
+    seen = sum(gathered(sample.seen))
+    wanted = sample.size if seen <= most else min(sample.size, round(limit * sample.seen / seen))
+    marks = torch.randperm(sample.size, generator=torch.Generator().manual_seed(seed)).split(
+        [b.size for b in sample.batches]
+    )
+    drawn = [b.take((m < wanted).nonzero()[:, 0].to(device)) for m, b in zip(marks, sample.batches, strict=True)]
+    batches = [b.to(device) for part in gathered([b.to(torch.device("cpu")) for b in drawn if b.size]) for b in part]
+    return ExampleSample(batches, seen, sum(b.size for b in batches))
 
 
 def linear_model(
