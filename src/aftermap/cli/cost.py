@@ -40,15 +40,15 @@ def say_prediction_cost(fitted: Fitted, source: Source, options: Mapping[str, An
         return
     with waiting("estimating the cost"):
         batch = _first_batch(fitted.predictor, source.batches)
-        each = seconds_per_input(fitted.predictor, batch, options)
-        if each * n < _SAID:
+        seconds_each = seconds_per_input(fitted.predictor, batch, options)
+        if seconds_each * n < _SAID:
             return
         alone = seconds_per_input(_network(fitted), batch, {}, most=0.1)
-        line = f"{n:,} inputs: about {in_seconds(each * n)}, {1000 * each:.3g} ms each ({each / max(alone, 1e-12):.0f} times the network alone)"
+        line = f"{n:,} inputs: about {in_seconds(seconds_each * n)}, {1000 * seconds_each:.3g} ms each ({seconds_each / max(alone, 1e-12):.0f} times the network alone)"
         classes = isinstance(fitted.predictor.predictor.likelihood, Categorical | Bernoulli)
-        if each * n >= _LONG and options["kind"] == "linearised" and classes:
+        if seconds_each * n >= _LONG and options["kind"] == "linearised" and classes:
             cheap = seconds_per_input(fitted.predictor, batch, {**options, "kind": "margin"}, most=0.1)
-            line += f"; --kind margin takes about {in_seconds(cheap * n)}" if cheap < 0.7 * each else ""
+            line += f"; --kind margin takes about {in_seconds(cheap * n)}" if cheap < 0.7 * seconds_each else ""
     reporter.note(line)
 
 
@@ -79,9 +79,9 @@ def say_evaluation_cost(
         batch = _first_batch(fitted.predictor, sources[0].batches)
         network = _network(fitted)
         alone = seconds_per_input(network, batch, {}, most=0.1)
-        each = seconds_per_input(fitted.predictor, batch, options)
+        seconds_each = seconds_per_input(fitted.predictor, batch, options)
         scores = 2 * _scoring_seconds(network, batch, alone, n_resamples, sizes[0] or 0)
-        seconds = n * (alone + each) + more * each + scores
+        seconds = n * (alone + seconds_each) + more * seconds_each + scores
     if seconds >= _SAID:
         reporter.note(
             f"{n:,} inputs: about {in_seconds(seconds)}, of which {in_seconds(scores)} for intervals of the scores"
@@ -113,8 +113,8 @@ def say_tuning_cost(
         return
     with waiting("estimating the cost"):
         batch = _first_batch(laplace, validation.batches)
-        each = seconds_per_input(laplace, batch, options)
-        seconds = tuning_seconds(laplace, batch, n) + (n + predictions_after_fit(validation.batches)) * each
+        seconds_each = seconds_per_input(laplace, batch, options)
+        seconds = tuning_seconds(laplace, batch, n) + (n + predictions_after_fit(validation.batches)) * seconds_each
     if seconds >= _SAID:
         reporter.note(f"tuning on {n:,} held-out data, with its check and thresholds: about {in_seconds(seconds)}")
 

@@ -60,8 +60,8 @@ class FitReport:
         lines = [f"structure: {self.chosen}"]
         if self.tuning is not None:
             # What the tuning says of its own check stands in the next line.
-            told = self.tuning.found if isinstance(self.tuning, SelfConsistentResult) else self.tuning
-            lines.append(f"tuning: {told}")
+            tuning = self.tuning.found if isinstance(self.tuning, SelfConsistentResult) else self.tuning
+            lines.append(f"tuning: {tuning}")
         if self.check is not None:
             lines.append(f"check {self.check.state}: {self.check.message}")
         return "\n".join([*lines, *self.notes])

@@ -197,12 +197,14 @@ def estimate_cost(
 def _by_rehearsal(
     laplace: Laplace, look: FirstLook, validation: int | None, tuned: bool, shapes: Cost | None = None
 ) -> Cost:
-    found = rehearse(laplace, look.batch, look.n_data, validation=validation, tuned=tuned, fetch=look.fetch)
+    rehearsal = rehearse(laplace, look.batch, look.n_data, validation=validation, tuned=tuned, fetch=look.fetch)
     if shapes is None:
         which = laplace.params if laplace.params in ("last_layer", "last_block") else "all"
-        rows = look.n_data * found.n_outputs
-        shapes = Cost(laplace.structure, str(which), found.n_params, 0.0, found.bytes, look.n_data, rows)
-    return replace(shapes, seconds=found.fit, seconds_per_prediction=found.prediction, seconds_of_tuning=found.tuning)
+        rows = look.n_data * rehearsal.n_outputs
+        shapes = Cost(laplace.structure, str(which), rehearsal.n_params, 0.0, rehearsal.bytes, look.n_data, rows)
+    return replace(
+        shapes, seconds=rehearsal.fit, seconds_per_prediction=rehearsal.prediction, seconds_of_tuning=rehearsal.tuning
+    )
 
 
 def rehearsed_cost(
@@ -288,7 +290,7 @@ def _size_of(data: Iterable[Any], batch: Batch, unpack: Unpack | None) -> int:
     if size is not None:
         return int(size())
     if isinstance(data, list | tuple):
-        return sum(unpack_batch(each, unpack).size for each in data)
+        return sum(unpack_batch(item, unpack).size for item in data)
     return batch.size * _count(data)
 
 
@@ -342,13 +344,13 @@ class _Shapes:
 
     def cost(self, structure: str, which: str, names: Sequence[str], subset_size: int) -> Cost:
         """Returns the cost of a structure over some parameters."""
-        own = named_parameters(self.model)
-        every = [n for n, p in own.items() if p.is_floating_point()]
+        parameters = named_parameters(self.model)
+        every = [n for n, p in parameters.items() if p.is_floating_point()]
         plan = find_layers(self.model, every)
         with only_require_grad(self.model, every), record_calls(plan) as calls:
             call_model(self.model, self.batch.inputs)
         uncertain = {i for i, layer in enumerate(plan.layers) if any(n in names for n in layer.layout.names)}
-        size, vectors = sum(own[n].numel() for n in names), self.vectors
+        size, vectors = sum(parameters[n].numel() for n in names), self.vectors
         forward = behind = inner = outer = shared = memory = 0.0
         widths: list[int] = []
         reached = False
@@ -414,12 +416,12 @@ class _Shapes:
 
 def _unit(model: nn.Module, batch: Batch, names: Sequence[str]) -> float:
     """Returns seconds of one forward and backward pass."""
-    own = named_parameters(model)
+    parameters = named_parameters(model)
     best = math.inf
     with only_require_grad(model, names), torch.enable_grad():
         for _ in range(2):
             start = time.perf_counter()
             total = call_model(model, batch.inputs).sum()
-            torch.autograd.grad(total, [own[n] for n in names], allow_unused=True)
+            torch.autograd.grad(total, [parameters[n] for n in names], allow_unused=True)
             best = min(best, time.perf_counter() - start)
     return best

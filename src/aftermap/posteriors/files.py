@@ -94,7 +94,7 @@ def plain_file(place: Path, name: str, why: str) -> Path:
     try:
         mode = file.lstat().st_mode
     except OSError as error:
-        inside = sorted(str(found.parent) for found in place.glob(f"*/{name}"))
+        inside = sorted(str(path.parent) for path in place.glob(f"*/{name}"))
         advice = f"There is one in {', '.join(inside[:3])}: is that the folder that is meant?" if inside else ADVICE
         raise DataError(f"{file} is missing; {why}. {advice}") from error
     if stat.S_ISLNK(mode):
