@@ -113,7 +113,7 @@ def test_fit_without_validation_has_no_threshold(files: Files, tmp_path: Path) -
 
 
 def test_a_posterior_that_is_useless_fails_its_check(files: Files, tmp_path: Path) -> None:
-    found = invoke(*files.fit(tmp_path / "p", "--structure", "kron", "--prior-precision", "1e-9", "--no-tune"), code=3)
+    found = invoke(*files.fit(tmp_path / "p", "--structure", "kron", "--prior-precision", "1e-5", "--no-tune"), code=3)
     assert "self-check on validation data FAILED" in words(found.stdout)
     judged = invoke("evaluate", str(tmp_path / "p"), "--test", str(files.test), code=3)
     assert "Worse than the network alone" in words(judged.stdout)
@@ -124,7 +124,7 @@ def test_under_torchrun_a_failed_check_ends_with_a_line(
 ) -> None:
     """The launcher prints a traceback of its own for every other exit code than 0."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    found = invoke(*files.fit(tmp_path / "p", "--structure", "kron", "--prior-precision", "1e-9", "--no-tune"))
+    found = invoke(*files.fit(tmp_path / "p", "--structure", "kron", "--prior-precision", "1e-5", "--no-tune"))
     assert "self-check on validation data FAILED" in words(found.stdout)
     assert "torchrun would bury exit code 3 under a traceback" in words(found.stderr)
     assert (tmp_path / "p" / "config.json").is_file()
