@@ -221,17 +221,16 @@ def _coverage(results: Results) -> Verdict:
 
 
 def tables(results: Results) -> str:
-    """Log-likelihood, RMSE and coverage of every method on every set."""
+    """Log-likelihood, RMSE and coverage of every method that was run, on every set."""
     lines: list[str] = []
+    shown = [m for m in NAMES if m != "hfl" and _numbers(results, "*", m, "rmse")]
     for key, label, digits, published in (("log_likelihood", "Log-likelihood", 2, 1), ("rmse", "RMSE", 3, 0)):
-        shown = [m for m in NAMES if m != "hfl"]
         lines += [f"### {label}", "", "| set | published dropout | " + " | ".join(NAMES[m] for m in shown) + " |"]
         lines += ["|---" * (len(shown) + 2) + "|"]
         for name in results.settings.sets:
             cells = [mean_and_error(_numbers(results, name, m, key), digits) for m in shown]
             lines.append(f"| {name} | {PUBLISHED[name][published]:.2f} | " + " | ".join(cells) + " |")
         lines.append("")
-    shown = [m for m in NAMES if m != "hfl"]
     lines += ["### Coverage of 50 / 90 / 95 % intervals", "", "| set | " + " | ".join(NAMES[m] for m in shown) + " |"]
     lines += ["|---" * (len(shown) + 1) + "|"]
     for name in results.settings.sets:
@@ -246,6 +245,8 @@ def _covered(results: Results, name: str, method: str) -> str:
 
 
 def _hessian_free(results: Results) -> list[str]:
+    if not _numbers(results, "*", "hfl", "queries"):
+        return []
     lines = [
         "### Hessian-free Laplace beside the full Gauss-Newton matrix, both with the prior and noise of training, on the same few inputs",
         "",
