@@ -19,7 +19,7 @@ from aftermap import HessianFree, Laplace
 from aftermap.curvature import fit_curvature
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.hessian import full_hessian
-from aftermap.errors import UnsupportedError
+from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Categorical
 from aftermap.models import autograd_errors_explained, call_model, evaluating, functional_outputs, update_bn
 from aftermap.optim import IVON, VOGN
@@ -370,3 +370,25 @@ def test_products_and_the_hessian_of_bags_are_those_of_embeddings() -> None:
             for m in (bags, embeddings)
         ]
         assert_close(means[0], means[1], rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    "option, message",
+    [
+        ({"max_norm": 0.5}, "max_norm=0.5: its forward pass shortens"),
+        ({"scale_grad_by_freq": True}, "no gradient of the outputs"),
+    ],
+)
+def test_embeddings_that_change_with_the_batch_are_refused(kind: Any, option: Any, message: str) -> None:
+    def build(module: nn.Module) -> nn.Module:
+        bag = isinstance(module, nn.EmbeddingBag)
+        return nn.Sequential(module, nn.Identity() if bag else nn.Flatten(), nn.Linear(3 if bag else 6, 3))
+
+    words, y = torch.tensor([[0, 1], [2, 2], [3, 0]]), torch.tensor([0, 1, 2])
+    model = build(kind(5, 3, **option))
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(InputError, match=message):
+        Laplace(model, "classification").fit([(words, y)])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name], rtol=0, atol=0)

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
-from aftermap.errors import InputError
+from aftermap.errors import InputError, UnsupportedError
 from aftermap.params import flatten, named_parameters, select, swapped, unflatten
 
 
@@ -99,6 +101,23 @@ def test_flatten_and_unflatten() -> None:
         unflatten(torch.zeros(12), params, names)
 
 
+def test_complex_parameters_are_refused_and_not_left_out_silently() -> None:
+    model = net()
+    model.spectrum = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(UnsupportedError, match="spectrum of the model are complex.*view_as_real"):
+        select(model)
+    assert select(model, "3") == ["3.weight", "3.bias"]
+    model.spectrum.requires_grad_(False)
+    assert "spectrum" not in select(model)
+
+
+def test_empty_parameters_are_left_out() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch says that it has nothing to initialise.
+        model = nn.Sequential(nn.Linear(2, 0), nn.Linear(0, 3))
+    assert select(model) == ["1.bias"]
+
+
 def test_swapped_gives_the_old_values_back() -> None:
     model = net()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -125,3 +144,10 @@ def test_swapped_keeps_dtype_and_identity() -> None:
     with swapped(model, {"3.bias": torch.zeros(5, dtype=torch.float64)}):
         assert model[3].bias is kept
         assert kept.dtype == torch.float32
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = net()
+    with pytest.raises(InputError, match=r"made inside torch.inference_mode\(\)"):
+        select(model)

@@ -48,8 +48,8 @@ __all__ = [
     "functional_outputs",
     "only_require_grad",
     "prepare_forward_mode",
+    "unchanged_buffers",
     "update_bn",
-    "without_view",
     "without_wrappers",
 ]
 
@@ -78,7 +78,7 @@ def call_model(model: Callable[..., Any], inputs: Any, *, update_buffers: bool =
     kwargs = inputs if isinstance(inputs, Mapping) else {}
     while isinstance(model, nn.DataParallel) or (isinstance(model, DistributedDataParallel) and not update_buffers):
         model = model.module
-    with _eager(), nullcontext() if update_buffers else _unchanged_buffers(model):
+    with _eager(), nullcontext() if update_buffers else unchanged_buffers(model):
         outputs = model(*args, **kwargs)
     if isinstance(outputs, Tensor):
         return outputs
@@ -104,7 +104,7 @@ def _eager() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _unchanged_buffers(model: Callable[..., Any]) -> Iterator[None]:
+def unchanged_buffers(model: Callable[..., Any]) -> Iterator[None]:
     """Inside, a module works on copies of its buffers; afterwards its own tensors are back in their places.
 
     Values are not written back into the module's tensors: the graph of the outputs may hold them.
@@ -266,17 +266,6 @@ def check_not_causal(model: nn.Module) -> None:
             f"{name} is a causal language model: its outputs at position t are of token t + 1, while labels are compared position by "
             "position. Wrap it in a module of your own whose forward returns logits[:, :-1], and pass labels[:, 1:] as targets"
         )
-
-
-def without_view(output: Any) -> Any:
-    """Returns the same numbers in the same memory, but not as a view in the eyes of autograd.
-
-    A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
-    sum) rewrites the graph around it, and the gradient edge of the view is lost.
-    """
-    if isinstance(output, Tensor) and output.requires_grad and output._is_view():
-        return torch.ops.aten._unsafe_view(output, output.shape)
-    return output
 
 
 @contextmanager
@@ -449,6 +438,24 @@ def check_modes(model: nn.Module) -> None:
             f"these layers are in training mode: {', '.join(bad[:5])}{more}. Batch statistics couple the examples and dropout "
             "makes outputs random, so there is no curvature of one datum. Call model.eval() first "
             "(a BatchNorm needs running statistics)"
+        )
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _check_embedding(path, module)
+
+
+def _check_embedding(path: str, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Raises for embeddings that change their weights, or their gradients, with the batch."""
+    kind = f"{path or 'the model'} ({type(module).__name__})"
+    if module.max_norm is not None:
+        raise InputError(
+            f"{kind} has max_norm={module.max_norm}: its forward pass shortens rows of its own weight, so that every look at the network "
+            "changes it. Shorten them once, torch.renorm_(weight.data, p, 0, max_norm), and set max_norm = None on the module"
+        )
+    if module.scale_grad_by_freq:
+        raise InputError(
+            f"{kind} has scale_grad_by_freq=True: what it hands back is divided by counts in the batch and no gradient of the outputs. "
+            "Set scale_grad_by_freq = False on the module; its outputs are the same"
         )
 
 

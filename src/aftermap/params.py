@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from aftermap import checks
-from aftermap.errors import InputError
+from aftermap.errors import InputError, UnsupportedError
 
 __all__ = [
     "Params",
     "Selection",
     "by_module",
+    "check_not_complex",
     "describe_names",
     "flatten",
     "named_parameters",
@@ -73,7 +74,12 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
     lazy = [n for n, p in every.items() if is_lazy(p)]
     if lazy:
         raise InputError(f"{checks.few(lazy, 8)} of the model have no values yet; run one forward pass to make them")
-    parameters = {n: p for n, p in every.items() if p.is_floating_point()}
+    if any(p.is_inference() for p in every.values()):
+        raise InputError(
+            "the model was made inside torch.inference_mode(), and autograd refuses such parameters for good; make it outside of it"
+        )
+    # Of an empty parameter (a layer without outputs, say) there is nothing to be uncertain about.
+    parameters = {n: p for n, p in every.items() if p.is_floating_point() and p.numel()}
     if not parameters:
         raise InputError(
             f"{type(model).__name__} has no floating-point parameter, so there is nothing to be uncertain about"
@@ -98,6 +104,8 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
 
 def _select_by_word(model: nn.Module, parameters: dict[str, nn.Parameter], word: str) -> list[str]:
     if word == "all":
+        if any(p.is_complex() and p.requires_grad for p in model.parameters()):
+            check_not_complex(dict(model.named_parameters()))
         return [n for n, p in parameters.items() if p.requires_grad]
     if word == "last_block":
         raise InputError(
@@ -115,6 +123,23 @@ def _select_by_word(model: nn.Module, parameters: dict[str, nn.Parameter], word:
     except re.error as error:
         raise InputError(f"params={word!r} is neither a name nor a regular expression: {error}") from error
     return [n for n in parameters if pattern.fullmatch(n)]
+
+
+def check_not_complex(parameters: Mapping[str, Tensor]) -> None:
+    """Raises where a parameter is complex, which would have to be left out.
+
+    Raises:
+        UnsupportedError: A parameter is complex.
+
+    >>> check_not_complex({"weight": torch.zeros(2)})
+    """
+    complex_ones = [n for n, p in parameters.items() if p.is_complex() and p.requires_grad]
+    if complex_ones:
+        raise UnsupportedError(
+            f"{checks.few(complex_ones, 8)} of the model are complex, and a distribution over weights is over real numbers here. Store "
+            "real and imaginary parts, nn.Parameter(torch.view_as_real(w)), and use torch.view_as_complex in forward; or leave the "
+            "complex weights as they are: requires_grad_(False), or name the others in params="
+        )
 
 
 def _select_by_names(model: nn.Module, parameters: dict[str, nn.Parameter], names: Sequence[str]) -> list[str]:

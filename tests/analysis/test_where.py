@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from aftermap.analysis import Where, where
 from aftermap.curvature import reference
+from aftermap.errors import StatisticalWarning, UnsupportedError
 from aftermap.laplace import Laplace, Subnetwork
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.testing.predictor import ModelSnapshot, check_unchanged
@@ -417,3 +418,26 @@ class Channels(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.movedim(1, -1)
+
+
+class Distances(nn.Module):
+    """Its distances have a first derivative and no second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres, self.out = nn.Parameter(normal(4, 2)), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.exp(-torch.cdist(x, self.centres)))
+
+
+def test_a_network_that_has_no_saliency_maps_keeps_its_tables() -> None:
+    la = Laplace(seeded(Distances), "classification").fit([(normal(9, 2), torch.arange(9) % 3)], progress=False)
+    data = [(normal(5, 2, seed=1), torch.arange(5) % 3)]
+    with pytest.warns(StatisticalWarning, match="no saliency maps: .*saliency=False"):
+        found = la.where(data)
+    assert found.inputs.saliency is None
+    assert sum(found.table("layer")["predictive share"]) == pytest.approx(1.0)
+    with pytest.raises(UnsupportedError, match="differentiates the network twice.*saliency=False"):
+        la.where(data, saliency=True)
+    assert la.where(data, saliency=False).inputs.saliency is None

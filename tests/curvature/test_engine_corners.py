@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import aftermap as am
 from aftermap.curvature import fit_curvature, reference
 from aftermap.curvature.rules.base import Layout
 from aftermap.curvature.structures.low_rank import LowRankBlock
@@ -160,3 +162,38 @@ def test_a_single_output_and_a_single_parameter() -> None:
     torch.testing.assert_close(found.to_dense(), rows.T @ rows / 0.25)
     bias = fit_curvature(model, [(x, y)], Gaussian(noise=0.5), params=["bias"], progress=False)
     torch.testing.assert_close(bias.to_dense(), torch.full((1, 1), 16.0, dtype=torch.float64))
+
+
+class Empty(nn.Module):
+    """Has a layer without inputs, one without outputs, and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.o = nn.Linear(3, 4), nn.Linear(4, 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch says that it has nothing to initialise.
+            self.nothing_in, self.nothing_out = nn.Linear(0, 3), nn.Linear(3, 0)
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([torch.tanh(self.a(x)), self.nothing_out(x)], -1)
+        return self.o(h) + self.nothing_in(x[:, :0]) + self.nothing.sum()
+
+
+@pytest.mark.parametrize("structure", ["full", "diagonal", "kron", "ekfac", "low_rank", "subset"])
+def test_layers_without_inputs_or_outputs(structure: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = Empty().double().eval(), normal(6, 3), torch.arange(6) % 3
+    rank = {"low_rank": 34, "subset": None}.get(structure, 50)
+    laplace = am.Laplace(model, "classification", structure=structure, rank=rank).fit([(x, y)], progress=False)
+    names = ["a.weight", "a.bias", "o.weight", "o.bias", "nothing_in.bias"]
+    assert sorted(laplace.posterior.names) == sorted(names)
+    truth = reference.ggn(model, x, Categorical(), y, list(laplace.posterior.names))
+    found = laplace.factors.to_dense()
+    if structure != "kron":
+        torch.testing.assert_close(float(found.trace()), float(truth.trace()))
+    if structure in ("full", "low_rank", "subset"):
+        torch.testing.assert_close(found, truth, rtol=1e-8, atol=1e-10)
+    jacobian = reference.jacobian(model, x, list(laplace.posterior.names))
+    expected = jacobian @ torch.linalg.inv(laplace.posterior.to_dense()) @ jacobian.mT
+    torch.testing.assert_close(laplace.predict(x).latent_cov, expected)

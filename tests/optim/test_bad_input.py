@@ -269,3 +269,14 @@ def test_errors_are_ours() -> None:
     assert issubclass(InputError, AftermapError)
     with pytest.raises(ValueError, match="has no parameter that requires a gradient"):
         VOGN(nn.ReLU(), n_data=3)
+
+
+@pytest.mark.parametrize("preset", [VOGN, IVON, KFAC])
+def test_complex_parameters_are_refused(preset: Callable[..., Any]) -> None:
+    model = nn.Linear(3, 2)
+    model.spectrum = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(UnsupportedError, match="spectrum of the model are complex"):
+        preset(model, n_data=8)
+    with pytest.raises(UnsupportedError, match="spectrum of the model are complex"):
+        preset(model, n_data=8, params=[model.weight, model.spectrum])
+    assert preset(model, n_data=8, params=[model.weight]) is not None

@@ -7,6 +7,7 @@ logits move together.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from aftermap.analysis.layers import Contributions
 from aftermap.batches import Batch, tensors_of
-from aftermap.errors import DataError, InputError, UnsupportedError
+from aftermap.errors import DataError, InputError, StatisticalWarning, UnsupportedError
 from aftermap.evaluation.predictor import without_samples
 from aftermap.evaluation.results import Table
 from aftermap.predictive import Prediction
@@ -280,8 +281,14 @@ class InputKeeper:
         size = predictor.posterior.n_params * predictions.mean.shape[-1]
         # A map is of one uncertainty per example: outputs [N, C], not one for every pixel or token.
         possible = predictions.mean.dim() == 2 and _is_plain(inputs) and size <= _JACOBIAN_NUMBERS
-        wanted = possible if saliency is None else saliency
-        maps = saliency_of(predictor, inputs, generator) if wanted else None
+        maps: Tensor | None = None
+        if saliency or (saliency is None and possible):
+            try:
+                maps = saliency_of(predictor, inputs, generator)
+            except UnsupportedError as error:
+                if saliency:
+                    raise
+                warnings.warn(f"there are no saliency maps: {error}", StatisticalWarning, stacklevel=3)
         return InputResult(
             torch.tensor([k[1] for k in selected]),
             inputs,
@@ -332,7 +339,8 @@ def saliency_of(
         The gradients [T, ...], of the inputs' shape.
 
     Raises:
-        UnsupportedError: The inputs are not single floating-point tensors of one shape, and so have no such gradient.
+        UnsupportedError: The inputs are not single floating-point tensors of one shape, and so have no such gradient, or
+            the network cannot be differentiated twice.
     """
     if not _is_plain(inputs):
         shapes = [[tuple(t.shape) for t in tensors_of(x)] for x in inputs[:2]]
@@ -346,8 +354,13 @@ def saliency_of(
     for example in inputs:
         x = example.to(device).clone().requires_grad_()
         draws = None if seed is None else torch.Generator().manual_seed(seed)
-        with torch.enable_grad():
-            prediction = predictor.predict(x, differentiable=True, generator=draws)
-            (gradient,) = torch.autograd.grad(prediction.epistemic.sum(), x)
+        try:
+            with torch.enable_grad():
+                prediction = predictor.predict(x, differentiable=True, generator=draws)
+                (gradient,) = torch.autograd.grad(prediction.epistemic.sum(), x)
+        except RuntimeError as error:
+            raise UnsupportedError(
+                f"a saliency map differentiates the network twice, which it does not allow ({error}); pass saliency=False"
+            ) from error
         maps.append(gradient.detach().cpu())
     return torch.cat(maps)

@@ -41,7 +41,7 @@ from aftermap.optim.statistics import (
     from_micro_batches,
     parameter_chunks,
 )
-from aftermap.params import named_parameters
+from aftermap.params import check_not_complex, named_parameters
 from aftermap.posteriors import GaussianPosterior
 from aftermap.predictive import TrainedPosterior
 
@@ -117,6 +117,9 @@ class VariationalOptimizer(Optimizer, ABC):
         try:
             check_group(group)
             check_not_sharded(group["params"])
+            check_not_complex(
+                {self._names.get(id(p), f"a parameter of shape {tuple(p.shape)}"): p for p in group["params"]}
+            )
             unknown = [tuple(p.shape) for p in group["params"] if self.model is not None and id(p) not in self._names]
             if unknown:
                 raise InputError(f"a parameter of shape {unknown[0]} does not belong to the model that was given")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from aftermap import checks
 from aftermap.errors import InputError
 from aftermap.likelihoods import Likelihood, parse_likelihood
+from aftermap.params import check_not_complex
 
 __all__ = [
     "OPTIONS",
@@ -360,6 +361,7 @@ def parameter_groups(model: nn.Module | None, params: Iterable[Any] | None, batc
         return listed if isinstance(listed[0], Mapping) else [{"params": listed}]
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     special = {id(p) for m in norms for p in m.parameters(recurse=False)} if batch_norm == "deterministic" else set()
+    check_not_complex(dict(model.named_parameters()))
     trainable = [p for p in model.parameters() if p.requires_grad and p.is_floating_point()]
     if not trainable:
         raise InputError(

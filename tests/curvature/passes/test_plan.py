@@ -37,6 +37,20 @@ class Sorted(nn.Module):
         return self.beside(x) + self.out(hidden)[order.argsort()]
 
 
+class SortedAndTrimmed(nn.Module):
+    """Sorts the batch by length, and works on no more positions than its longest example has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.out, self.beside = nn.Linear(3, 4), nn.Linear(4, 3), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor, length: Tensor) -> Tensor:
+        order, longest = length.argsort(descending=True, stable=True), int(length.max())
+        present = torch.arange(longest) < length[order][:, None]
+        hidden = torch.tanh(self.inside(x[order][:, :longest])) * present[..., None]
+        return self.beside(x[:, :, 0]) + self.out(hidden.sum(1))[order.argsort()]
+
+
 class Gated(nn.Module):
     """Uses a weight in its layer and, where a gate is open, once more as a bare tensor."""
 
@@ -117,6 +131,13 @@ def sorted_inputs() -> tuple[Tensor, Tensor]:
     return inputs(N, 3), length
 
 
+def trimmed_inputs() -> tuple[Tensor, Tensor]:
+    """The first three are in order, and the longest example is among others than those that are run again."""
+    length = torch.arange(N) * 7 % 5 + 1
+    length[:3], length[5] = 4, 9
+    return inputs(N, 9, 3), length
+
+
 def gated_inputs() -> Tensor:
     """The gate is closed for the first three."""
     x = inputs(N, 3)
@@ -126,6 +147,7 @@ def gated_inputs() -> Tensor:
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "sorted": (Sorted, sorted_inputs()),
+    "sorted and trimmed": (SortedAndTrimmed, trimmed_inputs()),
     "gated": (Gated, gated_inputs()),
     "time-major": (TimeMajor, inputs(N, 4, 2)),
     "experts": (Experts, inputs(N, 3)),

@@ -378,3 +378,24 @@ def test_bad_names_are_named():
     model.add_module("idle", nn.Linear(2, 3))
     with pytest.raises(InputError, match="'idle' is never called"):
         kfra_factors(model, x, Categorical(), y, ["idle"])
+
+
+class Counting(nn.Module):
+    """Counts its forward passes; torch.fx makes one more to follow it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 4)
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x):
+        self.total = self.total + 1
+        return self.b(torch.relu(self.a(x)))
+
+
+def test_a_trace_leaves_the_buffers_as_they_are():
+    model = randomise(Counting())
+    before = model.total
+    kfra_factors(model, randn(6, 3), Categorical(), labels(6), ["a"])
+    assert model.total is before
+    assert_close(before, torch.zeros_like(before), rtol=0, atol=0)

@@ -38,7 +38,7 @@ from aftermap.curvature.passes.record import (
 )
 from aftermap.curvature.rules.base import examples_per_chunk
 from aftermap.errors import AftermapError, InputError, StatisticalWarning, UnsupportedError
-from aftermap.models import autograd_errors_explained, evaluation_mode
+from aftermap.models import autograd_errors_explained, call_model, evaluation_mode
 from aftermap.params import named_parameters
 
 __all__ = [
@@ -139,7 +139,9 @@ class ClosureReader:
 
     def make_plan(self, reading: ClosureReading) -> ModelPlan:
         """Makes the plan from the first closure's inputs: batch dimensions and rules, verified on three examples."""
-        self.plan = self._look(reading).agree_over_processes(self.names)
+        looked = self._look(reading)
+        plan = self.layers.without(reading.unverified_folds()) if looked is None else looked
+        self.plan = plan.agree_over_processes(self.names)
         norms = nn.modules.batchnorm._BatchNorm
         coupled = [path for path, m in self.model.named_modules() if isinstance(m, norms) and m.training]
         if coupled:
@@ -150,27 +152,69 @@ class ClosureReader:
             )
         return self.plan
 
-    def _look(self, reading: ClosureReading) -> ModelPlan:
-        # Where the model cannot be looked at, the batch is taken to come first, and the first step still compares the sums.
-        unknown = self.layers
+    def look_again(self, plan: ModelPlan, reading: ClosureReading) -> dict[str, str]:
+        """Returns the parameters whose rule does not hold for a closure that uses the network in a new way, with the reason.
+
+        That sums agree with autograd does not show which rows belong to which example, and squares need it.
+        """
+        looked = self._look(reading)
+        if looked is None:
+            reasons = reading.unverified_folds()
+        else:
+            reasons = dict(looked.uncovered)
+            other = [k for k, d in looked.batch_dimensions.items() if plan.batch_dimensions.get(k, 0) != d]
+            for number, _ in other:
+                reasons.update(dict.fromkeys(plan.layers[number].layout.names, "its batch is in another dimension"))
+        return {n: why for n, why in reasons.items() if n in plan.layers_of_parameter}
+
+    def _look(self, reading: ClosureReading) -> ModelPlan | None:
+        """Returns what a few examples of the closure show; None where the model cannot be run on them.
+
+        Then the batch is taken to come first, and sums are still compared with autograd's.
+        """
         call = reading.model_call()
         inputs = None if call is None else inputs_of_call(self.model, call)
-        if inputs is None:
-            return unknown
+        if call is None or inputs is None:
+            return None
+        batch = Batch(inputs, None, None, reading.size)
         try:
             with evaluation_mode(self.model), torch.random.fork_rng(enabled=True):
-                plan = plan_model(self.model, self.names, Batch(inputs, None, None, reading.size))
+                plan = plan_model(self.model, self.names, batch, flat_outputs=True)
         except UnsupportedError as error:
             self.warn(f"{error}. Squares are those of what arrives at an example's rows of each layer")
-            return unknown
-        except (AftermapError, RuntimeError, TypeError, ValueError):
-            return unknown
+            return None
+        except (AftermapError, RuntimeError, TypeError, ValueError, IndexError):
+            self._check_batch_comes_first(batch, call)
+            return None
         if [layer.name for layer in plan.layers] != [layer.name for layer in self.layers.layers]:
-            return unknown
+            return None
         # A parameter that only training uses was not verified here; its sum is, in the first step.
         reasons = {n: why for n, why in plan.uncovered.items() if n not in plan.unused}
-        known = replace(unknown, batch_dimensions=plan.batch_dimensions, unused=plan.unused)
+        known = replace(self.layers, batch_dimensions=plan.batch_dimensions, unused=plan.unused)
         return known.without(reasons)
+
+    def _check_batch_comes_first(self, batch: Batch, call: ModelCall) -> None:
+        """Raises where a few examples do not have their share of the rows of the outputs: the rows are not those of examples.
+
+        Raises:
+            UnsupportedError: The examples are not the first dimension of inputs and outputs.
+        """
+        if call.output is None or call.output.dim() == 0:
+            return
+        size, rows = batch.size, len(call.output)
+        few = 3 if size == 2 else 2
+        try:
+            with evaluation_mode(self.model), torch.random.fork_rng(enabled=True), torch.no_grad():
+                of_few = len(call_model(self.model, batch.take(torch.arange(few) % size).inputs))
+            wrong, seen = of_few * size != rows * few, f"{of_few} for {few} of them"
+        except (AftermapError, RuntimeError, TypeError, ValueError, IndexError):
+            wrong, seen = rows % size != 0, "it cannot be run on a few of them"
+        if wrong:
+            raise UnsupportedError(
+                f"the network returned {rows} rows for what seem to be {size} examples, and {seen}: squared gradients of single examples "
+                "need examples in the first dimension of its inputs and outputs (a network that takes [time, batch, …] can be wrapped "
+                "in one that transposes). Where the batch cannot come first, use IVON or curvature='micro_batch'"
+            )
 
     def warn(self, message: str) -> None:
         """Warns once for each message."""
@@ -252,16 +296,13 @@ class ClosureReading:
 
     @property
     def gradients_came(self) -> bool:
-        """Whether the closure ran a backward pass itself."""
-        record = self.record
-        return bool(self._received or record.parameter_gradients) or any(
-            c.gradient is not None for c in record.model_calls
-        )
+        """Whether the closure ran a backward pass itself, which leaves its gradients in ``.grad``."""
+        return any(p.grad is not None for p in self.reader.parameters.values())
 
     def on_gradient(self, number: int, gradient: Tensor) -> None:
         """Is called by the backward pass with the gradient at the output of a layer's call."""
-        if self.closed or self.reader.gradients_only:
-            return
+        if self.closed or self.reader.gradients_only or self.record.running or torch.is_grad_enabled():
+            return  # It is not wanted, or not that of the loss; see `ClosureRecord`.
         if number in self._received:
             raise UnsupportedError(
                 "a second backward pass went through the same forward pass; per-example squares need the sum of the losses "
@@ -356,6 +397,7 @@ class ClosureReading:
         """
         self.closed = True
         reader, gradients = self.reader, self.record.parameter_gradients
+        is_first = reader.plan is None
         plan = reader.make_plan(self) if reader.plan is None else reader.plan
         early, self._early = self._early, []
         for number, gradient in early:
@@ -368,8 +410,16 @@ class ClosureReading:
             return ClosureStatistics({n: g.detach() / scale for n, g in gradients.items()}, {}, self.size)
         statistics = self._collect()
         plan = reader.plan or plan  # A rule may have been given up on the way.
+        read = {*statistics.sums, *(n for k in statistics.blocks for n in plan.layers[k].layout.names)}
+        unread = [n for n in plan.layers_of_parameter if n not in read and self._gradient_of(n) is not None]
+        wrong = dict.fromkeys(unread, "its layer's calls were not seen")
         if self._signature is None or self._signature not in reader.verified:
-            plan = self._compare(plan, statistics, gradients)
+            wrong |= (
+                {} if is_first else self._reasons_against(plan)
+            )  # The plan may just have been made from this closure.
+            plan = self._compare(plan, statistics, gradients, wrong)
+        elif wrong:
+            plan = self._give_up(plan, statistics, wrong)
         rest = [n for n in reader.names if n in plan.uncovered and self._gradient_of(n) is not None]
         for name in rest:
             statistics.sums.pop(name, None)
@@ -408,10 +458,33 @@ class ClosureReading:
                 statistics.blocks[accumulator.layers[0]] = block
         return statistics
 
-    def _compare(self, plan: ModelPlan, statistics: ClosureStatistics, gradients: Mapping[str, Tensor]) -> ModelPlan:
-        """Compares the rules' sums with autograd's gradients, and returns the plan without the rules that do not hold."""
+    def _reasons_against(self, plan: ModelPlan) -> dict[str, str]:
+        """Returns the parameters whose rows cannot be told apart by example, in a closure that uses the network in a new way."""
+        return self.unverified_folds() if self._signature is None else self.reader.look_again(plan, self)
+
+    def unverified_folds(self) -> dict[str, str]:
+        """Returns the parameters of layers that were called on several rows for each example, nobody knows in which order."""
+        folded = {c.layer for c in self.record.calls if c.out_shape and c.out_shape[0] != self.size}
+        layers = self.reader.layers.layers
+        reason = "it cannot be verified which rows of its layer belong to which example"
+        return {name: reason for number in sorted(folded) for name in layers[number].layout.names}
+
+    def _compare(
+        self,
+        plan: ModelPlan,
+        statistics: ClosureStatistics,
+        gradients: Mapping[str, Tensor],
+        wrong: dict[str, str],
+    ) -> ModelPlan:
+        """Compares the rules' sums with autograd's gradients, and returns the plan without the rules that do not hold.
+
+        Args:
+            plan: The plan that the statistics were made with.
+            statistics: The sums, squares and blocks.
+            gradients: Autograd's gradients by name.
+            wrong: The parameters whose rule is known not to hold, with the reason.
+        """
         reader = self.reader
-        wrong: dict[str, str] = {}
         for name, total in statistics.sums.items():
             if name not in gradients:
                 continue
@@ -423,18 +496,22 @@ class ClosureReading:
             # step is skipped.
             if error > tolerance * size + 1e3 * torch.finfo(total.dtype).tiny:
                 wrong[name] = USED_OUTSIDE
-        read = {*statistics.sums, *(n for k in statistics.blocks for n in plan.layers[k].layout.names)}
-        missing = [n for n in gradients if n not in read and n in plan.layers_of_parameter]
-        wrong.update(dict.fromkeys(missing, "its layer's calls were not seen"))
         compared = bool(gradients)
         # A closure that ran its own backward pass shows autograd's gradients only to hooks that were there before. Where
         # it shows no graph either (no call of the whole model, or several outputs), every step is compared.
         reader.compare_next = not compared or self._signature is None
         if wrong:
-            return reader.give_up(plan, wrong)
+            return self._give_up(plan, statistics, wrong)
         if compared and self._signature is not None:
             reader.verified.add(self._signature)
         return plan
+
+    def _give_up(self, plan: ModelPlan, statistics: ClosureStatistics, wrong: Mapping[str, str]) -> ModelPlan:
+        """Gives up rules that do not hold, with the blocks that were made by them."""
+        spoilt = [k for k in statistics.blocks if not wrong.keys().isdisjoint(plan.layers[k].layout.names)]
+        for number in spoilt:
+            del statistics.blocks[number]
+        return self.reader.give_up(plan, wrong)
 
     @property
     def _is_low_precision(self) -> bool:
@@ -465,4 +542,12 @@ class ClosureReading:
                 products = per_example_products(reader.model, names, batch, vectors, start, length)
                 for name, value in products.items():
                     squares[name] += value.square().sum((0, 1)).to(squares[name].dtype)
+        for name in names:
+            gradient = self._gradient_of(name)
+            if gradient is not None and bool(gradient.any()) and not bool(squares[name].any()):
+                raise UnsupportedError(
+                    f"{name} has a gradient that does not come through the model's outputs (it is used in the loss only, or only in "
+                    "training mode), so it has no gradient of single examples. Use it inside the model, freeze it or leave it to "
+                    "another optimiser, or use IVON or curvature='micro_batch'"
+                )
         return squares

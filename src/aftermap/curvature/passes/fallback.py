@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from aftermap.batches import Batch, Path
+from aftermap.errors import UnsupportedError
 from aftermap.linalg import differing
 from aftermap.models import functional_outputs
 from aftermap.params import named_parameters
@@ -61,7 +62,9 @@ def _is_confirmed(products: Mapping[str, Tensor], model: nn.Module, inputs: Any,
         return False
     weights = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(vectors)
     combined = torch.tensordot(weights, vectors, 1)
-    example = int(combined.flatten(1).square().sum(1).argmax())  # the one with the largest gradients, or nearly so
+    example = int(
+        combined.reshape(length, -1).square().sum(1).argmax()
+    )  # the one with the largest gradients, or nearly so
     chosen = _with_batch(_one(inputs, dims, example), dims)
     truth = _looped(model, list(products), chosen, dims, combined[None, example : example + 1])
     sums = {name: torch.tensordot(weights.to(value), value[:, example], 1) for name, value in products.items()}
@@ -76,7 +79,7 @@ def _vectorised(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, 
         single = _with_batch(example, dims)
 
         def outputs(chosen: Mapping[str, Tensor]) -> Tensor:
-            return functional_outputs(model, chosen, single)[0]
+            return _only_row(functional_outputs(model, chosen, single))
 
         pull = vjp(outputs, params)[1]
         return vmap(lambda v: pull(v)[0])(rows)
@@ -94,11 +97,11 @@ def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vect
         params = {n: parameters[n].detach().requires_grad_() for n in names}
         for example in range(vectors.shape[1]):
             single = _with_batch(_one(inputs, dims, example), dims)
-            outputs = functional_outputs(model, params, single)
+            output = _only_row(functional_outputs(model, params, single))
             rows = []
             for number, vector in enumerate(vectors[:, example]):
                 grads = torch.autograd.grad(
-                    outputs[0],
+                    output,
                     list(params.values()),
                     vector,
                     retain_graph=number < len(vectors) - 1,
@@ -110,6 +113,20 @@ def _looped(model: nn.Module, names: Sequence[str], inputs: Any, dims: Any, vect
             for place, name in enumerate(names):
                 gradients[name].append(torch.stack([row[place] for row in rows]))
     return {n: torch.stack(values, 1) for n, values in gradients.items()}
+
+
+def _only_row(outputs: Tensor) -> Tensor:
+    """Returns the output of the one example that the model was run on.
+
+    Raises:
+        UnsupportedError: There are several rows, or none: the first dimension is not that of the examples.
+    """
+    if outputs.dim() == 0 or outputs.shape[0] != 1:
+        raise UnsupportedError(
+            f"the model returned outputs of shape {list(outputs.shape)} for one example; gradients of single examples need them as [1, ...]: "
+            "examples must come first in its inputs and outputs"
+        )
+    return outputs[0]
 
 
 def _batch_dims(batch: Batch, inputs: Any, path: Path = ()) -> Any:

@@ -67,12 +67,13 @@ class GradientReader:
     def reading(self, size: int | None = None) -> Iterator[GradientReading]:
         """Counts the model's calls inside."""
         reading = GradientReading(self, size)
-        handle = None if self.model is None else hook_model(self.model, reading.record.model_calls.append)
+        record = reading.record
+        handles = () if self.model is None else hook_model(self.model, record, record.model_calls.append)
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 yield reading
         finally:
-            if handle is not None:
+            for handle in handles:
                 handle.remove()
 
 

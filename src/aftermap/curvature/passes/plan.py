@@ -241,8 +241,9 @@ def _contradictions_of_some(record: ForwardRecord, is_new: bool) -> dict[str, st
 
     Args:
         record: The record of the batch.
-        is_new: Whether gradients are compared, too. Where some examples alone do not make the network do what the whole batch
-            did, those of the whole batch are.
+        is_new: Whether gradients are compared, too; they always are where inputs have other shapes (a network that pads to the
+            longest example) and so cannot be. Where some examples alone do not make the network do what the whole batch did,
+            the gradients of the whole batch are compared.
     """
     if record.size == 1:
         return contradictions(record) if is_new else {}
@@ -254,21 +255,23 @@ def _contradictions_of_some(record: ForwardRecord, is_new: bool) -> dict[str, st
     index = index.to(outputs.device)
     _check_independent(outputs.detach(), record.outputs.detach()[index])
     again = ForwardRecord.make(record.model, some, outputs, record.plan, calls)
-    reasons = dict(again.misfits)
+    reasons, comparable = dict(again.misfits), True
     for number, layer in enumerate(record.plan.layers):
         pairs = zip(record.calls.get(number, ()), again.calls.get(number, ()), strict=False)
-        if any(_is_of_other_examples(first.inputs, second.inputs, index) for first, second in pairs):
+        rows = [(first.inputs, second.inputs) for first, second in pairs]
+        comparable = comparable and all(a.shape[1:] == b.shape[1:] for a, b in rows)
+        if any(_is_of_other_examples(a, b, index) for a, b in rows):
             reasons.update(dict.fromkeys(layer.layout.names, _MIXES))
     reasons = {n: why for n, why in reasons.items() if n in record.plan.layers_of_parameter}
-    if is_new:
+    if is_new or not comparable:
         reasons |= contradictions(again if again.signature == record.signature else record)
     return reasons
 
 
 def _is_of_other_examples(inputs: Tensor, again: Tensor, index: Tensor) -> bool:
     """Tells whether a layer's input rows [b, ...] of some examples are others than in another batch, by more than rounding."""
-    if inputs.shape[1:] != again.shape[1:]:
-        return False  # They are padded to another length, say: nothing can be compared.
+    if inputs.shape[1:] != again.shape[1:] or not again.numel():
+        return False  # They are padded to another length, say, or hold nothing: nothing can be compared.
     expected = inputs[index]
     if not inputs.is_floating_point():
         return not torch.equal(expected, again)
@@ -399,7 +402,7 @@ def _attribute(module: nn.Module, path: str) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
-def plan_model(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPlan:
+def plan_model(model: nn.Module, names: Sequence[str], batch: Batch, *, flat_outputs: bool = False) -> ModelPlan:
     """Looks at the model on copies of up to three examples of the first batch.
 
     Tensors with as many rows as the batch has examples are taken to hold one row for each. Where the model then fails on a
@@ -409,6 +412,7 @@ def plan_model(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
         model: The network, in eval mode.
         names: The selected parameters.
         batch: The first batch.
+        flat_outputs: Whether one output for each example [N] is allowed, as a loss may take it.
 
     Raises:
         UnsupportedError: The outputs of an example depend on the other examples of its batch.
@@ -416,11 +420,11 @@ def plan_model(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
             one row for each example.
     """
     try:
-        return _plan_with(model, names, batch)
+        return _plan_with(model, names, batch, flat_outputs)
     except _FAILURES as error:
         for choice in _possibly_whole(batch):
             try:
-                return _plan_with(model, names, replace(batch, whole=batch.whole | choice))
+                return _plan_with(model, names, replace(batch, whole=batch.whole | choice), flat_outputs)
             except _FAILURES:
                 continue
         _explain_ambiguity(model, batch, error)
@@ -454,7 +458,7 @@ def _explain_ambiguity(model: nn.Module, batch: Batch, error: Exception) -> None
 
 
 @autograd_errors_explained()
-def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPlan:
+def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch, flat_outputs: bool) -> ModelPlan:
     """Makes a plan, where it is known which of the inputs have a batch dimension."""
     check_modes(model)
     plan = find_layers(model, names)
@@ -467,6 +471,8 @@ def _plan_with(model: nn.Module, names: Sequence[str], batch: Batch) -> ModelPla
         pair = pair.detach()
         del calls_of_pair  # With them goes the graph of the pair.
         outputs, calls = run_recorded(model, plan, three)
+        if flat_outputs and pair.dim() == outputs.dim() == 1:
+            pair, outputs = pair.unsqueeze(-1), outputs.unsqueeze(-1)
         check_outputs(outputs, 3)
         check_outputs(pair, 2)
         _check_independent(pair, outputs.detach()[[2, 1]])

@@ -24,9 +24,8 @@ from torch.utils.hooks import RemovableHandle
 
 from aftermap.batches import Batch, tensors_of
 from aftermap.curvature.rules.attention import PackedProjectionRule, attention_forward
-from aftermap.curvature.rules.base import InputRows
+from aftermap.curvature.rules.base import InputRows, without_view
 from aftermap.errors import UnsupportedError
-from aftermap.models import without_view
 
 if TYPE_CHECKING:
     from aftermap.curvature.passes.plan import Layer, ModelPlan
@@ -229,11 +228,23 @@ class ModelCall:
 
 @dataclass
 class ClosureRecord:
-    """The record of what a user's closure did with a model: calls of layers and of the whole, and gradients of parameters."""
+    """The record of what a user's closure did with a model: calls of layers and of the whole, and gradients of parameters.
+
+    Attributes:
+        calls: Every call of a layer.
+        model_calls: Every call of the whole model that a gradient can come from.
+        parameter_gradients: Autograd's gradients by name, as they arrived.
+        running: The number of calls of the whole model that have not returned yet.
+
+    Not every gradient is that of the loss: a model may differentiate in its own forward pass (a force is the gradient of an
+    energy), which then is still running, and a closure may use a gradient in its loss (a gradient penalty), by a pass that makes a graph
+    of its own, in which gradients are on. Such gradients are not kept.
+    """
 
     calls: list[RecordedCall] = field(default_factory=list)
     model_calls: list[ModelCall] = field(default_factory=list)
     parameter_gradients: dict[str, Tensor] = field(default_factory=dict)
+    running: int = 0
 
     def release(self) -> None:
         """Lets go of the graph: its nodes hold hooks, and the hooks hold what they report to."""
@@ -266,7 +277,8 @@ def record_closure(
 
         def keep_model_call(call: ModelCall) -> None:
             def keep(gradient: Tensor) -> None:
-                call.gradient = gradient if call.gradient is None else call.gradient + gradient
+                if not record.running and not torch.is_grad_enabled():
+                    call.gradient = gradient if call.gradient is None else call.gradient + gradient
 
             record.model_calls.append(call)
             if call.output is not None:
@@ -275,27 +287,40 @@ def record_closure(
         def keep_gradient_of(name: str) -> Callable[[Tensor], None]:
             def keep(gradient: Tensor) -> None:
                 gradients = record.parameter_gradients
-                gradients[name] = gradient if name not in gradients else gradients[name] + gradient
+                if not record.running and not torch.is_grad_enabled():
+                    gradients[name] = gradient if name not in gradients else gradients[name] + gradient
 
             return keep
 
-        stack.callback(hook_model(model, keep_model_call).remove)
+        for handle in hook_model(model, record, keep_model_call):
+            stack.callback(handle.remove)
         for name, parameter in parameters.items():
             if parameter.requires_grad:
                 stack.callback(parameter.register_hook(keep_gradient_of(name)).remove)
         yield record
 
 
-def hook_model(model: nn.Module, on_call: Callable[[ModelCall], None]) -> RemovableHandle:
-    """Calls ``on_call`` with every call of the whole model that a gradient can come from, until the handle is removed."""
+def hook_model(
+    model: nn.Module, record: ClosureRecord, on_call: Callable[[ModelCall], None]
+) -> tuple[RemovableHandle, RemovableHandle]:
+    """Counts in ``record`` which calls of the whole model are running, until the handles are removed.
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        tensor = _only_tensor(output)
-        if not torch.is_grad_enabled() or (tensor is not None and not tensor.requires_grad):
-            return  # It is a look at the outputs, say for a metric.
-        on_call(ModelCall(args, kwargs, tensor))
+    Args:
+        model: The whole model.
+        record: What counts them.
+        on_call: A function that is called after every call that a gradient can come from.
+    """
 
-    return model.register_forward_hook(hook, with_kwargs=True)
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *output: Any) -> None:
+        record.running += -1 if output else 1  # A call without an output begins.
+        if not output or output[0] is None or not torch.is_grad_enabled():
+            return  # It begins or has failed, or is a look at the outputs, say for a metric.
+        tensor = _only_tensor(output[0])
+        if tensor is None or tensor.requires_grad:
+            on_call(ModelCall(args, kwargs, tensor))
+
+    before = model.register_forward_pre_hook(hook, with_kwargs=True)
+    return before, model.register_forward_hook(hook, with_kwargs=True, always_call=True)
 
 
 def _only_tensor(output: Any) -> Tensor | None:

@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from aftermap.curvature.rules.base import InputRows, LayerRule, Layout, Named, append_ones, matrix_layout
+from aftermap.curvature.rules.base import InputRows, LayerRule, Layout, Named, append_ones, matrix_layout, without_view
 from aftermap.curvature.rules.linear import DenseRows, LinearRule
 from aftermap.errors import InputError
-from aftermap.models import without_view
 
 __all__ = ["PackedProjectionRule", "attention_forward", "attention_projections"]
 

@@ -47,6 +47,7 @@ __all__ = [
     "registered_rules",
     "split_vectors",
     "sum_into_",
+    "without_view",
 ]
 
 # Working memory of one contraction, in numbers: large enough to keep the cores busy, small enough for the cache.
@@ -180,6 +181,17 @@ def examples_per_chunk(per_example: int, numbers: int = _CHUNK_NUMBERS) -> int:
 def append_ones(columns: Tensor) -> Tensor:
     """Appends a 1 to each row, [..., i] -> [..., i + 1], so that the bias is one more weight."""
     return torch.cat([columns, columns.new_ones(*columns.shape[:-1], 1)], dim=-1)
+
+
+def without_view(output: Any) -> Any:
+    """Returns the same numbers in the same memory, but not as a view in the eyes of autograd.
+
+    A Linear on tokens returns a view of a matrix product. An operation in place on a view (an activation, a residual
+    sum) rewrites the graph around it, and the gradient edge of the view is lost.
+    """
+    if isinstance(output, Tensor) and output.requires_grad and output._is_view():
+        return torch.ops.aten._unsafe_view(output, output.shape)
+    return output
 
 
 def merge_vectors(grads: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -244,7 +245,7 @@ class LinearRule(LayerRule):
         return matrix_layout(name, named, 1, out, (1, out, first.numel() // out), (0, 1, 2))
 
     def rows(self, module: Any, inputs: Tensor, space: tuple[int, ...], named: Named) -> InputRows:
-        data = inputs.reshape(inputs.shape[0], 1, -1, inputs.shape[-1])
+        data = inputs.reshape(inputs.shape[0], 1, math.prod(inputs.shape[1:-1]), inputs.shape[-1])
         return DenseRows(data if "weight" in named else data[..., :0], "bias" in named)
 
     def grads(self, module: Any, grads: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from aftermap.curvature.structures.kron import KronAccumulator, KronBlock
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.likelihoods import Likelihood
 from aftermap.linalg import take_under
-from aftermap.models import evaluating, without_wrappers
+from aftermap.models import evaluating, unchanged_buffers, without_wrappers
 
 __all__ = [
     "MAX_FEATURES",
@@ -285,7 +285,7 @@ def kfra_factors(
     batch = unpack_batch((inputs, targets, weight))
     if batch.size == 0:
         raise InputError("got no examples; pass inputs whose first dimension is at least 1")
-    with evaluating(model), torch.no_grad():
+    with evaluating(model), unchanged_buffers(model), torch.no_grad():
         graph = trace(model)
         calls = _calls(graph, model, module_names)
         _check_independence(graph, model)
