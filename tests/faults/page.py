@@ -145,7 +145,7 @@ MUTANTS_TEXT = """
 
 `make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
 tests that belong to the file, until one fails. Of {all:,} such mutants in all {core} files of the core, {tried} in {tried_files} files, drawn with seed {seed} and each as likely as any other,
-have been tried so far. {equivalent} of them cannot be told from the original. The tests found {found_at_first} at first, {share_at_first:.1%} of those that can be found, and {found}
+have been tried so far, some in an earlier state of the code. {equivalent} of them cannot be told from the original. The tests found {found_at_first} at first, {share_at_first:.1%} of those that can be found, and {found}
 ({share:.1%}) after tests had been written for what they had missed: the first share says what to expect of mutants that were not drawn. Errors that the program does not make itself are written out in `tests/mutants/by_hand.json`.
 
 {table}

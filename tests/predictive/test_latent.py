@@ -56,3 +56,13 @@ def test_a_covariance_that_is_none_is_refused() -> None:
     values[:, 1] *= -1  # The first one is that of what is common.
     with pytest.raises(NumericalError, match="latent_cov is not positive semi-definite"):
         covariance_of_draws((vectors * values[:, None]) @ vectors.mT + 10)
+
+
+@pytest.mark.parametrize("with_covariance", [True, False])
+def test_outputs_that_are_divided_have_covariances_divided_twice(with_covariance: bool) -> None:
+    cov = contrasts()
+    mean, var = torch.arange(12.0, dtype=torch.float64).view(3, CLASSES), cov.diagonal(dim1=-2, dim2=-1)
+    divided = check_latent(mean, cov if with_covariance else None, var).divided_by(2.0)
+    torch.testing.assert_close(divided.mean, 0.5 * mean)
+    torch.testing.assert_close(divided.var, 0.25 * var)
+    torch.testing.assert_close(divided.full(), 0.25 * (cov if with_covariance else torch.diag_embed(var)))

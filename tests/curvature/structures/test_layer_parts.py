@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.testing import assert_close
 from aftermap.batches import Batch
 from aftermap.curvature import fit_curvature
 from aftermap.curvature.passes.plan import CheckedPlan
+from aftermap.curvature.structures import layer_parts, low_rank
 from aftermap.curvature.structures.base import BlockPosterior
 from aftermap.curvature.structures.layer_parts import BlockLayerParts, DenseLayerParts, WholeLayer
 from aftermap.curvature.structures.low_rank import LowRankLayerParts
@@ -58,6 +60,23 @@ def test_the_inherited_split_agrees_with_the_own_one(structure: str, kind: type,
         assert math.isnan(inherited.half_effective(layer))
         assert {n: v.shape[0] for n, v in inherited.draw(layer, 3, None).items()} == dict.fromkeys(LAYERS[layer], 3)
     assert inherited.information()[1] == pytest.approx(own.information()[1], rel=1e-9)
+
+
+@pytest.mark.parametrize("structure, module", [("full", layer_parts), ("low_rank", low_rank)])
+@pytest.mark.parametrize("layer", list(LAYERS))
+def test_draws_of_a_layer_are_those_with_all_others_at_their_means(
+    structure: str, module: ModuleType, layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draws are linear in their numbers: those of the identity have exactly the covariance."""
+    _, posterior = posterior_of(structure)
+    (block,) = posterior.blocks
+    monkeypatch.setattr(module, "normal_like", lambda like, generator: torch.eye(len(like), dtype=like.dtype))
+    places = torch.cat([torch.full((math.prod(s),), n in LAYERS[layer]) for n, s in block.shapes.items()])
+    parts = block.split_by_layer(LAYERS, posterior.prior)
+    deviations = parts.draw(layer, int(places.sum()), None)
+    drawn = torch.cat([deviations[n].flatten(1) for n in block.shapes if n in deviations], 1)
+    conditional = torch.linalg.inv(block.to_dense()[places][:, places])
+    assert_close(drawn.T @ drawn, conditional, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("structure", ["kron", "ekfac", "diagonal"])
