@@ -79,6 +79,20 @@ def test_numbers_of_the_report() -> None:
     assert f"negative log-likelihood {check.map_nll:.3f} -> {check.bayes_nll:.3f}" in check.message
 
 
+def test_a_network_that_knows_outputs_in_small_units_is_not_at_chance() -> None:
+    y = normal(40, 2, seed=3) * torch.tensor([1.0, 1000.0], dtype=torch.float64)
+    other = normal(40, 2, seed=4) * torch.tensor([1.0, 1000.0], dtype=torch.float64)
+
+    def at_chance(mean: Tensor) -> bool:
+        variance = torch.ones_like(mean)
+        answer = Prediction("regression", mean, variance, variance, 2 * variance)
+        return _compare(answer, answer, y).at_chance
+
+    assert not at_chance(torch.stack([y[:, 0] + 0.1 * other[:, 0], other[:, 1]], 1))
+    assert at_chance(other)
+    assert at_chance(y.mean(0).expand_as(y))
+
+
 def test_a_network_at_the_level_of_chance_is_said_to_be_one() -> None:
     said = "no better than always answering the most frequent class"
     y = torch.tensor([0] * 30 + [1] * 20 + [2] * 10)

@@ -182,9 +182,11 @@ def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
     cannot tell: nothing beats them.
     """
     if prediction.kind == "regression":
-        y = targets.reshape(prediction.mean.shape).double()
-        spread = (y - y.mean(0)).square().sum()
-        return len(y) >= _FEW and bool(spread > 0) and bool((y - prediction.mean.double()).square().sum() >= spread)
+        y, mean = targets.reshape(prediction.mean.shape).double(), prediction.mean.double()
+        residual, spread = (v.square().reshape(-1, mean.shape[-1]).sum(0) for v in (y - mean, y - y.mean(0)))
+        varied = spread > 0
+        # By likelihood with a variance of its own for each output: outputs may have units of their own.
+        return len(y) >= _FEW and bool(varied.any()) and float((residual / spread)[varied].log().sum()) >= 0
     if prediction.kind not in _NLL_RISE or len(targets) < _FEW:
         return False
     hits = _hits(prediction, targets)
