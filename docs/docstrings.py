@@ -1,7 +1,8 @@
 """Docstrings for the site: what Sphinx would understand and Markdown does not becomes Markdown.
 
 Formulas (``.. math::`` and ``:math:`x```) become formulas between dollars, which the site renders; simple tables (``====``) and
-examples (``>>>``) are shown as they are written, other roles (``:meth:`x```) as code, and shapes such as [N, C] are no links.
+examples (``>>>``) are shown as they are written, other roles (``:meth:`x```) as code; shapes such as [N, C] are no links, and the
+star of a symbol such as θ* is no emphasis.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ _EXAMPLE = re.compile(r"^( *)>>> .*(?:\n\1\S.*|\n\1 +\S.*)*", re.MULTILINE)
 _VERBATIM = re.compile(r"(^ *```.*?^ *```|``.+?``|`[^`\n]*`|^ *\$\$.*?\$\$$|\$[^$\n]+\$)", re.DOTALL | re.MULTILINE)
 _MATH_ROLE = re.compile(r":math:`([^`]*)`")
 _ROLE = re.compile(r":(?:meth|class|func|attr|mod):`([^`]*)`")
+# The star of a symbol (θ*, v*, J_*), which is no emphasis.
+_STAR = re.compile(r"((?<![^\W_])[^\W\d_]|_)\*(?!\*)")
 
 
 def as_markdown(text: str) -> str:
@@ -38,6 +41,8 @@ def as_markdown(text: str) -> str:
     $$
     <BLANKLINE>
     See `fit` \[N], $x_[1]$.
+    >>> print(as_markdown("From θ* to v* by J_*, *all* of them."))
+    From θ\* to v\* by J_\*, *all* of them.
     >>> print(as_markdown(".. math::\n    a = b, \\quad\n    c = d"))
     $$
     \begin{gathered}
@@ -69,7 +74,7 @@ def as_markdown(text: str) -> str:
     text = _EXAMPLE.sub(example, _TABLE.sub(table, _MATH.sub(formula, text)))
     text = _ROLE.sub(r"`\1`", _MATH_ROLE.sub(r"$\1$", text))
     parts = _VERBATIM.split(text)
-    return "".join(part if i % 2 else part.replace("[", "\\[") for i, part in enumerate(parts))
+    return "".join(part if i % 2 else _STAR.sub(r"\1\\*", part.replace("[", "\\[")) for i, part in enumerate(parts))
 
 
 class Docstrings(Extension):

@@ -26,8 +26,8 @@ PICTURES = {
 }
 HEAD = """# Gallery
 
-Every example runs by itself and says with `--help` what can be changed. Experiments ask whether what the literature says holds here;
-[what was reproduced](reproduction.md) has their verdicts. This page is written by `python -m docs.make_gallery`."""
+This page shows every example and experiment of the repository with a picture. Each example is a program that you can run as it is; `--help` lists what you can change. Experiments test what
+the literature claims, and their verdicts are on the page [what was reproduced](reproduction.md). `python -m docs.make_gallery` writes this page."""
 
 
 def page() -> str:

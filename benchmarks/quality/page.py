@@ -21,29 +21,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 HEAD = """# Does the default call help?
 
-This page is written by `make bench-quality` from `benchmarks/results/quality.json`; wins and losses stand side by side. Rows are of commit {commit}; where a number is made of rows of another one, which the
-last section names, it stands beside a †. Seeds {seeds}, {classifications} classifications and {regressions} regressions.
+What do you gain, or lose, if you call `am.fit` with its defaults? This page measures it on many networks, and shows wins and losses side by side. `make bench-quality` writes it from `benchmarks/results/quality.json`.
+The numbers belong to commit {commit}; a † marks numbers that also contain rows measured at another commit, which the last section names. There are {classifications} classifications and {regressions} regressions, with seeds {seeds}.
 
-Every task is a data set with a network that was trained on it in the usual way; some networks are calibrated already, others know their training data by heart. Which
-tasks are for development and which are held out was fixed before anything was measured: settings of the library are chosen on development
-tasks only.
+Every task is a data set together with a network that was trained on it in the usual way. Some of these networks are well calibrated already, others know their training data by heart. It was fixed before anything was measured which
+tasks are for development and which are held out; settings of the library are chosen on the development tasks only.
 
-How the numbers are made:
+The numbers are made as follows:
 
-- Validation sets of 30, 100, 300 and 1,000 labels are drawn from a pool, several times for each size and seed, the same for every method. Numbers
-  are means over these sets and over seeds. One table compares methods under the same seeds of a task: those that all of them have which were measured on it.
-- **d** is the NLL on the test data minus the smaller one of the network's and that of temperature scaling *with hindsight*, whose temperature was
-  chosen on the test data themselves; in thousandths of a nat. For a regression it is the NLL minus that of the network with a constant noise from all validation data, in
-  nats.
-- **OOD** is the AUROC of unusual inputs by predictive entropy, minus the network's, in points (× 100). For images these are other image sets. For tables they are
+- Validation sets of 30, 100, 300 and 1,000 labels are drawn from a pool, several times for each size and seed, and are the same for every method. Numbers
+  are means over these sets and over seeds. Within one table, methods are compared under the same seeds of each task.
+- **d** tells how much worse a method is than the best simple answer. It is the negative log-likelihood (NLL) on the test data, minus the smaller of two others: the NLL of the network, and that of temperature scaling *with hindsight*, whose temperature was
+  chosen on the test data themselves. Its unit is a thousandth of a nat. For a regression it is the NLL minus that of the network with a constant noise, which is estimated from all validation data; its unit is a
+  nat.
+- **OOD** tells how much better unusual ("out-of-distribution") inputs are noticed: the AUROC of the predictive entropy, minus that of the network's entropy, in points (× 100). For images, the unusual inputs are other sets of images. For tables they are
   test rows times three ("scaled"), test rows with every column permuted by itself ("shuffled"), classes that were left out of the training ("unseen"), uniform
-  draws from a box that is 1.5 times as large as the data ("box"), or other images at the same size.
-- **ECE** has 15 bins; with labels it is minus the smaller one of the network's and temperature scaling's with the same labels. **Error AUROC** is that of wrong answers by the largest probability.
-- "Minimum over a grid" takes the smallest validation NLL over prior precision and data scale, with the full matrix for up to 1,500 weights, else Kronecker factors. "Identity curvature" is tuned
-  like `am.fit`, with a curvature that knows nothing of the data.
-- Bold numbers reach the targets that were set in advance: with labels a mean d of at most 0, 2 and 1 with 30, 100 and more labels and at most 20, 10 and 5 on
-  every task, OOD of +10 on tables and +2 on images and nowhere below −5, ECE within .005; without labels NLL −.05 on average and nowhere above +.015, ECE not
-  above the network's and nowhere by .03, OOD +20 on average and nowhere below −1; for regressions 95 % intervals that cover 93 to 97 % on average and 83 % on every task, and a d of at most
+  draws from a box that is 1.5 times as large as the data ("box"), or other images of the same size.
+- **ECE** is the calibration error with 15 bins. With labels, the smaller of two others is subtracted: that of the network, and that of temperature scaling with the same labels. **Error AUROC** is the AUROC of the largest probability at finding wrong answers.
+- "Minimum over a grid" takes the smallest validation NLL over prior precision and data scale, with the full matrix for up to 1,500 weights and Kronecker factors above. "Identity curvature" is tuned
+  like `am.fit`, but its curvature knows nothing about the data.
+- Bold numbers reach the targets, which were set in advance. With labels: a mean d of at most 0 for 30 labels, 2 for 100 and 1 for more, and at most 20, 10 and 5 on
+  every single task; an OOD of at least +10 on tables and +2 on images, and nowhere below −5; an ECE within .005. Without labels: an NLL of −.05 on average and nowhere above +.015; an ECE not
+  above the network's on average, and nowhere by .03; an OOD of +20 on average, and nowhere below −1. For regressions: 95 % intervals that cover 93 to 97 % on average and 83 % on every task, and a d of at most
   .3 everywhere.
 
 """

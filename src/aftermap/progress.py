@@ -123,10 +123,10 @@ def announce(message: str, *, enabled: bool | None = None) -> None:
 
 
 def in_seconds(seconds: float) -> str:
-    """Says a duration in words, in seconds, minutes or hours.
+    """Says a duration in words, in seconds, minutes, hours or days.
 
-    >>> in_seconds(0.2), in_seconds(75), in_seconds(600)
-    ('1 s', '75 s', '10 min')
+    >>> in_seconds(0.2), in_seconds(75), in_seconds(600), in_seconds(2e5), in_seconds(2e7)
+    ('1 s', '75 s', '10 min', '55.6 h', '231 days')
     """
     if seconds < 1:
         return "1 s"
@@ -136,4 +136,6 @@ def in_seconds(seconds: float) -> str:
         else f"{seconds / 60:.0f} min"
         if seconds < 7200
         else f"{seconds / 3600:.1f} h"
+        if seconds < 100 * 3600
+        else f"{seconds / 86400:,.0f} days"
     )

@@ -279,6 +279,21 @@ def _judged(epistemic, confidence, kind="classification", seconds=1.0, **ood):
     return Results("x", kind, 3, metrics, areas, table=table, provenance={"seconds_per_1000": seconds})
 
 
+@pytest.mark.parametrize(
+    "shares, words",
+    [
+        ((0.95, 1.0), "Its intervals are too wide: 95.0\u00a0% of the targets lie inside the 50\u00a0% interval."),
+        ((0.45, 0.7), "Its intervals are too narrow: 70.0\u00a0% of the targets lie inside the 95\u00a0% interval."),
+        ((0.55, 0.97), ""),
+    ],
+)
+def test_the_verdict_names_intervals_that_are_off(shares, words):
+    metrics = {"nll": Metric(1.0, 1.0, 1.0)}
+    metrics |= {f"coverage_{level}": Metric(s, s, s) for level, s in zip((0.5, 0.95), shares, strict=True)}
+    said = verdict(Results("la", "regression", 400, metrics), Results("map", "regression", 400, metrics)).text
+    assert (words in said) if words else ("Its intervals" not in said)
+
+
 def test_a_posterior_that_changes_no_number_adds_nothing():
     alone = _judged([0.0] * 3, [0.9, 0.8, 0.7], seconds=1.0)
     for epistemic, confidence, nothing in (

@@ -78,10 +78,10 @@ def test_a_report_explains_the_flag():
     for phrase in (
         "An input is flagged if its entropy or its mutual information is larger than on",
         "Inputs are ordered by the larger of two ranks",
-        "those of the larger rank of entropy and mutual information; for the network alone those of its entropy.",
+        "The score is the larger rank of entropy and mutual information; for the network alone it is the entropy.",
         "Threshold of the larger rank",
         "Share of the validation inputs with a smaller entropy, or with a smaller mutual information",
-        "wider latent variance than the test inputs (ratio of medians",
+        "more here than on the test inputs (ratio of the median variances:",
         "Flagged of the test data",
     ):
         assert phrase in text
@@ -102,26 +102,42 @@ def _with_far(name: str, area: float, ratio: float | None = None) -> Results:
 @pytest.mark.parametrize(
     "ratio, network, meaning",
     [
-        (2.0, None, "wider latent variance than the test inputs (ratio of medians 2), so the posterior should help"),
-        (1.2, None, "hardly wider latent variance than the test inputs (ratio of medians 1.2), so it is open whether"),
+        (
+            2.0,
+            None,
+            "more here than on the test inputs (ratio of the median variances: 2), so the posterior should help",
+        ),
+        (
+            1.2,
+            None,
+            "hardly more here than on the test inputs (ratio of the median variances: 1.2), so it is open whether",
+        ),
         (
             0.7,
             None,
-            "not wider latent variance than the test inputs (ratio of medians 0.700), so the posterior is not likely",
+            "no more here than on the test inputs (ratio of the median variances: 0.700), so the posterior is not likely",
         ),
-        (2.0, 0.6, "wider latent variance than the test inputs (ratio of medians 2), and the posterior helps"),
-        (2.0, 0.79, "wider latent variance than the test inputs (ratio of medians 2), yet the posterior does not help"),
+        (2.0, 0.6, "more here than on the test inputs (ratio of the median variances: 2), and the posterior helps"),
+        (
+            2.0,
+            0.79,
+            "more here than on the test inputs (ratio of the median variances: 2), yet the posterior does not help",
+        ),
         (
             0.7,
             0.79,
-            "not wider latent variance than the test inputs (ratio of medians 0.700), and the posterior does not",
+            "no more here than on the test inputs (ratio of the median variances: 0.700), and the posterior does not",
         ),
-        (0.7, 0.6, "not wider latent variance than the test inputs (ratio of medians 0.700), yet the posterior helps"),
+        (
+            0.7,
+            0.6,
+            "no more here than on the test inputs (ratio of the median variances: 0.700), yet the posterior helps",
+        ),
     ],
 )
 def test_what_a_ratio_of_variances_means(ratio, network, meaning):
     (note,) = variance_notes(_with_far("la", 0.8, ratio), None if network is None else _with_far("map", network))
-    assert note.startswith(f"far: these inputs have {meaning}")
+    assert note.startswith(f"far: the outputs vary {meaning}")
     assert note.endswith(" to find them.")
 
 

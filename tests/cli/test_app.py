@@ -50,7 +50,7 @@ def test_help_lists_every_command() -> None:
     said = words(invoke("--help").stdout)
     for verb in VERBS:
         assert f" {verb} " in said
-    assert "Exit codes: 0 good, 2 bad input, 3 a self-check failed, 4 worse" in said
+    assert "Exit codes: 0 all went well, 2 bad input, 3 a self-check failed, 4 worse" in said
     assert invoke("--version").stdout.startswith("aftermap ")
 
 

@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from aftermap.cli import demo as demo_module
+from aftermap.cli import evaluate as evaluate_module
 from aftermap.cli import fit as fit_module
+from aftermap.cli import report as report_module
 from tests.cli.common import Files, answer, invoke, words
 
 
@@ -164,7 +167,7 @@ def test_tuning_on_held_out_data_that_are_missing(fitted: Path, tmp_path: Path) 
 def test_the_result_of_a_grid_is_a_sentence(files: Files, fitted: Path, tmp_path: Path) -> None:
     found = invoke("tune", str(fitted), "--val", str(files.val), "--method", "grid", "-o", str(tmp_path / "p"))
     line = next(line for line in found.stdout.splitlines() if "grid" in line)
-    assert line.startswith("validation NLL on ")
+    assert line.startswith("negative log-likelihood of ")
     assert len(line) < 200
     assert "[(" not in found.stdout
 
@@ -221,6 +224,23 @@ def test_labels_of_another_form_are_told_of_by_a_builtin_network(
     assert message in words(invoke(*command, "--optimizer", "adam", "-o", str(tmp_path / "run")).stderr)
 
 
+@pytest.mark.parametrize("command", ["train", "select"])
+def test_whole_numbers_with_gaps_are_not_taken_as_classes(tmp_path: Path, command: str) -> None:
+    """Prices in a table: a network with an output for each of 400,000 dollars would be trained."""
+    rows = "".join(f"{i},{i % 7},{9000 * i + 101}\n" for i in range(45))
+    (tmp_path / "houses.csv").write_text("area,rooms,price\n" + rows)
+    data = [str(tmp_path / "houses.csv"), "--target", "price"]
+    which = ["a=builtin:mlp", "b=builtin:mlp"] if command == "select" else ["--model", "builtin:mlp"]
+    common = [command, *which, "--epochs", "1", "-o", str(tmp_path / "out")]
+    said = words(invoke(*common, "--train", *data, code=2).stderr)
+    assert "are 45 different whole numbers from 101 to 396,101, with gaps. If they are numbers to predict, add" in said
+    assert "--task regression" in said
+    assert not (tmp_path / "out").exists()
+    if command == "train":
+        found = invoke(*common, "--train", *data, "--task", "regression", "--optimizer", "adam")
+        assert "classes" not in words(found.stderr)
+
+
 def test_a_class_without_an_example_is_told_of(files: Files, tmp_path: Path) -> None:
     with np.load(files.train) as data:
         x, y = data["x"], data["y"]
@@ -228,6 +248,88 @@ def test_a_class_without_an_example_is_told_of(files: Files, tmp_path: Path) -> 
     command = ["fit", "--model", files.model, "--weights", str(files.weights), "--train", str(tmp_path / "two.npz")]
     found = invoke(*command, "--no-tune", "-o", str(tmp_path / "p"))
     assert "two.npz holds no example of class 2, of which the network has an output" in words(found.stderr)
+
+
+def test_validation_data_that_the_network_does_not_take(files: Files, tmp_path: Path) -> None:
+    """Found before the fit, which may take hours."""
+    np.savez(tmp_path / "wide.npz", x=np.zeros((9, 5), np.float32), y=np.arange(9) % 3)
+    command = ["fit", "--model", files.model, "--weights", str(files.weights), "--train", str(files.train)]
+    found = invoke(*command, "--val", str(tmp_path / "wide.npz"), "-o", str(tmp_path / "p"), code=2)
+    assert "the model does not take the data" in words(found.stderr)
+    assert "wide.npz: a batch of shape [9, 5] made it fail" in words(found.stderr)
+    assert "fitted" not in found.stdout
+
+
+@pytest.fixture
+def no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation before a mistake is found makes the test fail."""
+
+    def evaluated(*arguments: object, **options: object) -> None:
+        raise AssertionError("the evaluation began before the mistake was found")
+
+    for module in (evaluate_module, report_module, demo_module):
+        monkeypatch.setattr(module, "compare_with_map", evaluated)
+    monkeypatch.setattr(demo_module, "_network", evaluated)
+
+
+@pytest.mark.usefixtures("no_evaluation")
+@pytest.mark.parametrize(
+    ("command", "more", "message"),
+    [
+        ("report", ["--train", "{wide}"], "wide.npz: a batch of shape [9, 5] made it fail"),
+        ("report", ["-o", "{folder}"], "is a folder; give the name of a file, such as {folder}/report.html"),
+        ("evaluate", ["--ood", "far={wide}"], "wide.npz: a batch of shape [9, 5] made it fail"),
+        ("evaluate", ["--baseline", "{text}"], "--baseline {text}: these results are not JSON"),
+        ("evaluate", ["--test", "{from1}"], "holds the label 3, but the network has 3 outputs"),
+        ("demo", ["-o", "{text}"], "is a file; a posterior is saved as a folder"),
+        ("demo", ["-o", "{folder}"], "holds files that do not belong to a saved posterior"),
+    ],
+)
+def test_mistakes_that_are_found_before_an_evaluation(
+    files: Files, fitted: Path, tmp_path: Path, command: str, more: list[str], message: str
+) -> None:
+    with np.load(files.test) as data:
+        np.savez(tmp_path / "from1.npz", x=data["x"], y=data["y"] + 1)
+    np.savez(tmp_path / "wide.npz", x=np.zeros((9, 5), np.float32), y=np.arange(9) % 3)
+    (tmp_path / "text").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine.txt").write_text("mine")
+    places = {"wide": tmp_path / "wide.npz", "from1": tmp_path / "from1.npz"}
+    places |= {name: tmp_path / name for name in ("text", "folder")}
+    arguments = [] if command == "demo" else [str(fitted), *([] if "--test" in more else ["--test", str(files.test)])]
+    found = invoke(command, *arguments, *(word.format(**places) for word in more), code=2)
+    assert message.format(**places) in words(found.stderr)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_folder_with_other_files_is_not_replaced_even_by_force(files: Files, tmp_path: Path) -> None:
+    """This is found before the fit, which may take hours."""
+    (tmp_path / "mine.txt").write_text("mine")
+    found = invoke(*files.fit(tmp_path, "--force"), code=2)
+    assert "holds files that do not belong to a saved posterior (mine.txt)" in words(found.stderr)
+
+
+def test_validation_labels_of_another_type(files: Files, tmp_path: Path) -> None:
+    with np.load(files.val) as data:
+        np.savez(tmp_path / "floats.npz", x=data["x"], y=data["y"].astype(np.float32))
+    command = ["fit", "--model", files.model, "--weights", str(files.weights), "--train", str(files.train)]
+    found = invoke(*command, "--val", str(tmp_path / "floats.npz"), "-o", str(tmp_path / "p"), code=2)
+    said = words(found.stderr)
+    assert "floats.npz are float32, but classes are needed: whole numbers from 0, saved as integers" in said
+    assert "fitted" not in found.stdout
+
+
+def test_a_file_of_networks_that_is_not_there(files: Files, tmp_path: Path) -> None:
+    command = ["fit", "--model", "nowhere.py:build", "--train", str(files.train), "-o", str(tmp_path / "p")]
+    assert words(invoke(*command, code=2).stderr) == "error: --model 'nowhere.py:build': there is no file nowhere.py"
+
+
+def test_training_says_which_noise_it_assumes(tmp_path: Path) -> None:
+    command = ["train", "--model", "builtin:mlp", "--train", "toy:cubic", "--epochs", "1", "--optimizer", "adam"]
+    said = words(invoke(*command, "-o", str(tmp_path / "a")).stderr)
+    assert "half the standard deviation of the targets, since there is no --noise" in said
+    given = words(invoke(*command, "--noise", "3", "-o", str(tmp_path / "b")).stderr)
+    assert "half the standard deviation" not in given
 
 
 def test_a_network_of_double_precision(files: Files, tmp_path: Path) -> None:

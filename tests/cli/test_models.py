@@ -37,8 +37,8 @@ def test_a_factory_and_its_weights(files: Files) -> None:
     "name, message",
     [
         ("broken", r"failed in .*somebodys_nets.py, line \d+: ValueError: no width is known"),
-        ("other", "returned a dict, but must return a torch.nn.Module"),
-        ("number", "is a int; it must be a function"),
+        ("other", "returned an object of type dict, but must return a torch.nn.Module"),
+        ("number", "is of type int; it must be a function"),
         ("bild", "has no 'bild'. Did you mean build"),
     ],
 )

@@ -41,7 +41,7 @@ def test_evaluate_compares_and_judges(files: Files, fitted: Path, tmp_path: Path
     assert "Time per 1,000 inputs" in said
     assert "An input is flagged if its entropy or its mutual information is larger than on 9" in said
     assert "5 % false alarms on data like the validation data" in said
-    assert "far: these inputs have wider latent variance than the test inputs (ratio of medians" in said
+    assert "far: the outputs vary more here than on the test inputs (ratio of the median variances" in said
     assert "not worse than the baseline map" in said
     assert Results.from_json(results).name == "Bayesian"
     again = answer(*run, "--baseline", str(results))
@@ -86,11 +86,11 @@ def test_report_is_one_file(files: Files, posterior: Path, tmp_path: Path) -> No
     assert text.lstrip().lower().startswith("<!doctype html>")
     assert "far" in text
     assert "Inputs are ordered by the larger of two ranks" in text
-    assert "far: these inputs have wider latent variance than the test inputs" in text
+    assert "far: the outputs vary more here than on the test inputs" in text
     assert "larger than on 9" in text
     extras = read_extras(posterior)
     for said in (
-        r"Tuning: validation NLL on \d+ labels: network \S+, temperature \S+, posterior \S+; difference \S+ ± ",
+        r"Tuning: negative log-likelihood of \d+ validation labels: \S+ by the network alone, \S+ with a temperature, \S+ with the posterior too",
         "Check on validation data: accuracy",
     ):
         assert re.search(said, text)

@@ -52,7 +52,7 @@ def test_without_validation_data_the_report_holds_the_tuning_and_its_check() -> 
     assert report.check is laplace.tuning.check
     assert report.check.passed
     structure, tuning, check, likelihood = str(report).splitlines()
-    assert likelihood.startswith("likelihood: classification, as the targets are")
+    assert likelihood.startswith("likelihood: classification, inferred from the targets")
     assert structure == f"structure: {report.chosen}"
     assert f"{tuning}; {report.check.message}" == f"tuning: {laplace.tuning}"
     assert check == f"check passed: {report.check.message}"

@@ -45,6 +45,15 @@ def test_the_likelihood_stands_second_and_may_be_left_out() -> None:
     assert am.fit(mlp(), train, iter(held_out), **QUIET).report.check.n_data == sum(len(y) for _, y in held_out)
 
 
+@pytest.mark.parametrize("kind", ["classification", "regression"])
+def test_validation_inputs_that_the_network_does_not_take(kind: str) -> None:
+    data = classes() if kind == "classification" else [(normal(30, 3), normal(30, 4, seed=1))]
+    wide = [(normal(9, 5, seed=2), data[0][1][:9])]
+    laplace = am.Laplace(mlp(), kind).fit(data)
+    with pytest.raises(InputError, match=r"the model does not accept inputs of shape \(\d+, 5\)"):
+        laplace.tune(wide)
+
+
 def test_the_old_order_is_taken_with_a_warning() -> None:
     with pytest.warns(
         DeprecationWarning,
@@ -71,7 +80,7 @@ def test_the_likelihood_is_found_by_the_targets_and_said(
     wanted = targets.double() if targets.is_floating_point() else targets
     laplace = am.fit(mlp(3, 5, outputs), [(normal(8, 3), wanted)], verbose=True, structure="diagonal")
     assert laplace.likelihood.kind == kind
-    said = f"likelihood: {kind}, as the targets are"
+    said = f"likelihood: {kind}, inferred from the targets"
     assert said in capsys.readouterr().err
     assert said in str(laplace.report)
 

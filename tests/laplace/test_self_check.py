@@ -94,7 +94,7 @@ def test_a_network_that_knows_outputs_in_small_units_is_not_at_chance() -> None:
 
 
 def test_a_network_at_the_level_of_chance_is_said_to_be_one() -> None:
-    said = "no better than always answering the most frequent class"
+    said = "no better than always answering with the most frequent class"
     y = torch.tensor([0] * 30 + [1] * 20 + [2] * 10)
     always = torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).expand(60, 3)
     check = compared(always, always, y)
@@ -133,7 +133,7 @@ def test_a_regression_that_is_no_better_than_the_mean_is_said_to_be_none() -> No
         return _compare(answer, answer, y)
 
     assert not check(normal(60, 2, seed=4)).passed
-    assert "no better than always answering the mean of the targets" in check(normal(60, 2, seed=4)).message
+    assert "no better than always answering with the mean of the targets" in check(normal(60, 2, seed=4)).message
     assert check(y + 0.5 * normal(60, 2, seed=4)).passed
 
 

@@ -318,9 +318,19 @@ def test_a_width_that_nobody_can_afford_leaves_temperature_scaling() -> None:
 @pytest.mark.parametrize(
     ("difference", "error", "deterministic", "said"),
     [
-        (0.0005, 0.001, False, "neither ask for nor forbid this width; it is set by rule"),
-        (-0.01, 0.001, False, "predicts the labels better than the temperature alone, by more than chance"),
-        (0.003, 0.001, False, "a little worse than the temperature alone; the rule accepts that"),
+        (
+            0.0005,
+            0.001,
+            False,
+            "The labels cannot tell how wide the posterior should be, so a fixed rule sets its width",
+        ),
+        (
+            -0.01,
+            0.001,
+            False,
+            "The posterior predicts the labels better than the temperature alone, by more than chance",
+        ),
+        (0.003, 0.001, False, "slightly worse than the temperature alone; the rule accepts that"),
         (0.0, 0.0, True, "No posterior was as good as the temperature alone"),
     ],
 )
@@ -329,4 +339,4 @@ def test_what_it_says(difference: float, error: float, deterministic: bool, said
         0.001, 2.0, 10.0, 0.01, 1.3, deterministic, 1234, 10, 0.5, 0.4, 0.4 + difference, difference, error, 0.002, 1.5
     )
     assert said in str(found)
-    assert "validation NLL on 1,234 labels: network 0.5000, temperature 0.4000" in str(found)
+    assert "of 1,234 validation labels: 0.5000 by the network alone, 0.4000 with a temperature" in str(found)

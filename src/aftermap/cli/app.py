@@ -82,38 +82,37 @@ COMMANDS = {
     "predict": Entry(
         "aftermap.cli.predict",
         _USE,
-        "Predict new inputs: prediction, confidence, epistemic, aleatoric, score and flag, one row each.",
+        "Predict new inputs, one row for each: prediction, confidence, epistemic, aleatoric, score and flag.",
         "aftermap predict posterior/ new.csv -o scored.csv",
     ),
     "evaluate": Entry(
         "aftermap.cli.evaluate",
         _USE,
-        "Evaluate a posterior beside the network alone: accuracy, calibration, detection of unusual data, and a verdict.",
+        "Compare a posterior with the network alone: accuracy, calibration, detection of unusual data, and a verdict.",
         "aftermap evaluate posterior/ --test test.npz --ood other=ood.npz",
     ),
     "report": Entry(
         "aftermap.cli.report",
         _USE,
-        "Write one HTML file: verdict, MAP against Bayesian, calibration, abstention, unusual data, and where the uncertainty "
-        "sits.",
+        "Write one HTML file: a verdict, the network alone and its Bayesian version, calibration, abstention, unusual data, and layers.",
         "aftermap report posterior/ --test test.npz --ood other=ood.npz",
     ),
     "where": Entry(
         "aftermap.cli.where",
         _USE,
-        "Say where in the network the uncertainty sits: exact shares of the predictive variance by layer, which add up to one.",
+        "Show where in the network the uncertainty arises: exact shares of the predictive variance by layer, which add up to one.",
         "aftermap where posterior/ --test test.npz",
     ),
     "reproduce": Entry(
         "aftermap.cli.reproduce",
         _RESEARCH,
-        "Run an experiment of a document again: claims with their verdicts, and figures. `list` shows all, `all` runs all.",
+        "Run an experiment from the literature again: its claims with verdicts, and its figures. `list` shows all, `all` runs all.",
         "aftermap reproduce mcinerney2024 --budget small",
     ),
     "bench": Entry(
         "aftermap.cli.reproduce",
         _RESEARCH,
-        "Measure time and memory beside other libraries. Arguments go to benchmarks.run: `aftermap bench --quick`.",
+        "Measure time and memory, and compare with other libraries. Arguments go to benchmarks.run: `aftermap bench --quick`.",
         "aftermap bench --quick",
     ),
 }
@@ -173,11 +172,11 @@ def _version(value: bool) -> None:
 
 
 @app.callback(
-    epilog="Exit codes: 0 good, 2 bad input, 3 a self-check failed, 4 worse than --baseline, 5 another process ended."
+    epilog="Exit codes: 0 all went well, 2 bad input, 3 a self-check failed, 4 worse than --baseline, 5 another process ended."
 )
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Say the version and exit.")
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Your network found the MAP. aftermap finds out what it does not know."""

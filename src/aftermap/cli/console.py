@@ -200,7 +200,9 @@ def _warnings_in_words() -> Iterator[None]:
         yield
 
 
-def confirmed(place: Path | None, *, force: bool, what: str, state: str = "exists") -> bool:
+def confirmed(
+    place: Path | None, *, force: bool, what: str, state: str = "exists", file_name: str | None = None
+) -> bool:
     """Makes sure that ``place`` may be written: it is not there, --force was given, or the person at the terminal says yes.
 
     Args:
@@ -208,15 +210,21 @@ def confirmed(place: Path | None, *, force: bool, what: str, state: str = "exist
         force: Whether --force was given.
         what: The command, for messages.
         state: What is said about a place that is there.
+        file_name: A name for the file that is written; None means that a folder is written.
 
     Returns:
         Whether something is to be replaced.
 
     Raises:
-        InputError: It is there, and nobody allowed to replace it; or nothing can be written there.
+        InputError: It is there, and nobody allowed to replace it; it is a folder instead of a file, or a file instead of a folder; or
+            nothing can be written there.
     """
     if place is None:
         return False
+    if file_name is not None and place.is_dir():
+        raise InputError(f"{place} is a folder; give the name of a file, such as {place / file_name}")
+    if file_name is None and place.is_file():
+        raise InputError(f"{place} is a file; {what} writes a folder: choose another name with -o")
     check_writable(place)
     there = place.exists() and not (place.is_dir() and not any(place.iterdir()))
     if not there or force:

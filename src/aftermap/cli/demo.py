@@ -13,7 +13,7 @@ from torch import nn
 
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, build_network
-from aftermap.cli.console import Reporter
+from aftermap.cli.console import Reporter, check_writable
 from aftermap.cli.evaluate import compare_with_map
 from aftermap.cli.fit import PosteriorOptions, fit_posterior, prior_in_words
 from aftermap.cli.report import where_for_report, write_for
@@ -21,7 +21,7 @@ from aftermap.cli.sources import Batches, DataFormat, Source
 from aftermap.cli.store import Fitted, calibrate, describe_fit, save_fitted
 from aftermap.data import Examples, builtin, photograph_patches, split
 from aftermap.evaluation import rotate
-from aftermap.posteriors.io import replaced_folder
+from aftermap.posteriors.io import check_replaceable, replaced_folder
 from aftermap.progress import progress
 
 __all__ = ["demo"]
@@ -50,6 +50,8 @@ def demo(
 
 def _show(output: Path, epochs: int, seed: int, reporter: Reporter) -> int:
     """Trains, fits, tests and reports: all that the demo shows."""
+    check_replaceable(output, True, _FILES)
+    check_writable(output)
     started = time.perf_counter()
     parts = split(builtin("digits"), validation=0.2, test=0.25)
     sources = {name: _source(part, f"builtin:digits:{name}") for name, part in parts.items()}

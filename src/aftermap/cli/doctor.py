@@ -48,16 +48,16 @@ class ExaminedModel:
     panel: ClassVar[str] = "Model"
     model: Annotated[
         str | None,
-        o.option(f"How the network is built: {o.FACTORY}. Without it there is none.", metavar="SPEC"),
+        o.option(f"How to build the network: {o.FACTORY}. Without it there is none.", metavar="SPEC"),
     ] = None
     weights: o.Weights = None
     task: o.Task = "auto"
-    input_shape: Annotated[
-        str | None, o.option("The shape of one input, where there are no data.", metavar="CxHxW")
-    ] = None
+    input_shape: Annotated[str | None, o.option("The shape of one input, if there are no data.", metavar="CxHxW")] = (
+        None
+    )
     n_data: Annotated[
         int,
-        o.option("The number of training examples to estimate for, where there are no data.", min=1),
+        o.option("The number of training examples to assume, if there are no data.", min=1),
     ] = 10_000
 
 
@@ -168,7 +168,10 @@ def _environment() -> dict[str, Any]:
     versions["python"] = platform.python_version()
     extras = {k: all(importlib.util.find_spec(m) is not None for m in names) for k, names in _EXTRAS.items()}
     cards = torch.cuda.device_count()
-    devices = f"{torch.get_num_threads()} threads" + (f", {cards} graphics cards" if cards else ", no graphics card")
+    threads = torch.get_num_threads()
+    devices = f"{threads} {'thread' if threads == 1 else 'threads'}" + (
+        f", {cards} graphics cards" if cards else ", no graphics card"
+    )
     return {"versions": versions, "extras": extras, "devices": devices}
 
 

@@ -17,7 +17,7 @@ from aftermap.cli.cost import say_evaluation_cost
 from aftermap.cli.fit import try_model
 from aftermap.cli.sources import Source, open_source, parse_ood
 from aftermap.cli.store import Fitted
-from aftermap.errors import InputError
+from aftermap.errors import DataError, InputError
 from aftermap.evaluation import Results, Threshold
 from aftermap.evaluation import evaluate as evaluate_predictor
 
@@ -164,7 +164,12 @@ def _read(baseline: str) -> Results:
         raise InputError(
             f"--baseline {baseline}: there is no such file; write one with `aftermap evaluate … -o results.json`, or say map"
         )
-    return Results.from_json(file)
+    try:
+        return Results.from_json(file)
+    except DataError as error:
+        raise InputError(
+            f"--baseline {baseline}: {error}; write one with `aftermap evaluate … -o results.json`, or say map"
+        ) from None
 
 
 @o.command()
@@ -176,22 +181,25 @@ def evaluate(
     baseline: Annotated[
         str | None,
         o.option(
-            "What to compare with, map or a file of results. The exit code is 4 if the posterior is worse beyond chance."
+            "What to compare with: map, or a file of results. The exit code is 4 if the posterior is worse by more than chance."
         ),
     ] = None,
-    resamples: Annotated[int, o.option("The number of resamples for bootstrap intervals; 0 gives none.", min=0)] = 200,
+    resamples: Annotated[
+        int,
+        o.option("The number of bootstrap resamples from which intervals are computed; 0 gives no intervals.", min=0),
+    ] = 200,
     *,
     sets: o.TestData,
     data: o.DataOptions,
     predictive: o.PredictiveOptions,
     run: o.RunOptions,
 ) -> int:
-    """Evaluate a posterior beside the network alone: accuracy, calibration, detection of unusual data, and a verdict.
+    """Compare a posterior with the network alone: accuracy, calibration, detection of unusual data, and a verdict.
 
     Exit code 3 if the posterior is worse than the network alone beyond tolerance, 4 if it is worse than --baseline.
     """
     reporter = run.reporter
-    confirmed(output, force=run.force, what="evaluate")
+    confirmed(output, force=run.force, what="evaluate", file_name="results.json")
     if baseline not in (None, "map"):
         _read(str(baseline))  # it is missing or damaged before the work, not after it
     fitted = saved.load(run.checked_device())
@@ -235,10 +243,14 @@ def open_test(fitted: Fitted, sets: o.TestData, data: o.DataOptions) -> tuple[So
             raise InputError("say which data to test on: --test DATA")
         spec = f"{stem}:test" if was_cut else stem
     source = open_source(spec, "test", data_format, what="--test")
-    try_model(fitted.model, source)
+    outputs = try_model(fitted.model, source)[1]
+    if fitted.extras.get("task") == "classification":
+        source.check_labels(outputs.shape[-1])
     foreign = replace(data_format, classes=None, target=None)  # unusual data may have other classes, or none
     ood = {
-        name: open_source(spec, "test", foreign, need_targets=False, what=f"--ood {name}")
+        name: open_source(spec, "test", foreign, need_targets=False, what="--ood")
         for name, spec in parse_ood(sets.ood or []).items()
     }
+    for unusual in ood.values():
+        try_model(fitted.model, unusual)
     return source, ood

@@ -29,6 +29,7 @@ from aftermap.laplace.output_noise import residual_noise
 from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model
 from aftermap.models import check_device as device_of_model
+from aftermap.posteriors.io import FILES, check_replaceable
 
 __all__ = [
     "PosteriorOptions",
@@ -87,10 +88,14 @@ class PosteriorOptions:
         str,
         o.option("Which weights are uncertain: all, last_layer, last_block, or a regular expression for their names."),
     ] = "all"
-    prior_precision: Annotated[float, o.option("The prior precision, or where tuning starts from."), o.Positive()] = 1.0
+    prior_precision: Annotated[
+        float, o.option("The prior precision, or the value at which tuning starts."), o.Positive()
+    ] = 1.0
     noise: Annotated[
         float | None,
-        o.option("The standard deviation of regression noise, or where tuning starts from [that of the residuals]."),
+        o.option(
+            "The standard deviation of the noise of a regression, or the value at which tuning starts [that of the residuals]."
+        ),
         o.Positive(),
     ] = None
     tune: Annotated[bool, o.option("Whether the prior (and the noise) is tuned after the fit.", "--tune/--no-tune")] = (
@@ -99,7 +104,7 @@ class PosteriorOptions:
     method: Annotated[
         str,
         o.option(
-            "How the prior is tuned. auto takes validation with --val, and what the training data can tell without."
+            "How the prior is tuned. auto takes validation with --val, and otherwise a method that needs only the training data."
         ),
         o.OneOf(("auto", "validation", "self_consistent", "evidence", "grid")),
     ] = "auto"
@@ -117,8 +122,8 @@ class PosteriorOptions:
     checkpoint: Annotated[
         Path | None,
         o.option(
-            "A folder that keeps the sums of the fit: killed and started again, the same command goes on. It is emptied when the "
-            "posterior is saved."
+            "A folder that keeps the state of the fit, so that the same command continues if it was killed. It is emptied when "
+            "the posterior is saved."
         ),
     ] = None
     every: Annotated[int, o.option("The number of batches after which --checkpoint is written.", min=1)] = 100
@@ -134,7 +139,7 @@ class TuneOptions:
     ] = None
     method: Annotated[
         str,
-        o.option("How the prior is tuned. auto takes validation with --val, else the evidence."),
+        o.option("How the prior is tuned. auto takes validation with --val, and otherwise the evidence."),
         o.OneOf(("auto", "validation", "evidence", "lbfgs", "grid")),
     ] = "auto"
     false_alarms: _FalseAlarms = 0.05
@@ -176,6 +181,8 @@ def build_for(
         classes = source.examples.is_classes and data_format.task in ("auto", "classification")
         if classes:
             source.check_labels(None)
+            if data_format.task == "auto":
+                source.check_are_classes()
             known = source.examples.classes
             outputs = max(int(targets.max()) + 1, len(known) if known else 0)
         else:
@@ -358,18 +365,23 @@ def fit(
     """
     reporter, device = run.reporter, run.checked_device()
     overwrite = confirmed(output, force=run.force, what="fit")
+    check_replaceable(output, overwrite, FILES)
     data_format = data.format(task=model.task)
     check_before_data(model)
     check_structure_name(posterior.structure)
     _check_held_out(posterior.method, sets.val is not None or sets.data is not None)
     with process_group(device):
         training, validation = open_parts(sets.train, sets.val, sets.data, data_format)
+        network, model_config = build_for(model.model, model.weights, training, data_format, device, run.seed)
         for note in training.notes():
             reporter.note(note)
-        network, model_config = build_for(model.model, model.weights, training, data_format, device, run.seed)
         if model.weights is None:
-            reporter.note(f"no --weights: the weights are those that {model.model} leaves; they should be trained ones")
+            reporter.note(
+                f"no --weights: the network keeps the weights with which {model.model} made it; these should be trained ones"
+            )
         task = resolve_task(model.task, network, training)
+        if validation is not None:
+            try_model(network, validation)
         if task == "classification":
             outputs = try_model(network, training)[1].shape[-1]
             for source in (training, validation):
@@ -428,7 +440,9 @@ def tune(
     output: Annotated[
         Path | None,
         o.option(
-            "The folder for the result. Without it the posterior is replaced, after a question.", "--output", "-o"
+            "The folder for the result. Without it the posterior itself is replaced, after a question.",
+            "--output",
+            "-o",
         ),
     ] = None,
     *,
@@ -443,7 +457,9 @@ def tune(
     No pass over the training data and no new decomposition: seconds.
     """
     reporter = run.reporter
-    confirmed(output, force=run.force, what="tune")
+    overwrite = confirmed(output, force=run.force, what="tune")
+    if output is not None:
+        check_replaceable(output, overwrite, FILES)
     _check_held_out(tuning.method, sets.val is not None)
     fitted = saved.load(run.checked_device())
     laplace = fitted.predictor

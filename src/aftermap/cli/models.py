@@ -54,6 +54,8 @@ def import_object(spec: str, what: str) -> Any:
                 f"{what} {spec!r}: there is no module {error.name!r}, neither installed nor in {Path.cwd()}"
             ) from error
         raise InputError(f"{what} {spec!r}: {place} imports {error.name!r}, which is not installed") from error
+    except InputError as error:
+        raise InputError(f"{what} {spec!r}: {error}") from None
     except Exception as error:
         raise InputError(f"{what} {spec!r}: importing {place} failed{_where(error)}: {_named(error)}") from error
     value: Any = module
@@ -164,7 +166,7 @@ def _call(factory: Any, spec: str) -> nn.Module:
         return factory
     if not callable(factory):
         raise InputError(
-            f"--model {spec} is a {type(factory).__name__}; it must be a function (or class) that returns a module"
+            f"--model {spec} is of type {type(factory).__name__}; it must be a function (or class) that returns a module"
         )
     try:
         network = factory()
@@ -173,7 +175,9 @@ def _call(factory: Any, spec: str) -> nn.Module:
             f"--model {spec} failed{_where(error)}: {_named(error)}. The factory is called without arguments"
         ) from error
     if not isinstance(network, nn.Module):
-        raise InputError(f"--model {spec} returned a {type(network).__name__}, but must return a torch.nn.Module")
+        raise InputError(
+            f"--model {spec} returned an object of type {type(network).__name__}, but must return a torch.nn.Module"
+        )
     return network
 
 

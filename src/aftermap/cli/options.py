@@ -233,7 +233,7 @@ def _verbs(context: typer.Context) -> set[str]:
     return set(getattr(parent.command, "commands", {})) if parent is not None else set()
 
 
-_SPEC = "npz, csv, idx, image folder, builtin:digits, fashion-mnist, pkg.module:loader"
+_SPEC = "an npz, csv or idx file, a folder of images, builtin:digits, fashion-mnist, or pkg.module:loader"
 Weights = Annotated[
     Path | None,
     option(
@@ -254,7 +254,7 @@ class ModelOptions:
     """The network that a command works on."""
 
     panel: ClassVar[str] = "Model"
-    model: Annotated[str, option(f"How the network is built: {FACTORY}.", metavar="SPEC")]
+    model: Annotated[str, option(f"How to build the network: {FACTORY}.", metavar="SPEC")]
     weights: Weights = None
     task: Task = "auto"
 
@@ -267,7 +267,7 @@ class SavedPosterior:
     posterior: Annotated[Path, typer.Argument(metavar="POSTERIOR", help="The folder that fit or train has written.")]
     model: Annotated[
         str | None,
-        option(f"How the network is built, if not as the folder says: {FACTORY}.", metavar="SPEC"),
+        option(f"How to build the network, if not as the folder says: {FACTORY}.", metavar="SPEC"),
     ] = None
     weights: Weights = None
     trust_code: Annotated[
@@ -293,13 +293,14 @@ class TrainData:
     val: Annotated[
         str | None,
         option(
-            "Held-out data, on which a posterior is tuned and checked and its thresholds are chosen.", metavar="DATA"
+            "Held-out data. The posterior is tuned and checked on them, and the thresholds for flags are chosen.",
+            metavar="DATA",
         ),
     ] = None
     data: Annotated[
         str | None,
         option(
-            "One set for all parts, instead of --train: train, validation and test are cut from it.", metavar="DATA"
+            "One data set that is split into training, validation and test data, instead of --train.", metavar="DATA"
         ),
     ] = None
 
@@ -329,7 +330,7 @@ class DataOptions:
     drop: Annotated[
         str | None,
         option(
-            "The columns of a csv that are neither inputs nor targets, by name or number; a posterior of a csv knows its inputs by name.",
+            "The columns of a csv to leave out of the inputs, by name or number. A posterior of a csv remembers its inputs by name.",
             metavar="A,B",
         ),
     ] = None
@@ -339,11 +340,13 @@ class DataOptions:
     ] = None
     download: Annotated[bool, option("Fetch a named data set that is not there.")] = False
     image_size: Annotated[str | None, option("The size to which images of a folder are resized.", metavar="HxW")] = None
-    channels: Annotated[int | None, option("The channels of images of a folder: 1 (grey) or 3.")] = None
-    limit: Annotated[int | None, option("The most examples to use of each set; the first ones are taken.", min=1)] = (
-        None
-    )
-    batch_size: Annotated[int, option("The number of examples in a batch.", min=1)] = 256
+    channels: Annotated[
+        int | None, option("The number of channels of the images in a folder: 1 (grey) or 3 (colour).")
+    ] = None
+    limit: Annotated[
+        int | None, option("The largest number of examples to use of each set; the first ones are taken.", min=1)
+    ] = None
+    batch_size: Annotated[int, option("The number of examples per batch.", min=1)] = 256
 
     def format(self, *, task: str = "auto") -> DataFormat:
         """Returns the checked options.
@@ -377,7 +380,7 @@ class PredictiveOptions:
     kind: Annotated[
         str,
         option(
-            "How the predictive is computed; auto is what suits the posterior, margin is the cheap one for classes."
+            "How predictions are computed. auto takes what suits the posterior; margin is a cheaper way for classes."
         ),
         OneOf(("auto", *KINDS)),
     ] = "auto"
@@ -385,8 +388,8 @@ class PredictiveOptions:
     score: Annotated[
         str,
         option(
-            "The score by which inputs are flagged; auto is either of entropy and mutual information for classes, entropy where "
-            "there were too few validation data for that, and variance for numbers."
+            "The score by which inputs are flagged. auto takes either (the larger rank of entropy and mutual information) for classes, "
+            "entropy if there were too few validation data for that, and variance for numbers."
         ),
         OneOf(("auto", *FLAG_SCORES)),
     ] = "auto"
@@ -398,15 +401,15 @@ class RunOptions:
 
     panel: ClassVar[str] = "Running"
     seed: Annotated[int, option("The seed of every random draw in this command.", min=0)] = 0
-    device: Annotated[str, option("Where to compute: cpu, cuda, cuda:1, mps or auto.")] = "cpu"
+    device: Annotated[str, option("The device to compute on: cpu, cuda, cuda:1, mps or auto.")] = "cpu"
     force: Annotated[bool, option("Replace the output if it exists.")] = False
     as_json: Annotated[
-        bool, option("Write one JSON value to standard output, and words to standard error.", "--json")
+        bool, option("Write one JSON value to standard output, and messages to standard error.", "--json")
     ] = False
     config: Annotated[
         Path | None,
         option(
-            "A TOML file that says what options say. An option on the command line wins.",
+            "A TOML file with options. An option on the command line wins over the file.",
             is_eager=True,
             callback=apply_config,
         ),

@@ -43,7 +43,8 @@ def predict(
     keep: Annotated[
         str | None,
         o.option(
-            "Further columns of a csv to copy in front; those that are no inputs are copied anyway.", metavar="A,B"
+            "More columns of a csv to copy in front of the answers. Columns that are not inputs are copied anyway.",
+            metavar="A,B",
         ),
     ] = None,
     *,
@@ -51,7 +52,7 @@ def predict(
     predictive: o.PredictiveOptions,
     run: o.RunOptions,
 ) -> int:
-    """Predict new inputs: prediction, confidence, epistemic, aleatoric, score and flag, one row each.
+    """Predict new inputs, one row for each: prediction, confidence, epistemic, aleatoric, score and flag.
 
     In front stand the file names of images, and the columns of a csv that are no inputs. For classes the uncertainties are in
     nats. For a regression all numbers are in the units of the target: sd is the standard deviation of a new target, which lies
@@ -62,7 +63,7 @@ def predict(
     reporter = run.reporter
     if output is not None and output.suffix not in (".csv", ".json"):
         raise InputError(f"-o {output}: results are written as .csv or .json")
-    confirmed(output, force=run.force, what="predict")
+    confirmed(output, force=run.force, what="predict", file_name="scored.csv")
     fitted = saved.load(run.checked_device())
     score = fitted.score_name(predictive.score)
     source = open_source(inputs, "test", fitted.complete(data.format()), need_targets=False, what="DATA")

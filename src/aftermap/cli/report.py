@@ -16,6 +16,7 @@ from aftermap.cli import options as o
 from aftermap.cli.console import confirmed
 from aftermap.cli.cost import say_evaluation_cost
 from aftermap.cli.evaluate import MapComparison, compare_with_map, open_test
+from aftermap.cli.fit import try_model
 from aftermap.cli.sources import Batches, Source, open_source
 from aftermap.cli.store import Fitted
 from aftermap.laplace import Laplace
@@ -40,7 +41,7 @@ def report(
     train: Annotated[
         str | None,
         o.option(
-            "The training data, to show the nearest training examples beside each uncertain input.",
+            "The training data. The report then shows the most similar training examples of each uncertain input.",
             "--train",
             metavar="DATA",
         ),
@@ -51,16 +52,18 @@ def report(
     predictive: o.PredictiveOptions,
     run: o.RunOptions,
 ) -> int:
-    """Write one HTML file: verdict, MAP against Bayesian, calibration, abstention, unusual data, and where the uncertainty sits.
+    """Write one HTML file: a verdict, the network alone and its Bayesian version, calibration, abstention, unusual data, and layers.
 
     The file needs nothing else: no network, no server.
     """
     reporter = run.reporter
-    confirmed(output, force=run.force, what="report")
+    confirmed(output, force=run.force, what="report", file_name="report.html")
     fitted = saved.load(run.checked_device())
     score = fitted.score_name(predictive.score)
     source, ood = open_test(fitted, sets, data)
     training = None if train is None else open_source(train, "train", fitted.complete(data.format()), what="--train")
+    if training is not None:
+        try_model(fitted.model, training)
     options = fitted.predict_options(predictive.kind, predictive.samples)
     inspected = min(_MOST, source.batches.n_examples() or _MOST) if with_where else 0
     say_evaluation_cost(fitted, [source, *ood.values()], options, reporter, more=inspected)

@@ -51,7 +51,7 @@ def reproduce(
     ],
     budget: Annotated[
         str,
-        o.option("How large: stated is what is committed, small is enough to see that it runs."),
+        o.option("The size of the experiment: stated is the committed one, small is just enough to see that it runs."),
         o.OneOf(BUDGETS),
     ] = "stated",
     data_dir: Annotated[
@@ -60,7 +60,7 @@ def reproduce(
     *,
     run: o.RunOptions,
 ) -> int:
-    """Run an experiment of a document again: claims with their verdicts, and figures. `list` shows all, `all` runs all.
+    """Run an experiment from the literature again: its claims with verdicts, and its figures. `list` shows all, `all` runs all.
 
     Results of the stated budget go to the experiment's folder. Further arguments go to the experiment's run.py.
     """
@@ -130,7 +130,7 @@ def _list(known: dict[str, Path], reporter: Reporter) -> None:
         title = next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), "")
         there = (place / "results.json").is_file()
         rows.append({"name": name, "title": title, "results": there, "budgets": _has_budgets(place)})
-        table.add_row(name, title, "there" if there else "–")
+        table.add_row(name, title, "yes" if there else "no")
     if rows:
         reporter.table(table)
         reporter.line(f"run one with: aftermap reproduce {rows[0]['name']}")
@@ -141,7 +141,7 @@ def _list(known: dict[str, Path], reporter: Reporter) -> None:
 
 @o.command()
 def bench(context: typer.Context) -> int:
-    """Measure time and memory beside other libraries. Arguments go to benchmarks.run: `aftermap bench --quick`.
+    """Measure time and memory, and compare with other libraries. Arguments go to benchmarks.run: `aftermap bench --quick`.
 
     The other libraries live in an environment of their own: `make bench` sets it up and runs this in it.
     """

@@ -33,7 +33,9 @@ class SelectOptions:
     epochs: Annotated[int, o.option("The number of passes that train each candidate.", min=1)] = 500
     lr: Annotated[float | None, o.option("The learning rate at the start.")] = None
     structure: Annotated[str, o.option("The approximation of the curvature."), StructureName()] = "kron"
-    restarts: Annotated[int, o.option("How often each candidate is trained anew; its best training counts.", min=1)] = 1
+    restarts: Annotated[
+        int, o.option("How often each candidate is trained from new initial weights; its best training counts.", min=1)
+    ] = 1
 
 
 @o.command(without=("val", "ood"))
@@ -46,7 +48,7 @@ def select(
     ] = None,
     model: Annotated[
         list[str] | None,
-        o.option("A further candidate, in the same form. The option may be given several times.", metavar="MODEL"),
+        o.option("Another candidate, in the same form. The option may be given several times.", metavar="MODEL"),
     ] = None,
     output: Annotated[
         Path | None, o.option("The safetensors file for the weights of the best candidate.", "--output", "-o")
@@ -71,11 +73,12 @@ def select(
         raise InputError(
             "which networks are to be compared? Name them: aftermap select small=pkg.nets:small big=pkg.nets:big"
         )
-    confirmed(output, force=run.force, what="select")
+    confirmed(output, force=run.force, what="select", file_name="best.safetensors")
     if (sets.train is None) == (sets.data is None):
         raise InputError("say which data: --train, or --data for a set that is cut into parts")
     data_format = data.format(task=task)
-    source = open_source(sets.train or str(sets.data), "train", data_format)
+    what = "--train" if sets.train else "--data"
+    source = open_source(sets.train or str(sets.data), "train", data_format, what=what)
     test = tests.test or sets.data
     candidates = _candidates(chosen_models, source, data_format, device)
     chosen_task = resolve_task(task, next(iter(candidates.values()))(), source)

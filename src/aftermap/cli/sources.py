@@ -49,6 +49,7 @@ __all__ = [
 _TABLES = (".csv", ".tsv", ".txt")
 _WHOLE = ("classification",)
 _IGNORED = -100  # the label of examples that PyTorch's losses leave out
+_MANY_CLASSES = 20  # whole numbers with more different values, and gaps, may be prices, ages or years
 _PARTS = ("train", "validation", "test", "all")
 
 
@@ -63,7 +64,7 @@ class DataFormat:
         classes: The names of the classes, where they are known from the training data.
         folder: The folder of named data sets.
         download: Whether named data sets that are not there are fetched.
-        batch_size: The number of examples in a batch.
+        batch_size: The number of examples per batch.
         image_size: The height and width to which images of a folder are resized.
         channels: The channels of images of a folder.
         limit: The most examples that are used.
@@ -182,8 +183,13 @@ class Source:
             DataError: There is such a label, other than the -100 that PyTorch ignores.
         """
         examples = self.examples
-        if examples is None or examples.targets is None or not examples.is_classes:
+        if examples is None or examples.targets is None:
             return
+        if not examples.is_classes:
+            raise DataError(
+                f"the targets of {self.spec} are {str(examples.targets.dtype).removeprefix('torch.')}, but classes are needed: whole numbers from 0, "
+                "saved as integers (of one-hot labels, y.argmax(-1)). If they are classes, add --task classification"
+            )
         negative = examples.targets[(examples.targets < 0) & (examples.targets != _IGNORED)]
         if negative.numel():
             raise DataError(
@@ -198,6 +204,23 @@ class Source:
             )
             raise DataError(
                 f"{self.spec} holds the label {largest}, but the network has {outputs} outputs, for the classes 0 to {outputs - 1}: {advice}"
+            )
+
+    def check_are_classes(self) -> None:
+        """Refuses whole numbers that are hardly classes, before a network is built with an output for each.
+
+        Raises:
+            DataError: They are many different ones, with gaps between them, and nobody named them.
+        """
+        examples = self.examples
+        if examples is None or examples.targets is None or not examples.is_classes or examples.classes:
+            return
+        values = examples.targets[examples.targets != _IGNORED].unique()
+        if len(values) > _MANY_CLASSES and int(values.max()) + 1 > len(values):
+            raise DataError(
+                f"the targets of {self.spec} are {len(values):,} different whole numbers from {int(values.min()):,} to "
+                f"{int(values.max()):,}, with gaps. If they are numbers to predict, add --task regression, or --task counts; "
+                "if they are classes, add --task classification"
             )
 
     def missing_classes(self, outputs: int) -> list[int]:

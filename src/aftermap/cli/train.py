@@ -48,7 +48,7 @@ class TrainOptions:
     )
     epochs: Annotated[
         int | None,
-        o.option("The number of passes over the training data [10, or as many as make 500 steps].", min=1),
+        o.option("The number of passes over the training data [10, or as many as 500 steps need].", min=1),
     ] = None
     lr: Annotated[
         float | None,
@@ -62,20 +62,20 @@ class TrainOptions:
     ] = 10.0
     damping: Annotated[
         float | None,
-        o.option("The number added to the curvature, which steadies the optimiser [by optimiser]."),
+        o.option("A number that is added to the curvature and steadies the optimiser [depends on the optimiser]."),
     ] = None
     mc_samples: Annotated[int, o.option("The number of draws of the weights in each step.", min=1)] = 1
     temperature: Annotated[
         float,
         o.option(
-            "The temperature of the posterior of vogn, ivon and noisy_kfac. At 1 it is that of Bayes' rule, of which networks with more weights "
+            "The temperature of the posterior, for vogn, ivon and noisy_kfac. 1 is Bayes' rule, with which networks that have more weights "
             "than data learn little; below 1 the data count for more."
         ),
         o.Positive(),
     ] = 0.1
     noise: Annotated[
         float | None,
-        o.option("The standard deviation of regression noise [half that of the targets]."),
+        o.option("The standard deviation of the noise of a regression [half that of the targets]."),
         o.Positive(),
     ] = None
     checkpoint_seconds: Annotated[float, o.option("The seconds between checkpoints within an epoch.")] = 30.0
@@ -115,14 +115,14 @@ def train(
     data_format = replace(data.format(task=model.task), batch_size=512)
     with process_group(device):
         source, validation = open_parts(sets.train, sets.val, sets.data, data_format)
-        for note in source.notes():
-            reporter.note(note)
         examples = _in_memory(source)
         network, model_config = build_for(model.model, model.weights, source, data_format, device, run.seed)
         if model.weights is None:
             standardise(network, source)
         task = resolve_task(model.task, network, source)
         likelihood = likelihood_of(task, training.noise, lambda: half_deviation(source))
+        for note in [*source.notes(), *_about_noise(likelihood, training.noise)]:
+            reporter.note(note)
         noise = float(likelihood.noise) if isinstance(likelihood, Gaussian) else None
         recipe = Recipe(
             model=model.model,
@@ -192,7 +192,9 @@ def _fit_command(model: str, weights: Path, sets: o.TrainData, data: o.DataOptio
 
 def _epoch_in_words(numbers: Mapping[str, float], epochs: int | None = None) -> str:
     """Says in a line what the history holds about an epoch."""
-    values = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items() if name != "epoch")
+    values = ", ".join(
+        f"{name.replace('_', ' ')} {_short(value)}" for name, value in numbers.items() if name != "epoch"
+    )
     return f"epoch {numbers['epoch']:.0f}{'' if epochs is None else f'/{epochs}'}: {values}"
 
 
@@ -237,6 +239,21 @@ def _check_folder(output: Path, force: bool) -> None:
     )
     if foreign and not force:
         raise InputError(f"{output} exists and is no run to go on with. Choose another name with -o, or add --force")
+
+
+def _about_noise(likelihood: Likelihood, given: float | None) -> list[str]:
+    """Returns what a user should know about the noise of a regression that was not given."""
+    if not isinstance(likelihood, Gaussian) or given is not None:
+        return []
+    return [
+        f"the noise is taken as {float(likelihood.noise):.4g}, half the standard deviation of the targets, since there is no --noise. "
+        "The widths of all intervals depend on it; aftermap fit on the trained weights estimates it from the data"
+    ]
+
+
+def _short(value: float) -> str:
+    """Writes a number with at most four digits, or as a whole number with commas."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def half_deviation(training: Source) -> float:

@@ -23,7 +23,7 @@ _WIDE = 100  # columns of a screen with room for bars
 def where(
     saved: o.SavedPosterior,
     output: Annotated[Path | None, o.option("The JSON file for the results of every level.", "--output", "-o")] = None,
-    level: Annotated[str, o.option("How finely the uncertainty is told apart."), o.OneOf(LEVELS)] = "layer",
+    level: Annotated[str, o.option("How finely the uncertainty is split."), o.OneOf(LEVELS)] = "layer",
     top: Annotated[
         int,
         o.option("The number of most uncertain inputs, and of rows that --level filter shows.", min=1),
@@ -33,12 +33,12 @@ def where(
     data: o.DataOptions,
     run: o.RunOptions,
 ) -> int:
-    """Say where in the network the uncertainty sits: exact shares of the predictive variance by layer, which add up to one.
+    """Show where in the network the uncertainty arises: exact shares of the predictive variance by layer, which add up to one.
 
     Further levels: filters and neurons, weights, classes, the most uncertain inputs, and a calibration test of each layer.
     """
     reporter = run.reporter
-    confirmed(output, force=run.force, what="where")
+    confirmed(output, force=run.force, what="where", file_name="where.json")
     fitted = saved.load(run.checked_device())
     source, _ = open_test(fitted, sets, data)
     result = find_where(

@@ -59,6 +59,8 @@ class Threshold:
 
         >>> Threshold(0.9725, "either", 0.05, None, 200).describe()
         'its entropy or its mutual information is larger than on 97.5 % of the validation inputs'
+        >>> Threshold(0.9916, "either", 0.05, None, 60).describe()
+        'its entropy or its mutual information is larger than on all of the validation inputs'
         >>> Threshold(0.5, "entropy", 0.05, None, 200).describe()
         'its entropy is above 0.5'
         """
@@ -66,8 +68,12 @@ class Threshold:
             return "never"
         if self.score == EITHER:
             share = (math.floor(self.value * self.n_data) + 1) / self.n_data
-            return f"its entropy or its mutual information is larger than on {_percent(share)} of {data}"
-        return f"its {self.score.replace('_', ' ')} is above {self.value:.{digits}g}"
+            return f"its entropy or its mutual information is larger than on {'all' if share == 1 else _percent(share)} of {data}"
+        limit = f"its {self.score.replace('_', ' ')} is above {self.value:.{digits}g}"
+        if self.score != "variance":
+            return limit
+        deviation = math.sqrt(max(self.value, 0.0))
+        return f"{limit} (a standard deviation of {deviation:,.0f})" if deviation >= 1000 else limit
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON; an infinite threshold is null."""

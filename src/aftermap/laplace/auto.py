@@ -139,7 +139,9 @@ def fit(
     notes = []
     if likelihood is None:
         likelihood = _inferred(model, train_loader, unpack)
-        notes.append(f"likelihood: {likelihood}, as the targets are; say likelihood= where they mean something else")
+        notes.append(
+            f"likelihood: {likelihood}, inferred from the targets; pass likelihood= if they mean something else"
+        )
         announce(notes[0], enabled=verbose)
     parsed, by_word = parse_likelihood(likelihood), isinstance(likelihood, str)
     regression = has_noise(parsed)

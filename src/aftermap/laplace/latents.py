@@ -13,7 +13,7 @@ from aftermap.batches import Batch
 from aftermap.errors import DataError
 from aftermap.laplace.examples import FiniteExamples, random_examples
 from aftermap.likelihoods import Categorical, Likelihood
-from aftermap.models import call_model
+from aftermap.models import call_model, explain_model_errors
 from aftermap.posteriors import Posterior
 from aftermap.predictive import PosteriorPredictor, latent_gaussians
 from aftermap.progress import progress
@@ -75,6 +75,7 @@ def output_gaussians(
 
     Raises:
         DataError: There are no labelled data, or the network's outputs are not finite for many of them.
+        InputError: The network does not accept the inputs.
 
     Warns:
         StatisticalWarning: The network's outputs are not finite for a few examples, which are left out.
@@ -87,7 +88,7 @@ def output_gaussians(
     first = next(labelled, None)
     if first is None:
         raise DataError(f"the {what} data are empty or have no targets")
-    with torch.no_grad():
+    with explain_model_errors(predictor.model, lambda: first.inputs), torch.no_grad():
         outputs = call_model(predictor.model, first.take(torch.arange(1)).inputs)
     positions, wide = math.prod(outputs.shape[1:-1]), outputs.shape[-1]
     most = min(limit, max(_LEAST_EXAMPLES, _NUMBERS // (len(posteriors) * wide**2)))

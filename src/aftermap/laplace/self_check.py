@@ -145,11 +145,11 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck
     if at_chance:
         answer = "the most frequent class" if plain.kind in _NLL_RISE else "the mean of the targets"
         message += (
-            f"; the network itself is no better than always answering {answer}: are its weights the trained ones?"
+            f"; the network itself is no better than always answering with {answer}: did you load the trained weights?"
         )
     nothing = _adds_nothing(plain, bayes)
     if nothing:
-        message += "; the posterior adds nothing to the network's own answers: another structure or more layers may"
+        message += "; the posterior adds nothing to the network's own answers; another structure, or more layers, may add something"
     return SelfCheck(
         n_data=len(plain),
         map_nll=map_nll,

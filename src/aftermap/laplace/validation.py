@@ -82,18 +82,19 @@ class ValidationResult:
 
     def __str__(self) -> str:
         numbers = (
-            f"validation NLL on {self.n_data:,} labels: network {self.network_nll:.4f}, temperature {self.temperature_nll:.4f}, "
-            f"posterior {self.nll:.4f}; difference {1000 * self.difference:+.1f} ± {1000 * self.standard_error:.1f} thousandths of a nat"
+            f"negative log-likelihood of {self.n_data:,} validation labels: {self.network_nll:.4f} by the network alone, "
+            f"{self.temperature_nll:.4f} with a temperature, {self.nll:.4f} with the posterior too "
+            f"(a change of {1000 * self.difference:+.1f} ± {1000 * self.standard_error:.1f} thousandths)"
         )
         if self.deterministic:
             return f"{numbers}. No posterior was as good as the temperature alone, so its variance is zero: it adds nothing here"
         if abs(self.difference) <= 2 * self.standard_error:
-            decided = "the labels neither ask for nor forbid this width; it is set by rule"
+            decided = "The labels cannot tell how wide the posterior should be, so a fixed rule sets its width"
         elif self.difference < 0:
-            decided = "the posterior predicts the labels better than the temperature alone, by more than chance"
+            decided = "The posterior predicts the labels better than the temperature alone, by more than chance"
         else:
-            decided = "the posterior predicts the labels a little worse than the temperature alone; the rule accepts that as the price of its width"
-        return f"{numbers}: {decided}"
+            decided = "The posterior predicts the labels slightly worse than the temperature alone; the rule accepts that as the price of a width that shows unusual inputs"
+        return f"{numbers}. {decided}"
 
 
 @dataclass(frozen=True)

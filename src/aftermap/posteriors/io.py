@@ -48,9 +48,11 @@ from aftermap.posteriors.records import ADVICE, Anything, ListOf, MapOf, OrNone,
 from aftermap.writing import flush, give_permissions, remove_abandoned, temporary_folder
 
 __all__ = [
+    "FILES",
     "FORMAT",
     "SCHEMA",
     "LoadedPosterior",
+    "check_replaceable",
     "load_posterior",
     "read_model_state",
     "read_parameters",
@@ -69,7 +71,7 @@ _READABLE = (1, 2, 3)
 _FIRST_SEALED = 3
 _CONFIG, _POSTERIOR, _REFERENCE = "config.json", "posterior.safetensors", "reference.safetensors"
 _MODEL = "model.safetensors"
-_FILES = (_CONFIG, _POSTERIOR, _REFERENCE, _MODEL, "report.html")
+FILES = (_CONFIG, _POSTERIOR, _REFERENCE, _MODEL, "report.html")
 _PARTS: dict[str, type[Any]] = {"posterior": GaussianPosterior, "factors": Factors}
 _DTYPES = {str(d).removeprefix("torch."): d for d in DTYPES.values()}
 _TENSOR = {"shape": ListOf(Whole()), "dtype": Text(tuple(_DTYPES))}
@@ -115,7 +117,7 @@ def replaced_folder(target: str | os.PathLike[str], *, overwrite: bool, known: C
     'done'
     """
     place = Path(target).expanduser().resolve()  # This goes through a link, so that the link stays.
-    _check_replaceable(place, overwrite, known)
+    check_replaceable(place, overwrite, known)
     place.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(place)
     with temporary_folder(place) as temporary:
@@ -124,12 +126,22 @@ def replaced_folder(target: str | os.PathLike[str], *, overwrite: bool, known: C
         for file in temporary.iterdir():
             flush(file)
         flush(temporary)
-        _check_replaceable(place, overwrite, known)
+        check_replaceable(place, overwrite, known)
         _move(temporary, place)  # After an exchange, what was replaced has the temporary name.
         flush(place.parent)
 
 
-def _check_replaceable(place: Path, overwrite: bool, known: Collection[str]) -> None:
+def check_replaceable(place: Path, overwrite: bool, known: Collection[str]) -> None:
+    """Raises unless a folder may be written to a place: it is free, or what is there may be replaced.
+
+    Args:
+        place: The path that the folder shall have.
+        overwrite: Whether an existing folder may be replaced.
+        known: The names that a replaced folder may hold.
+
+    Raises:
+        InputError: There is a file, a folder that must not be replaced, or one with other files in it.
+    """
     if not place.exists():
         return
     if not place.is_dir():
@@ -259,7 +271,7 @@ def save_posterior(
         "tensors": writer.table,
         "reference": None if reference is None else {n: described(v) for n, v in reference.items()},
     }
-    with replaced_folder(folder, overwrite=overwrite, known=_FILES) as place:
+    with replaced_folder(folder, overwrite=overwrite, known=FILES) as place:
         description["files"] = {_POSTERIOR: _write(place / _POSTERIOR, writer.tensors)}
         if reference is not None:
             copies = {n: v.detach().cpu().clone(memory_format=torch.contiguous_format) for n, v in reference.items()}

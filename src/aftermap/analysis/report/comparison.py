@@ -40,6 +40,7 @@ _WIDER, _AS_WIDE = (
 )  # median latent variance on other inputs over that on usual ones: the posterior helps, does not
 _GAIN = 0.02  # of AUROC, below which nobody would call it a help
 _FAR_BETTER = 0.05  # of AUROC, by which another score must be ahead to be named
+_FAR_OFF = 0.1  # of the targets, by which an interval holds more or fewer than it promises
 _NOTHING = 1e-3  # a change of a confidence, or of a standard deviation relative to the noise, that nobody notices
 
 
@@ -169,20 +170,20 @@ def variance_notes(results: Results, map: Results | None = None) -> list[str]:
         if metric is None or math.isnan(metric.value):
             continue
         ratio = metric.value
-        wide = "not wider" if ratio < _AS_WIDE else "wider" if ratio > _WIDER else "hardly wider"
+        wide = "no more" if ratio < _AS_WIDE else "more" if ratio > _WIDER else "hardly more"
         gain = None if map is None else _gain(results, map, data)
         if gain is None:
             meaning = {
-                "wider": ", so the posterior should help to find them",
-                "hardly wider": ", so it is open whether the posterior helps to find them",
-                "not wider": ", so the posterior is not likely to help to find them",
+                "more": ", so the posterior should help to find them",
+                "hardly more": ", so it is open whether the posterior helps to find them",
+                "no more": ", so the posterior is not likely to help to find them",
             }[wide]
         else:
             helps = gain > _GAIN
-            link = "and" if helps == (wide == "wider") else "yet"
+            link = "and" if helps == (wide == "more") else "yet"
             meaning = f", {link} the posterior " + ("helps" if helps else "does not help") + " to find them"
         notes.append(
-            f"{data}: these inputs have {wide} latent variance than the test inputs (ratio of medians "
+            f"{data}: the outputs vary {wide} here than on the test inputs (ratio of the median variances: "
             f"{written(ratio, 'number')}){meaning}."
         )
     return notes
@@ -331,7 +332,7 @@ def verdict(
     problems = _problems(bayesian, map, accuracy_drop, underconfidence, nll_rise)
     numbers = _numbers(rows)
     text = f"{numbers[0].upper()}{numbers[1:]}." if numbers else ""
-    text = " ".join([text, *_detections(rows, compared=True), *ends]).strip()
+    text = " ".join([text, *_intervals(bayesian), *_detections(rows, compared=True), *ends]).strip()
     if problems:
         return Verdict("worse", f"Worse than the network alone: {'; '.join(problems)}.", text, tuple(problems))
     if adds_nothing(bayesian, map):
@@ -382,8 +383,9 @@ def score_notes(results: Results) -> list[str]:
         if ahead:
             notes.append(
                 f"{data}: the {score_in_words(best)} finds these inputs far better (AUROC {areas[best].value:.3f}) than the "
-                f"{score_in_words(used)}, by which inputs are flagged ({areas[used].value:.3f}). Where the inputs to be found are of this kind, "
-                f"flag by it: --score {best} (score={best!r}); its threshold was chosen on the validation data, too."
+                f"{score_in_words(used)}, by which inputs are flagged now ({areas[used].value:.3f}). If the unusual inputs that you expect are "
+                f"like these, flag by the {score_in_words(best)}: --score {best}, or score={best!r} in Python. Its threshold comes from the "
+                "validation data, too."
             )
     return notes
 
@@ -482,6 +484,21 @@ def _numbers(rows: dict[str, Row]) -> str:
         before, after = row.text("map"), row.text("bayesian")
         parts.append(f"{words} unchanged at {after}" if before == after else f"{words} {before} → {after}")
     return ", ".join(parts)
+
+
+def _intervals(results: Results) -> list[str]:
+    """Says that intervals are too wide or too narrow, where a share of targets inside is far from what was promised."""
+    shares = {float(n.rpartition("_")[2]): m.value for n, m in results.metrics.items() if n.startswith("coverage_")}
+    off = {level: share - level for level, share in shares.items() if math.isfinite(share)}
+    if not off:
+        return []
+    level = max(off, key=lambda promised: abs(off[promised]))
+    chance = _TWO_SIDED * math.sqrt(level * (1 - level) / max(1, results.n_data))
+    if abs(off[level]) <= max(_FAR_OFF, chance):
+        return []
+    word = "wide" if off[level] > 0 else "narrow"
+    inside = written(shares[level], "percent")
+    return [f"Its intervals are too {word}: {inside} of the targets lie inside the {100 * level:g}\u00a0% interval."]
 
 
 def _detections(rows: dict[str, Row], *, compared: bool) -> list[str]:

@@ -269,7 +269,7 @@ def written(value: float, form: str) -> str:
         text = f"{value:.3f}"
     else:
         text = (
-            f"{value:.0f}"
+            f"{value:,.0f}"
             if abs(value) >= 1000
             else f"{value:.3g}"
             if abs(value) >= 1 or value == 0

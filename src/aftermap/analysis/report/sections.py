@@ -159,8 +159,8 @@ def _class_calibration(bayesian: Results, named: Mapping[str, Results]) -> Secti
             picture(
                 figures.reliability(curves, ax=figures.axes(height=_HEIGHT)),
                 "calibration",
-                "Share of right answers over confidence; under the diagonal answers are overconfident. Bars: 95\u00a0% intervals. "
-                "Strip above: number of answers in each bin.",
+                "Share of right answers for each level of confidence. Points below the diagonal are overconfident. Bars are 95\u00a0% "
+                "intervals; the strip above shows the number of answers in each bin.",
                 f"Reliability diagram; calibration error: {', '.join(errors)}.",
             )
         )
@@ -174,8 +174,8 @@ def _class_calibration(bayesian: Results, named: Mapping[str, Results]) -> Secti
             picture(
                 figures.inverse_ecdf(wrong, ax=figures.axes(height=_HEIGHT)),
                 "errors",
-                f"{bayesian.name}: share of right and of wrong answers whose entropy lies above a threshold. "
-                "The further apart, the better the uncertainty points at errors.",
+                f"{bayesian.name}: the share of right and of wrong answers whose entropy lies above a threshold. "
+                "The further apart the curves, the better the uncertainty points at errors.",
                 "Share of right and wrong answers above each entropy.",
             )
         )
@@ -213,9 +213,9 @@ def selective(bayesian: Results, map: Results | None) -> Section | None:
     if points.score == EITHER:
         notes.append(
             "Inputs are ordered by the larger of two ranks: the share of the validation inputs with a smaller entropy, and the share "
-            "with a smaller mutual information. Entropy is large between classes, mutual information where the weights disagree; an "
-            "input is set aside if one of them is larger than on nearly all validation inputs."
-            + (f" {', '.join(points.others)}: by entropy." if points.others else "")
+            "with a smaller mutual information. The entropy is large if the answer lies between classes, the mutual information if "
+            "plausible weights disagree about it. An input is set aside if one of the two is larger than on nearly all validation inputs."
+            + (f" For {', '.join(points.others)}, inputs are ordered by entropy." if points.others else "")
         )
     loss = "error rate" if classes else "mean squared error"
     return Section(notes=notes, pictures=[drawing], points=points, loss=loss)
@@ -248,7 +248,7 @@ def detection(bayesian: Results, map: Results | None, threshold: Threshold | Non
         d: bayesian.curves[f"entropy/{d}"] for d in ("test", *bayesian.ood) if f"entropy/{d}" in bayesian.curves
     }
     if entropies:
-        caption = f"{ours}: share of each set whose entropy lies above a threshold."
+        caption = f"{ours}: the share of each set whose entropy lies above a threshold."
         drawn = figures.inverse_ecdf(entropies, ax=figures.axes(height=_HEIGHT))
         pictures.append(picture(drawn, "above", caption, caption))
     if ours in known:
@@ -311,7 +311,7 @@ def _histograms(
     pictures = []
     for number, (name, ax) in enumerate(drawn.items()):
         ax.set(xlim=(every.min() - margin, every.max() + margin), ylim=(0, top))
-        caption = f"{name}: {words} of the test data and of the other sets, each as shares of its own set."
+        caption = f"{name}: how the {words} is spread over the test data and over each other set."
         pictures.append(picture(ax, f"histogram{score}{number}", caption, f"Histograms of the {words} for {name}."))
     return pictures
 
@@ -380,23 +380,23 @@ def _notes(where: Where) -> list[str]:
     count = sum(layer.n_parameters for layer in where.layers)
     share, largest = max(zip(where.own_shares, where.layer_names, strict=True))
     notes = [
-        f"Of the variance of the outputs, {written(share, 'percent')} comes from the weights of the layer {largest}. "
-        f"The {where.structure} posterior counts {total:,.0f} of {count:,} uncertain weights as determined by the training data; together "
-        f"the data gave {where.information:,.0f} nats of information about them (a nat is 1.44 bits)."
+        f"The weights of the layer {largest} cause {written(share, 'percent')} of the variance of the network's outputs. According to "
+        f"the {where.structure} posterior, the training data determine about {total:,.0f} of {count:,} uncertain weights; all in "
+        f"all they gave {where.information:,.0f} nats of information about the weights (a nat is 1.44 bits)."
     ]
     if where.crosses:
         notes.append(where.in_common_in_words())
     elif where.kind == "classification" and "epistemic share" in _layer_table(where):
         notes.append(
-            "Two shares stand in the table. That of the variance of the outputs counts every change of a logit. That of the epistemic "
-            "uncertainty counts only changes that move probabilities: a layer that shifts logits of which the network is sure anyway has much of "
-            "the first and little of the second."
+            "The table shows two shares for each layer. The share of the variance of the outputs counts every change of a logit (an output "
+            "before the softmax). The share of the epistemic uncertainty counts only changes that move probabilities. A layer that "
+            "shifts logits about which the network is sure anyway has a large first share and a small second one."
         )
     if len(where.layers) > _MOST_LAYERS:
         notes.append(f"The table shows the {_MOST_LAYERS} layers with the largest shares of {len(where.layers)}.")
     if where.certain:
         names = ", ".join(where.certain[:6]) + (f" and {len(where.certain) - 6} more" if len(where.certain) > 6 else "")
-        notes.append(f"Not in the posterior, so certain: {names}.")
+        notes.append(f"These parameters are not in the posterior, so they are treated as certain: {names}.")
     return notes
 
 

@@ -13,7 +13,7 @@
 
   const number = (value, digits) => (value === null ? "–" : value.toFixed(digits).replace("-", "−"));
   const percent = (value) => (value === null ? "–" : number(100 * value, 1) + space + "%");
-  const loss = (value) => (classes ? percent(value) : value === null ? "–" : String(Number(value.toPrecision(3))).replace("-", "−"));
+  const loss = (value) => (classes ? percent(value) : value === null ? "–" : value.toLocaleString("en-GB", { maximumSignificantDigits: 3 }).replace("-", "−"));
   const grouped = (value) => value.toLocaleString("en-GB");
 
   const line = figure.querySelector(".operating-point line");
