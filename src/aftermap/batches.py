@@ -284,7 +284,7 @@ def _as_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
         return _table_as_tensor(tree, dtype)
     if isinstance(tree, np.ndarray):
         if tree.dtype.kind not in "iufb":
-            raise DataError(f"the inputs are an array of {tree.dtype}, which are no numbers a network takes")
+            raise DataError(f"the inputs are an array of {tree.dtype}, which are not numbers a network takes")
         tensor = torch.as_tensor(np.ascontiguousarray(tree))
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
     if isinstance(tree, Mapping):

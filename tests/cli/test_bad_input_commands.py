@@ -104,7 +104,7 @@ def test_using_a_posterior_finds_mistakes_before_it_predicts(
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("garbage", "is no file of weights: neither torch.save nor numpy.savez wrote it, or it is damaged"),
+        ("garbage", "is not a file of weights: neither torch.save nor numpy.savez wrote it, or it is damaged"),
         ("empty", "is empty"),
         ("model", "holds plain weights, but a pickled Python object"),
     ],

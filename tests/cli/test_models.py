@@ -105,7 +105,7 @@ def test_files_without_weights(files: Files, tmp_path: Path) -> None:
     ):
         read_weights(tmp_path / "pickled.pt")
     (tmp_path / "text.safetensors").write_text("hello")
-    with pytest.raises(InputError, match="is no safetensors file"):
+    with pytest.raises(InputError, match="is not a safetensors file"):
         read_weights(tmp_path / "text.safetensors")
     torch.save({"epoch": 3, "loss": 0.5}, tmp_path / "numbers.pt")
     with pytest.raises(InputError, match="holds a mapping with epoch, loss, no state dict"):
@@ -127,14 +127,14 @@ def unreadable(folder: Path) -> dict[str, str]:
     (folder / "garbage.npz").write_bytes(b"no archive")
     return {
         "cut.pt": "is damaged, cut short",
-        "garbage.pt": "is no file of weights",
-        "text.pt": "is no file of weights",
+        "garbage.pt": "is not a file of weights",
+        "text.pt": "is not a file of weights",
         "empty.pt": "is empty",
         "old.pt": "(torch.nn.modules.linear.Linear)",
         "beside.pt": "a pickled Python object (pathlib.",
-        "protocol.pt": "is no file of weights",
+        "protocol.pt": "is not a file of weights",
         "objects.npz": "something else than arrays of numbers",
-        "garbage.npz": "is no file of weights",
+        "garbage.npz": "is not a file of weights",
     }
 
 

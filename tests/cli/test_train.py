@@ -100,7 +100,7 @@ def test_killed_and_restarted_it_ends_where_it_would_have(
     assert [p.name for p in broken.iterdir() if p.name.startswith(".")] == []
     assert not (broken / "model.safetensors").exists()
     found = invoke(*command, "-o", str(broken), code=done.exit_code)
-    assert "goes on at step 11 of 24" in words(found.stderr)
+    assert "continues at step 11 of 24" in words(found.stderr)
     same(whole, broken)
     assert json.loads(done.stdout)["steps"] == 24
     assert len(json.loads((broken / "history.json").read_text())) == 3
@@ -147,7 +147,7 @@ def test_folders_and_settings(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     found = invoke(*BASE, "-o", str(tmp_path / "mine"), code=2)
-    assert "is no run to go on with" in words(found.stderr)
+    assert "is not a run that can be continued" in words(found.stderr)
     assert "is a file" in words(invoke(*BASE, "-o", str(tmp_path / "mine" / "thesis.txt"), code=2).stderr)
 
 
@@ -180,7 +180,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert "The disk is full" in words(invoke(*command, code=2).stderr)
     monkeypatch.undo()
     assert sorted(p.name for p in place.iterdir()) == [CHECKPOINT, "history.json"]
-    assert "goes on at step 2 of 24" in words(invoke(*command).stderr)
+    assert "continues at step 2 of 24" in words(invoke(*command).stderr)
 
 
 def test_regression_in_the_units_of_the_targets(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ def test_pickled_weights_run_nothing(files: Files, posterior: Path, marker: Path
     plain = tmp_path / "bomb.npz"
     plain.write_bytes(pickle.dumps(Runs(marker)))
     for file in (bomb, plain):
-        with pytest.raises(InputError, match="does not hold plain weights|is no file of weights"):
+        with pytest.raises(InputError, match="does not hold plain weights|is not a file of weights"):
             read_weights(file)
         invoke("predict", str(posterior), str(files.test), "--weights", str(file), code=2)
         for name in ("model.safetensors", "posterior.safetensors", "reference.safetensors"):

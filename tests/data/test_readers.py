@@ -224,7 +224,7 @@ def test_csv_more_mistakes(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="lacks the columns b"):
         read_csv(file, target="kind", columns=["a", "b"])
     (tmp_path / "latin.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
-    with pytest.raises(DataError, match="no text in UTF-8"):
+    with pytest.raises(DataError, match="not text in UTF-8"):
         csv_rows(tmp_path / "latin.csv")
 
 
@@ -359,7 +359,7 @@ def archive(file: Path, header: str, content: bytes = bytes(48), compression: in
         ),
         ("{'descr': '<f8', 'fortran_order': False, 'shape': (-2, -3)}", "has a negative number"),
         ("{'descr': '|O', 'fortran_order': False, 'shape': (6,)}", "Python objects, which could run code"),
-        ("{'descr': '<c16', 'fortran_order': False, 'shape': (3,)}", "complex128, which are no numbers"),
+        ("{'descr': '<c16', 'fortran_order': False, 'shape': (3,)}", "complex128, which are not numbers"),
         ("__import__('os').abort()", "cannot be read as an .npz file: ValueError"),
     ],
 )
@@ -401,7 +401,9 @@ def test_numbers_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_cells_that_csv_refuses(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"table.csv, row \d: it is no table of cells: field larger than field limit"):
+    with pytest.raises(
+        DataError, match=r"table.csv, row \d: it is not a table of cells: field larger than field limit"
+    ):
         read_csv(write(tmp_path, 'a,y\n"' + "1" * 200_000 + '",0\n'), target="y")
     # Without quotes the line is read by NumPy, and the cell is named.
     with pytest.raises(DataError, match=r"row 2, column 'a': '1+' is not a finite number"):

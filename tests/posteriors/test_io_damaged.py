@@ -25,7 +25,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def test_a_device_that_torch_does_not_know(place: Path) -> None:
-    with pytest.raises(InputError, match="device='tpu9x' is no device of torch, such as 'cpu' or 'cuda:0'"):
+    with pytest.raises(InputError, match="device='tpu9x' is not a device of torch, such as 'cpu' or 'cuda:0'"):
         load_posterior(place, "tpu9x")
     for device in ("cpu", torch.device("cpu"), None):
         assert load_posterior(place, device).posterior.scale.device == torch.device("cpu")
@@ -68,7 +68,7 @@ def test_a_foreign_file(place: Path, name: str) -> None:
     with pytest.raises(DataError, match=rf"{name} is too long: 66,000 bytes instead of [\d,]+\. It is damaged or from"):
         load_posterior(place)
     reseal(place)
-    with pytest.raises(DataError, match=rf"{name} is damaged or foreign: it is no safetensors file"):
+    with pytest.raises(DataError, match=rf"{name} is damaged or foreign: it is not a safetensors file"):
         load_posterior(place)
 
 
@@ -119,9 +119,9 @@ def test_a_tensor_of_another_shape_or_dtype(place: Path, change: Any, message: s
 @pytest.mark.parametrize(
     "text, message",
     [
-        (b"{", r"config.json is damaged: it is no JSON"),
-        (b"", r"config.json is damaged: it is no JSON"),
-        (b"\xff\xfe\x00", r"config.json is damaged: it is no JSON"),
+        (b"{", r"config.json is damaged: it is not JSON"),
+        (b"", r"config.json is damaged: it is not JSON"),
+        (b"\xff\xfe\x00", r"config.json is damaged: it is not JSON"),
         (b"[1, 2]", r"does not belong to a saved posterior: it has no entry \"format\": \"aftermap posterior\""),
         (b'{"model_type": "bert"}', r"does not belong to a saved posterior"),
         (
@@ -139,7 +139,7 @@ def test_a_foreign_or_broken_configuration(place: Path, text: bytes, message: st
 def test_a_truncated_configuration(place: Path) -> None:
     data = (place / "config.json").read_bytes()
     (place / "config.json").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match="config.json is damaged: it is no JSON"):
+    with pytest.raises(DataError, match="config.json is damaged: it is not JSON"):
         load_posterior(place)
 
 
@@ -188,7 +188,7 @@ DAMAGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_change("factors", "n_data", to=-3), r"factors.n_data is -3 and must be positive"),
     (_change("factors", "names", to=["2.bias"]), r"factors.names does not name each parameter once"),
     (_change("factors", "treatment", to={"$map": {}}), r"factors.treatment does not name each parameter once"),
-    (_change(*BLOCK, "layout", "$layout", "groups", to=2), r"posterior.blocks.0.layout is no layout of a block: its piece '0.weight'"),
+    (_change(*BLOCK, "layout", "$layout", "groups", to=2), r"posterior.blocks.0.layout is not a layout of a block: its piece '0.weight'"),
     (_change(*BLOCK, "layout", "$layout", "in", to=5), r"no layout of a block: its pieces do not fill it"),
     (_change(*BLOCK, "layout", "$layout", "pieces", 0, 1, to=[-5, 3]), r"pieces.0.shape.0 should be a whole number of at least 0"),
     (_change(*BLOCK, "basis", "outputs", to={"$tensor": "posterior.mean.0.weight"}), r"posterior.blocks.0.basis.outputs is torch.float64 \[5, 3\], but should be floating point \[g, o, o\] with g = 1, o = 5"),
@@ -216,7 +216,7 @@ def test_an_order_that_is_none(place: Path) -> None:
         config["tensors"][key]["order"] = [0, 0, 1]
 
     edit(place, spoil)
-    with pytest.raises(DataError, match=r"the order \[0, 0, 1\] of .* is no order of 3 dimensions"):
+    with pytest.raises(DataError, match=r"the order \[0, 0, 1\] of .* is not an order of 3 dimensions"):
         load_posterior(place)
 
 
@@ -276,7 +276,7 @@ def test_links_are_refused(place: Path, name: str, tmp_path: Path) -> None:
         load_posterior(place)
     (place / name).unlink()
     (place / name).mkdir()
-    with pytest.raises(DataError, match=f"{name} is no plain file"):
+    with pytest.raises(DataError, match=f"{name} is not a plain file"):
         load_posterior(place)
 
 
@@ -285,7 +285,7 @@ def test_links_are_refused(place: Path, name: str, tmp_path: Path) -> None:
     [
         ("[" * 100_000, "nested deeper than 64 levels"),
         ('{"a": 1, "a": 2}', "the name 'a' stands twice in one object"),
-        ('{"a": NaN}', "NaN is no JSON number"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
         ('{"a": 1e999}', "the number 1e999 is not finite"),
         ('{"a": 1' + 5_000 * "0" + "}", "is too large"),
         ('{"a": 99999999999999999999}', "is too large"),

@@ -127,7 +127,7 @@ def test_whole_numbers_stay_what_they_are() -> None:
     [
         (Table({"a": np.array([1.0]), "name": np.array(["n1"])}), "the columns name of the table hold no numbers"),
         (Table({}), "the table has no column"),
-        (np.array([["a"]]), "an array of <U1, which are no numbers"),
+        (np.array([["a"]]), "an array of <U1, which are not numbers"),
         (np.array([[1.0, np.nan, 2.0]]), "the inputs are not finite: nan at index"),
         (X[:0], "the inputs hold no example"),
         ([], "no tensor with a batch dimension"),

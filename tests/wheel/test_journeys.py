@@ -223,7 +223,7 @@ def test_an_engineer_trains_on_two_processes_and_is_killed(installed: Installed,
     process.wait()
     assert not (tmp_path / "killed" / "model.safetensors").exists()
     again = run(*training(installed, 1, "killed"), folder=tmp_path, code=None)
-    assert "goes on at step" in " ".join((again.stdout + again.stderr).split())
+    assert "continues at step" in " ".join((again.stdout + again.stderr).split())
     assert torch.equal(one, weights_of(tmp_path / "killed"))
     scored = run(installed.aftermap, "predict", "killed/posterior", "builtin:digits:test", "--json", folder=tmp_path)
     assert json.loads(scored.stdout)["n_data"] > 100

@@ -233,7 +233,7 @@ def class_labels(owner: str, targets: Any, classes: int) -> Tensor:
     """Returns the class labels [N] on the CPU.
 
     Raises:
-        UnsupportedError: The targets are no whole numbers, one per example.
+        UnsupportedError: The targets are not whole numbers, one per example.
         DataError: A label is not one of the network's classes.
     """
     if not isinstance(targets, Tensor):

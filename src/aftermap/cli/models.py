@@ -73,7 +73,7 @@ def _from_file(file: Path) -> Any:
         raise InputError(f"there is no file {file}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise InputError(f"{file} is no Python file")
+        raise InputError(f"{file} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
@@ -203,7 +203,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
                 warnings.simplefilter("ignore")
                 content = torch.load(file, map_location="cpu", weights_only=True)
     except SafetensorError as error:
-        raise InputError(f"--weights: {file} is no safetensors file: {error}") from error
+        raise InputError(f"--weights: {file} is not a safetensors file: {error}") from error
     except OSError:
         raise
     except Exception as error:  # torch raises many kinds for a file that is not its own
@@ -241,7 +241,7 @@ def _why_unreadable(file: Path, message: str) -> str:
         return f"{file} is empty"
     if start == b"PK":
         return f"{file} is damaged, cut short, or holds something else than arrays of numbers. Copy it again. {rewrite}"
-    return f"{file} is no file of weights: neither torch.save nor numpy.savez wrote it, or it is damaged. {rewrite}"
+    return f"{file} is not a file of weights: neither torch.save nor numpy.savez wrote it, or it is damaged. {rewrite}"
 
 
 def load_weights(model: nn.Module, weights: str | Path | Mapping[str, Tensor]) -> None:

@@ -75,7 +75,7 @@ def select(
         )
     confirmed(output, force=run.force, what="select", file_name="best.safetensors")
     if (sets.train is None) == (sets.data is None):
-        raise InputError("say which data: --train, or --data for a set that is cut into parts")
+        raise InputError("say which data: --train, or --data for a set that is split into parts")
     data_format = data.format(task=task)
     what = "--train" if sets.train else "--data"
     source = open_source(sets.train or str(sets.data), "train", data_format, what=what)

@@ -327,7 +327,7 @@ def open_parts(
         InputError: Neither or both of --train and --data were given.
     """
     if (train is None) == (data is None):
-        raise InputError("say which data: --train (and --val), or --data for a set that is cut into parts")
+        raise InputError("say which data: --train (and --val), or --data for a set that is split into parts")
     if data is not None and val is not None:
         raise InputError("--val goes with --train; --data has its own validation part")
     if data is not None and data.endswith(tuple(f":{part}" for part in _PARTS)):
@@ -419,7 +419,7 @@ def _typed(examples: Examples, task: str, what: str) -> Examples:
     if task in _WHOLE and targets.is_floating_point():
         if not bool((targets == targets.round()).all()):
             raise InputError(
-                f"{what}: --task {task} needs class indices, but targets such as {targets[targets != targets.round()][0]:g} are no whole numbers"
+                f"{what}: --task {task} needs class indices, but targets such as {targets[targets != targets.round()][0]:g} are not whole numbers"
             )
         return replace(examples, targets=targets.long())
     if task not in _WHOLE and not targets.is_floating_point():

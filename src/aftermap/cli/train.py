@@ -219,7 +219,7 @@ def _start(run: Run, network: nn.Module, likelihood: Likelihood, force: bool, re
             (output / CHECKPOINT).unlink(missing_ok=True)
     optimizer = make_optimizer(recipe, network, likelihood)
     if run.resume(network, optimizer):
-        state = "is finished" if run.step >= recipe.steps else f"goes on at step {run.step:,} of {recipe.steps:,}"
+        state = "is finished" if run.step >= recipe.steps else f"continues at step {run.step:,} of {recipe.steps:,}"
         reporter.note(f"the run in {output} {state}")
     return optimizer
 
@@ -238,7 +238,9 @@ def _check_folder(output: Path, force: bool) -> None:
         output.is_dir() and not (output / CHECKPOINT).is_file() and any(p.name not in first for p in output.iterdir())
     )
     if foreign and not force:
-        raise InputError(f"{output} exists and is no run to go on with. Choose another name with -o, or add --force")
+        raise InputError(
+            f"{output} exists and is not a run that can be continued. Choose another name with -o, or add --force"
+        )
 
 
 def _about_noise(likelihood: Likelihood, given: float | None) -> list[str]:

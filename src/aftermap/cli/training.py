@@ -183,12 +183,12 @@ class Run:
             # Before there was a choice, every run had the temperature 1.
             old, new = {"temperature": 1.0, **saved["recipe"]}, json.loads(json.dumps(asdict(self.recipe)))
         except Exception as error:  # torch raises many kinds for a file that is not its own
-            raise DataError(f"{file} is damaged: {error}. Remove it, or start anew with --force") from error
+            raise DataError(f"{file} is damaged: {error}. Remove it, or start again with --force") from error
         different = [f"{k}: {old.get(k)!r} there, {new[k]!r} now" for k in new if old.get(k) != new[k]]
         if different:
             raise InputError(
                 f"{self.folder} holds a run with other settings ({'; '.join(different[:4])}). "
-                "Go on with the old ones, choose another folder, or start anew with --force"
+                "Continue with the old ones, choose another folder, or start again with --force"
             )
         record: dict[str, Any] = saved
         return record

@@ -221,7 +221,7 @@ def _check_resumable(entry: Structure, passes: int) -> None:
     if not entry.streams_sums:
         able = ", ".join(repr(s.name) for s in STRUCTURES.values() if s.streams_sums)
         raise UnsupportedError(
-            f"checkpoint= keeps sums over the data, and a fit with structure={entry.name!r} is no such sum; allowed are {able}. Choose one "
+            f"checkpoint= keeps sums over the data, and a fit with structure={entry.name!r} is not such a sum; allowed are {able}. Choose one "
             "of them, or fit without checkpoint="
         )
     if passes > 1:

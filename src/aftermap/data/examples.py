@@ -107,7 +107,7 @@ def as_targets(values: npt.NDArray[np.generic], where: str) -> Tensor:
 def _numbers(values: npt.NDArray[np.generic], where: str) -> Tensor:
     """Returns whole numbers as int64, others as float32; what does not fit into these is refused."""
     if values.dtype.kind not in "iubf":
-        raise DataError(f"{where} holds {values.dtype}, which are no numbers")
+        raise DataError(f"{where} holds {values.dtype}, which are not numbers")
     wanted = np.float32 if values.dtype.kind == "f" else np.int64
     limits = np.finfo(np.float32) if wanted is np.float32 else np.iinfo(np.int64)
     if not np.can_cast(values.dtype, wanted) and values.dtype.kind in "uf" and values.size:

@@ -126,7 +126,7 @@ def _open_table(path: str | Path, *, quick: bool) -> _Table:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is no text in UTF-8: {error}") from error
+        raise DataError(f"{file} is not text in UTF-8: {error}") from error
     except MemoryError as error:
         raise DataError(f"{file} does not fit into memory") from error
     first = re.sub('"[^"]*"', "", text.lstrip("\n").split("\n", 1)[0])
@@ -163,7 +163,7 @@ def _lines(file: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]]
     try:
         return [(reader.line_num, row) for row in reader]
     except csv.Error as error:
-        raise DataError(f"{file}, row {reader.line_num}: it is no table of cells: {error}") from error
+        raise DataError(f"{file}, row {reader.line_num}: it is not a table of cells: {error}") from error
 
 
 def _number(cell: str) -> float | None:
@@ -384,7 +384,7 @@ def _members(file: Path) -> list[str]:
                 raise DataError(
                     f"{file} holds one array, no .npz archive; write it with numpy.savez(path, x=..., y=...)"
                 )
-        raise DataError(f"{file} cannot be read as an .npz file: it is no zip archive")
+        raise DataError(f"{file} cannot be read as an .npz file: it is not a zip archive")
     names, total = [], 0
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():

@@ -192,7 +192,7 @@ class Results:
         except json.JSONDecodeError as error:
             raise DataError(f"these results are not JSON: {error}") from error
         if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-            raise DataError(f"these results have another schema than {SCHEMA}; write them anew")
+            raise DataError(f"these results have another schema than {SCHEMA}; write them again")
         return Results(
             content["name"],
             content["kind"],

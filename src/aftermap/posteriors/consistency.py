@@ -128,7 +128,7 @@ def _check_block(block: Any, where: str, path: str) -> None:
         known["s"] = sum(len(v) if v.dim() == 1 else -1 for v in block.entries.values())
         wrong = [n for n, v in block.entries.items() if n not in block.sizes or v.dim() != 1 or v.dtype != torch.int64]
         if wrong:
-            raise _refuse(where, f"{path}.entries are no places in the parameters: {', '.join(wrong[:5])}")
+            raise _refuse(where, f"{path}.entries are not places in the parameters: {', '.join(wrong[:5])}")
     for entry, forms in _LETTERS.get(name, {}).items():
         value = block
         for part in entry.split("."):
@@ -245,4 +245,4 @@ def _check_entries(block: SubnetworkBlock, where: str) -> None:
     for name, places in block.entries.items():
         inside = len(places) == 0 or (int(places[0]) >= 0 and int(places[-1]) < math.prod(block.sizes[name]))
         if not inside or not bool((places.diff() > 0).all()):
-            raise _refuse(where, f"the entries of {name} in {block.name} are no ascending places in the parameter")
+            raise _refuse(where, f"the entries of {name} in {block.name} are not ascending places in the parameter")

@@ -288,7 +288,7 @@ class StateReader:
             order = self.table[key].get("order", list(range(tensor.dim())))
             if sorted(order) != list(range(tensor.dim())):
                 raise DataError(
-                    f"{self.where}: the order {order[:8]!r} of {key} is no order of {tensor.dim()} dimensions. {ADVICE}"
+                    f"{self.where}: the order {order[:8]!r} of {key} is not an order of {tensor.dim()} dimensions. {ADVICE}"
                 )
             inverse = sorted(range(len(order)), key=order.__getitem__)
             self._tensors_read[key] = tensor.permute(inverse)
@@ -313,11 +313,11 @@ class StateReader:
             fits = piece.start == end and sorted(piece.order) == list(range(len(piece.view)))
             if not fits or not numbers == math.prod(piece.view) == layout.groups * layout.out * columns:
                 raise DataError(
-                    f"{self.where}: {path} is no layout of a block: its piece {piece.name!r} does not fit. {ADVICE}"
+                    f"{self.where}: {path} is not a layout of a block: its piece {piece.name!r} does not fit. {ADVICE}"
                 )
             end = piece.stop
         if end != layout.in_ or not layout.pieces or len(layout.shapes) != len(layout.pieces):
-            raise DataError(f"{self.where}: {path} is no layout of a block: its pieces do not fill it. {ADVICE}")
+            raise DataError(f"{self.where}: {path} is not a layout of a block: its pieces do not fill it. {ADVICE}")
         return layout
 
     def _map(self, content: Any, path: str, hint: Any) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def plain_file(place: Path, name: str, why: str) -> Path:
             "load the copy"
         )
     if not stat.S_ISREG(mode):
-        raise DataError(f"{file} is no plain file. {ADVICE}")
+        raise DataError(f"{file} is not a plain file. {ADVICE}")
     return file
 
 
@@ -122,7 +122,7 @@ def read_json(file: Path) -> Any:
             content = stream.read(MAX_JSON_BYTES)
         return parse_json(content.decode("utf-8"), str(file))
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is damaged: it is no JSON ({error}). {ADVICE}") from error
+        raise DataError(f"{file} is damaged: it is not JSON ({error}). {ADVICE}") from error
 
 
 def parse_json(text: str, where: str) -> Any:
@@ -132,7 +132,7 @@ def parse_json(text: str, where: str) -> Any:
     {'a': [1, 2.5]}
     >>> parse_json('{"a": 1e999}', "here")
     Traceback (most recent call last):
-    aftermap.errors.DataError: here is damaged: it is no JSON (the number 1e999 is not finite). The folder is damaged ...
+    aftermap.errors.DataError: here is damaged: it is not JSON (the number 1e999 is not finite). The folder is damaged ...
     """
     if depth_of(text) > MAX_DEPTH:
         raise DataError(f"{where} is damaged: its values are nested deeper than {MAX_DEPTH} levels. {ADVICE}")
@@ -141,7 +141,7 @@ def parse_json(text: str, where: str) -> Any:
             text, object_pairs_hook=_unique, parse_constant=_constant, parse_float=_finite, parse_int=_whole
         )
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is damaged: it is no JSON ({error}). {ADVICE}") from error
+        raise DataError(f"{where} is damaged: it is not JSON ({error}). {ADVICE}") from error
 
 
 def depth_of(text: str) -> int:
@@ -168,7 +168,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(text: str) -> float:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
@@ -256,7 +256,7 @@ def check_tensor_header(file: Path, table: Mapping[str, Mapping[str, Any]] | Non
         table: The shape and the dtype of each tensor, by name; None where any tensors will do.
 
     Raises:
-        DataError: It is no safetensors file, its tensors do not fill it, or they are not those of the table.
+        DataError: It is not a safetensors file, its tensors do not fill it, or they are not those of the table.
     """
     header, room = _header(file)
     if table is not None and set(header) != set(table):
@@ -287,7 +287,7 @@ def check_tensor_header(file: Path, table: Mapping[str, Mapping[str, Any]] | Non
 
 def _header(file: Path) -> tuple[dict[str, Any], int]:
     """Returns the header of a safetensors file, and the number of bytes behind it."""
-    foreign = f"{file} is damaged or foreign: it is no safetensors file"
+    foreign = f"{file} is damaged or foreign: it is not a safetensors file"
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -297,7 +297,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
     try:
         header = parse_json(content.decode("utf-8"), str(file))
     except (UnicodeDecodeError, DataError) as error:
-        raise DataError(f"{foreign} (its header is no JSON). {ADVICE}") from error
+        raise DataError(f"{foreign} (its header is not JSON). {ADVICE}") from error
     if isinstance(header, dict):
         header.pop("__metadata__", None)
     return _HEADER.read(header, f"{file}: the header"), size - 8 - length

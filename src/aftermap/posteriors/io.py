@@ -329,7 +329,7 @@ def load_posterior(folder: str | os.PathLike[str], device: torch.device | str | 
     try:
         target = torch.device("cpu" if device is None else device)
     except (RuntimeError, TypeError) as error:
-        raise InputError(f"device={device!r} is no device of torch, such as 'cpu' or 'cuda:0': {error}") from error
+        raise InputError(f"device={device!r} is not a device of torch, such as 'cpu' or 'cuda:0': {error}") from error
     place = existing_folder(folder)
     config = _read_config(place)
     where, table, parameters = str(place / _CONFIG), config["tensors"], config["parameters"]
@@ -464,6 +464,6 @@ def _read_tensors(file: Path, table: Mapping[str, Mapping[str, Any]] | None, dev
         # be replaced while they are in use.
         return {key: tensors[key].to(device, copy=True) for key in (tensors if table is None else table)}
     except SafetensorError as error:
-        raise DataError(f"{file} is damaged or foreign: it is no safetensors file ({error}). {ADVICE}") from error
+        raise DataError(f"{file} is damaged or foreign: it is not a safetensors file ({error}). {ADVICE}") from error
     except (MemoryError, OSError) as error:
         raise DataError(f"{file} cannot be read: {error}. {ADVICE}") from error

@@ -165,7 +165,7 @@ def test_data_that_change_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("structure", ["low_rank", "subset", "hessian"])
 def test_what_is_no_sum_is_refused(structure: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="is no such sum; allowed are"):
+    with pytest.raises(UnsupportedError, match="is not such a sum; allowed are"):
         fit(structure, Batches(*examples()), tmp_path)
     assert not any(tmp_path.iterdir())
 

@@ -213,8 +213,8 @@ class Checkpoint:
                 f"{k} (kept: {_short(saved.get(k))}, now: {_short(self.identity.get(k))})" for k in other[:5]
             )
             raise DataError(
-                f"the checkpoint in {self.folder} belongs to another fit, which differs in {differences}. Fit as before to go on, or use another "
-                "folder, or delete this one to start anew"
+                f"the checkpoint in {self.folder} belongs to another fit, which differs in {differences}. Fit as before to continue, or use another "
+                "folder, or delete this one to start again"
             )
 
     def _files(self, what: str) -> list[tuple[int, int, int, Path]]:
@@ -300,7 +300,7 @@ class ResumablePass:
                 self.generator.set_state(state)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise DataError(
-                f"the checkpoint in {self.checkpoint.folder} does not fit this network ({error}). Delete the folder to start anew"
+                f"the checkpoint in {self.checkpoint.folder} does not fit this network ({error}). Delete the folder to start again"
             ) from error
 
     def claim(self, done: Tensor, batches: Callable[[], Iterable[Batch]]) -> None:
@@ -325,7 +325,7 @@ class ResumablePass:
             raise DataError(
                 f"{missing:,} of the {len(done):,} examples in the checkpoint {self.checkpoint.folder} are not among the data: it was made "
                 "from other data, or from a loader that changes its examples (augmentation, padding to the batch's length), whose sums "
-                "cannot be taken up. Give the same data, or delete the folder to start anew"
+                "cannot be taken up. Give the same data, or delete the folder to start again"
             )
         self.nothing_left = sum(self._skip.values()) == len(present)
 
@@ -366,7 +366,7 @@ class ResumablePass:
         if +self._skip and not self.nothing_left:
             raise DataError(
                 f"{sum(self._skip.values()):,} examples of the checkpoint {self.checkpoint.folder} did not come again: the data are others each "
-                "time they are gone through. Delete the folder to start anew, and give data that stay the same"
+                "time they are gone through. Delete the folder to start again, and give data that stay the same"
             )
         if self._waiting:
             self.write()
@@ -427,9 +427,9 @@ def _read(file: Path) -> _Saved:
     Raises:
         DataError: It is damaged, or no checkpoint.
     """
-    advice = "Delete the folder to start anew"
+    advice = "Delete the folder to start again"
     if file.is_symlink() or not file.is_file():
-        raise DataError(f"{file} is no plain file, so it is no part of a checkpoint. {advice}")
+        raise DataError(f"{file} is not a plain file, so it is no part of a checkpoint. {advice}")
     checks.memory(str(file), file.stat().st_size)
     try:
         with safe_open(file, "pt") as opened:

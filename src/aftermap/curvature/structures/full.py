@@ -289,7 +289,7 @@ def _check_positive(block: FullBlock, values: Tensor, factor: Tensor) -> None:
     if smallest <= 0:
         raise NumericalError(
             f"the Hessian plus the prior is not positive definite (smallest eigenvalue relative to the prior: {smallest:.3g}), "
-            "so it is no precision. Train longer, use a larger prior precision, or structure='full' (the GGN)"
+            "so it is not a precision. Train longer, use a larger prior precision, or structure='full' (the GGN)"
         )
 
 

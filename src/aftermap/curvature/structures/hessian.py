@@ -136,7 +136,7 @@ def _check_symmetry(H: Tensor, params: Params, dtype: torch.dtype) -> None:
     raise NumericalError(
         f"the Hessian is not symmetric: its entries ({row}, {column}) and ({column}, {row}), between {owner[row]} and "
         f"{owner[column]}, are {float(H[row, column]):.4g} and {float(H[column, row]):.4g}. The double backward of an "
-        "operation in the network is wrong (PyTorch's weight_norm is known for it), so there is no Hessian to be had from "
+        "operation in the network is wrong (PyTorch's weight_norm is known for it), so no Hessian can be had from "
         "autograd. Remove that operation, or use structure='full' (the GGN), which needs first derivatives only"
     )
 
