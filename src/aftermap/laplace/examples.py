@@ -12,7 +12,7 @@ from aftermap.batches import Batch
 from aftermap.draws import uniform_like
 from aftermap.errors import DataError, StatisticalWarning, warn_caller
 from aftermap.likelihoods import Likelihood
-from aftermap.models import call_model, evaluating
+from aftermap.models import call_model, evaluating, explain_model_errors
 
 __all__ = ["FiniteExamples", "informative_examples", "random_examples"]
 
@@ -31,6 +31,7 @@ class FiniteExamples:
 
     Raises:
         DataError: The outputs are not finite for more than one example in twenty.
+        InputError: The network does not accept the inputs.
 
     Warns:
         StatisticalWarning: The outputs are not finite for a few examples.
@@ -42,7 +43,7 @@ class FiniteExamples:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.batches:
-            with torch.no_grad():
+            with explain_model_errors(self.model, lambda given=batch.inputs: given), torch.no_grad():  # type: ignore[misc]
                 outputs = call_model(self.model, batch.inputs)
             finite = torch.isfinite(outputs).flatten(1).all(1).cpu()
             count = int(finite.sum())

@@ -50,7 +50,7 @@ class GridResult:
 
     def __str__(self) -> str:
         return (
-            f"validation NLL on {self.n_data:,} examples: {self.nll:.4f} at data scale {self.data_scale:.3g} and prior precision "
+            f"negative log-likelihood of {self.n_data:,} validation examples: {self.nll:.4f} at data scale {self.data_scale:.3g} and prior precision "
             f"{self.precision:.3g}, the best of {len(self.table)} points of a grid"
         )
 

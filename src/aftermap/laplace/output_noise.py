@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from aftermap.batches import Unpack, iterate
 from aftermap.distributed import all_reduce_, fail_together
-from aftermap.models import call_model, check_device
+from aftermap.models import call_model, check_device, explain_model_errors
 
 __all__ = ["residual_noise"]
 
@@ -55,7 +55,8 @@ def _of_source(
     with fail_together("looking at residuals"), torch.random.fork_rng(), torch.no_grad():
         batches: Iterable[Any] = [] if source is None or isinstance(source, Iterator) else source
         for batch in iterate(batches, device=device, dtype=dtype, unpack=unpack, may_be_empty=True):
-            outputs = call_model(model, batch.inputs)
+            with explain_model_errors(model, lambda given=batch.inputs: given):  # type: ignore[misc]
+                outputs = call_model(model, batch.inputs)
             forms = (outputs.shape, outputs.shape[:-1]) if width == 1 else (outputs.shape,)
             if not isinstance(batch.targets, Tensor) or batch.targets.shape not in forms:
                 break  # the fit says what is wrong
