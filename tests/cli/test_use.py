@@ -73,7 +73,7 @@ def test_evaluate_names_mistakes(files: Files, fitted: Path, tmp_path: Path) -> 
         invoke("evaluate", str(fitted), "--test", str(tmp_path / "wide.npz"), code=2).stderr
     )
     found = invoke("evaluate", str(fitted), "--test", str(files.test), "--ood", f"wide={tmp_path / 'wide.npz'}", code=2)
-    assert "the OOD set 'wide' has inputs of shape [5]" in words(found.stderr)
+    assert "wide.npz: a batch of shape [3, 5] made it fail" in words(found.stderr)
 
 
 def test_report_is_one_file(files: Files, posterior: Path, tmp_path: Path) -> None:

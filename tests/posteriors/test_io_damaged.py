@@ -189,7 +189,7 @@ DAMAGES: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (_change("factors", "names", to=["2.bias"]), r"factors.names does not name each parameter once"),
     (_change("factors", "treatment", to={"$map": {}}), r"factors.treatment does not name each parameter once"),
     (_change(*BLOCK, "layout", "$layout", "groups", to=2), r"posterior.blocks.0.layout is not a layout of a block: its piece '0.weight'"),
-    (_change(*BLOCK, "layout", "$layout", "in", to=5), r"no layout of a block: its pieces do not fill it"),
+    (_change(*BLOCK, "layout", "$layout", "in", to=5), r"is not a layout of a block: its pieces do not fill it"),
     (_change(*BLOCK, "layout", "$layout", "pieces", 0, 1, to=[-5, 3]), r"pieces.0.shape.0 should be a whole number of at least 0"),
     (_change(*BLOCK, "basis", "outputs", to={"$tensor": "posterior.mean.0.weight"}), r"posterior.blocks.0.basis.outputs is torch.float64 \[5, 3\], but should be floating point \[g, o, o\] with g = 1, o = 5"),
     (_change(*BLOCK, "eigen", "outputs", to=None), r"eigen must have either a table, or both of outputs and inputs"),
