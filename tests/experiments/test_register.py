@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from aftermap.cli.reproduce import _has_budgets
 from experiments import page
 from experiments.framework import NOT_RUN, NOT_TESTABLE, ROOT, Claim, Verdict, claim_table, read_claims
 
@@ -148,3 +149,8 @@ def test_a_cell_of_a_table_may_hold_a_bar() -> None:
     assert "a \\| b" in row
     assert row.count(" | ") == 5
     assert "not run yet" in row
+
+
+def test_all_runs_every_experiment_of_the_register() -> None:
+    names = {c.experiment for c in CLAIMS}
+    assert names == {name for name in names if _has_budgets(ROOT / "experiments" / name)}

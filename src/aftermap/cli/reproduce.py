@@ -98,7 +98,7 @@ def _find(name: str, known: dict[str, Path]) -> Path:
 
 def _has_budgets(place: Path) -> bool:
     """Tells whether an experiment has the common form, with budgets and a data folder; an older one has options of its own."""
-    return re.search(r"^BUDGETS\b", (place / "run.py").read_text(encoding="utf-8"), re.MULTILINE) is not None
+    return re.search(r"\bBUDGETS\b", (place / "run.py").read_text(encoding="utf-8")) is not None
 
 
 def _options(place: Path, budget: str, data_dir: Path | None) -> list[str]:
