@@ -1,11 +1,11 @@
 """Small networks without labels: which covariance, and how far an alarm is believed where the data are known by heart.
 
-    python -m experiments.tuning.small_networks --data-dir DATA [--seeds 0,1] [--kinds brief,decay,plain,heart]
+    python -m experiments.tuning.small_networks --data-dir DATA [--seeds 1,2] [--kinds brief,decay,plain,heart]
 
-Twelve tables with 45 to 1,000 training rows, none of them a held-out task of the quality benchmark, with networks of at most 1,500 weights that were
+Ten tables with 45 to 300 training rows, none of them a held-out task of the quality benchmark, with networks of at most 1,500 weights that were
 trained briefly, under weight decay, plainly, or until they know their data by heart.
 
-The bound was found on networks of seed 0. Written down before any other network was measured: it is taken if on networks of seed 1 the worst
+The bound was found on networks of seed 0. Written down before any other network was measured: it is taken if on networks of other seeds the worst
 difference of NLL to the network falls, the mean does not rise by more than .002, the mean ECE does not rise, the mean AUROC of unusual inputs falls by
 at most one point, and no network loses more than .05 nats. Writes small_networks.json beside this file.
 """
@@ -42,9 +42,7 @@ NETWORKS: tuple[tuple[str, int, tuple[int, ...], bool], ...] = (
     ("breast_cancer", 60, (30,), True),
     ("breast_cancer", 230, (20, 20), False),
     ("four_digits", 80, (15,), False),
-    ("digits", 300, (16,), False),
     ("satellite", 120, (30,), False),
-    ("satellite", 1000, (30,), False),
     ("banana", 100, (50,), True),
     ("moons", 45, (25, 25), True),
     ("blobs", 150, (40,), False),
@@ -60,7 +58,6 @@ RULES = {
     "full matrix (the rule)": {"structure": "full"},
     "full matrix, without the bound": {"structure": "full"},
     "Kronecker factors": {"structure": "kron"},
-    "last layer": {"structure": "full", "params": "last_layer"},
 }
 
 
@@ -159,7 +156,7 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, default=DATA)
-    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--seeds", default="1,2")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--output", type=Path, default=HERE, help="the folder for small_networks.json, which grows")
     options = parser.parse_args()
@@ -174,7 +171,8 @@ def main() -> None:
                 if key not in results:
                     results[key] = _rounded(measure(network, kind, seed, options.data_dir))
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_text(json.dumps(results, separators=(",", ":")).replace('},"', '},\n"') + "\n")
+                    lines = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in results.items())
+                    path.write_text(f"{{\n{lines}\n}}\n")
     print(summary(results))
 
 
