@@ -187,6 +187,24 @@ def test_a_full_posterior_is_matched_already() -> None:
     assert found.factor == pytest.approx(1.0, abs=4 * found.before.standard_error / found.before.value)
 
 
+def test_a_small_dimension_is_known_as_well_as_a_large_one() -> None:
+    """Two draws of few determined parameters may be off by half; the default makes as many as they need."""
+    model, _, _, _ = problem()
+    la = Laplace(model, "classification", prior_precision=30.0).fit(classes(), progress=False)
+
+    def gamma(seed: int, draws: int | None) -> float:
+        found = match_dimension(
+            model, batches(classes()), Categorical(), la.posterior, draws=draws, generator=generator(seed)
+        )
+        return found.gamma.value
+
+    truth = gamma(100, 2000)
+    assert truth < 20
+    ratios = torch.tensor([gamma(seed, None) / truth for seed in range(8)])
+    few = torch.tensor([gamma(seed, 2) / truth for seed in range(8)])
+    assert float((ratios - 1).abs().max()) < 0.3 < float((few - 1).abs().max())
+
+
 def test_labels_have_no_influence() -> None:
     model = normalised()
     la = Laplace(model, "classification").fit(classes(), progress=False)

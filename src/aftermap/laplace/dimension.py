@@ -24,7 +24,7 @@ from aftermap import checks
 from aftermap.batches import Batch
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import join_flat
-from aftermap.distributed import fail_together, rank, world_size
+from aftermap.distributed import broadcast_number, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError, NumericalError
 from aftermap.krylov import TraceEstimate
 from aftermap.laplace.examples import informative_examples
@@ -41,6 +41,9 @@ __all__ = [
 ]
 
 _SETTLED = 4.0  # ratio of the bounds of γ at which more passes are not worth their price
+_FEW_DRAWS = 2  # of γ; where it is small, as many as bring its relative standard deviation to ...
+_RELATIVE_ERROR = 0.1
+_MOST_DRAWS = 32
 _NORMALISING = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
@@ -205,7 +208,7 @@ def match_dimension(
     data_scale: float = 1.0,
     *,
     examples: int = 300,
-    draws: int = 2,
+    draws: int | None = None,
     steps: int = 25,
     generator: torch.Generator | None = None,
 ) -> DimensionResult:
@@ -222,7 +225,8 @@ def match_dimension(
         posterior: The posterior to be matched, with the prior that was found before.
         data_scale: How many data each datum of the posterior's fit stands for.
         examples: The number of data to estimate with; `informative_examples` chooses them.
-        draws: The number of draws that γ is estimated from.
+        draws: The number of draws that γ is estimated from. None takes two, and more, up to 32, where they show that γ is small: few
+            determined parameters vary more from draw to draw.
         steps: The largest number of passes over these data for γ.
         generator: The source of the draws.
 
@@ -244,9 +248,16 @@ def match_dimension(
     operator = GGNOperator(model, data, likelihood, list(posterior.names))
     scale = float(posterior.scale.detach())
     prior = posterior.prior.vector(posterior.names)
-    gamma, bounds, passes = effective_dimension(
-        operator, prior, scale, draws=draws, steps=steps, generator=own_generator
-    )
+
+    def estimate(count: int) -> tuple[TraceEstimate, tuple[float, float], int]:
+        return effective_dimension(operator, prior, scale, draws=count, steps=steps, generator=own_generator)
+
+    gamma, bounds, passes = estimate(_FEW_DRAWS if draws is None else draws)
+    if draws is None and gamma.value > 0:
+        # One draw has a relative variance of at most 2/γ. All processes make the same number of draws.
+        needed = int(broadcast_number(min(_MOST_DRAWS, math.ceil(2 / (gamma.value * _RELATIVE_ERROR**2)))))
+        if needed > _FEW_DRAWS:
+            gamma, bounds, passes = estimate(needed)
     before = block_dimension(operator, posterior, generator=torch.Generator().manual_seed(seed))
     if not gamma.value > 0 or not math.isfinite(before.value):
         raise DataError(
