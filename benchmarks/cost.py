@@ -14,17 +14,23 @@ import argparse
 import functools
 import json
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import aftermap as am
 from aftermap.batches import unpack_batch
+from aftermap.cli import cost as command_costs
+from aftermap.cli.app import app
+from aftermap.cli.builtin import build_network
 from aftermap.errors import AftermapError
 from aftermap.laplace import cost as cost_module
 from aftermap.laplace import estimate_cost
@@ -43,6 +49,8 @@ KEPT_APART = ("recurrent", "wrn16_2")
 # Structures of all parameters that are fitted: others take hours, or more memory than there is.
 LARGE = ("kron", "ekfac", "diagonal")
 SMALL = (*LARGE, "kfra", "full", "low_rank", "subset", "matrix_free")
+# Networks of the command line, with the numbers of data to fit, to tune with, and to evaluate and predict.
+COMMAND_LINE = {"lenet": (512, 1000, 1500), "resnet20": (128, 200, 200)}
 RESULTS = Path(__file__).resolve().parent / "results" / "cost.json"
 Entry = dict[str, Any]
 Case = tuple[nn.Module, list[Batch], Likelihood]
@@ -70,7 +78,7 @@ class Recurrent(nn.Module):
 
 def _network(name: str, quick: bool) -> Case:
     """A network with random weights, and data for a fit of some seconds."""
-    plans = {"mlp": (8, 128), "lenet": (16, 64), "resnet20": (3, 64), "transformer": (6, 32), "wrn16_2": (3, 32)}
+    plans = {"mlp": (8, 128), "lenet": (48, 64), "resnet20": (3, 64), "transformer": (6, 32), "wrn16_2": (3, 32)}
     if name in plans:
         batches, size = plans[name]
         model, data = make(name, batches=2 if quick else batches, size=size)
@@ -153,18 +161,63 @@ def _commands(name: str, case: Case) -> list[Entry]:
     return rows
 
 
+def _command_line(name: str) -> list[Entry]:
+    """`aftermap tune`, `evaluate` and `predict` of a built-in network with random weights: what each says, and what it takes from then on."""
+    sizes = dict(zip(("train", "val", "test"), COMMAND_LINE[name], strict=True))
+    _, data = make(name, size=sum(sizes.values()))
+    rows: list[Entry] = []
+    said: list[tuple[float, float]] = []  # the seconds that were said, and when
+
+    def say(seconds: float) -> str:
+        said.append((seconds, time.process_time()))
+        return "some time"
+
+    for member, value in (("time", _ProcessorTime), ("in_seconds", say), ("_SAID", 0.0), ("_LONG", float("inf"))):
+        setattr(command_costs, member, value)
+    with tempfile.TemporaryDirectory() as place:
+        folder, posterior = Path(place), f"{place}/posterior"
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            network = build_network(name, tuple(data[0][0].shape[1:]), 10)
+        torch.save(network.state_dict(), folder / "weights.pt")
+        parts = zip(*(t.split(list(sizes.values())) for t in data[0]), strict=True)
+        for part, (x, y) in zip(sizes, parts, strict=True):
+            np.savez(folder / f"{part}.npz", x=x.numpy(), y=y.numpy())
+        train, val, test = (f"{place}/{part}.npz" for part in sizes)
+        model = ["--model", f"builtin:{name}", "--weights", f"{place}/weights.pt"]
+        _invoke("fit", *model, "--train", train, "--no-tune", "-o", posterior)
+        for command, *rest in (
+            ["tune", posterior, "--val", val, "--force"],
+            ["evaluate", posterior, "--test", test],
+            ["predict", posterior, test, "-o", f"{place}/predicted.csv"],
+        ):
+            said.clear()
+            start = time.process_time()
+            _invoke(command, *rest)
+            estimate, since = said[0]
+            rows.append(_row(name, f"aftermap {command}", estimate, time.process_time() - since, since - start))
+    return rows
+
+
+def _invoke(*words: str) -> None:
+    result = CliRunner().invoke(app, list(words))
+    if result.exit_code not in (0, 3):  # With random weights a check may fail.
+        raise RuntimeError(f"aftermap {' '.join(words)} ended with {result.exit_code}: {result.output}")
+
+
 def measure(name: str, *, quick: bool = False) -> list[Entry]:
     """All cases of a network: the estimate, and what it took."""
     for module in (cost_module, rehearsal_module):
         module.time = _ProcessorTime  # type: ignore[attr-defined]
     case = _network(name, quick)
+    by_command_line = _command_line(name) if name in COMMAND_LINE and not quick else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rows = _fits(name, case)
         try:
-            return rows + _commands(name, case)
+            return [*rows, *_commands(name, case), *by_command_line]
         except AftermapError as error:
-            return [*rows, {"network": name, "command": "am.fit", "error": str(error)[:200]}]
+            return [*rows, *by_command_line, {"network": name, "command": "am.fit", "error": str(error)[:200]}]
 
 
 def _is_good(row: Entry) -> bool:

@@ -117,6 +117,37 @@ def test_the_estimate_is_what_the_fit_takes(structure: str, seconds: float, monk
     assert estimate.seconds_per_prediction == pytest.approx((clock.now - start) / 40, rel=0.4)
 
 
+def test_what_goes_before_every_pass_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanczos iterations pass often over the data: the two single examples that go before each pass stand for nothing."""
+    clock = Clock()
+    monkeypatch.setattr(rehearsal, "time", clock)
+    monkeypatch.setattr(rehearsal, "_LEAST", 1e6)
+    monkeypatch.setattr(rehearsal, "_MOST", 1e6)
+    x, y = classes()[1]
+    data = [(x[:4], y[:4])] * 3
+    laplace = Laplace(Slow(mlp(), clock).eval(), "classification", structure="low_rank", rank=5)
+    estimate = estimate_cost(laplace, data, tuned=False)
+    start = clock.now
+    laplace.fit(data, progress=False, generator=torch.Generator().manual_seed(0))
+    assert estimate.seconds == pytest.approx(clock.now - start, rel=0.2)
+
+
+def test_the_search_for_the_effective_dimension_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(rehearsal, "time", clock)
+    monkeypatch.setattr(rehearsal, "_LEAST", 1e6)
+    monkeypatch.setattr(rehearsal, "_MOST", 1e6)
+    model = Slow(trained(mlp(), classes(), nn.CrossEntropyLoss(reduction="sum")), clock).eval()
+    x, y = (torch.cat(parts) for parts in zip(*[classes()[1]] * 10, strict=True))
+    data = [(x[:200], y[:200]), (x[200:], y[200:])]
+    laplace = Laplace(model, "classification")
+    estimate = estimate_cost(laplace, data)
+    laplace.fit(data, progress=False)
+    start = clock.now
+    laplace.tune()
+    assert estimate.seconds_of_tuning == pytest.approx(clock.now - start, rel=0.5)
+
+
 @pytest.mark.parametrize("validation", [None, 40])
 def test_the_tuning_is_rehearsed(validation: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from aftermap.batches import Batch
+from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import find_structure
+from aftermap.laplace.dimension import effective_dimension
 from aftermap.laplace.regression import regression_work
 from aftermap.linalg import DenseWork, counted_decompositions
 from aftermap.posteriors import GaussianPosterior
@@ -38,8 +40,10 @@ _LEAST, _MOST, _SHARE = 0.35, 2.0, 0.015  # seconds for the rehearsal of a fit: 
 _LEAST_SLOPE = 0.25  # of a proportional growth: clocks are noisy, and some of the work is for each example
 _GROWTH = 4  # from one piece of the batch to the next
 _TUNED = (8, 48)  # examples of the two rehearsals of a tuning
-_MATCHED_WORK = 5.0  # predictions that each datum is worth for which the effective dimension is found, which takes too long to rehearse
 _MATCHED, _TRAINING, _VALIDATION = 300, 500, 1000  # the most data that tunings look at
+# The products that find an effective dimension are with two vectors and go over batches of so many examples, at most so many times.
+_MATCHED_BATCH, _MATCHED_STEPS = 50, 25
+_MATCHED_PAIRS = 5  # Further products count as so many of these: noise, and eight draws of the posterior.
 _SMALL_MATRIX, _LARGE_MATRIX = 128, 512  # widths whose decompositions are measured
 
 
@@ -67,23 +71,28 @@ class Rehearsal:
 class _ClockedData:
     """Some examples of a batch as a data set, which notes how long they took in each pass over it.
 
-    Two single ones go before them: what is done seldom, such as a check of the layers on the first two batches, is done with those.
+    Two single ones go before them: what is done seldom, such as a check of the layers on the first two batches, is done with those in
+    the first pass.
 
     Attributes:
         passes: The seconds of every pass that was gone through to its end.
+        singles: The seconds that the single ones took in later passes, where they stand for nothing.
     """
 
     def __init__(self, batch: Batch, size: int):
         self.parts = [batch.take(torch.arange(n)) for n in (1, 1, size)]
         self.passes: list[float] = []
+        self.singles = 0.0
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __iter__(self) -> Iterator[Any]:
+        first = time.perf_counter()
         for single in self.parts[:-1]:
             yield _as_tuple(single)
         start = time.perf_counter()
+        self.singles += start - first if self.passes else 0.0
         yield _as_tuple(self.parts[-1])
         self.passes.append(time.perf_counter() - start)
 
@@ -106,12 +115,12 @@ class _Spent:
 
 
 def _spent(work: Callable[[], Any], data: _ClockedData) -> _Spent:
-    before, start = len(data.passes), time.perf_counter()
+    start = time.perf_counter()
     with counted_decompositions() as widths:
         work()
     total = time.perf_counter() - start
-    passes = data.passes[before:]
-    return _Spent(passes, max(0.0, total - sum(passes)), decomposition_seconds(widths))
+    rest = total - sum(data.passes) - data.singles
+    return _Spent(list(data.passes), max(0.0, rest), decomposition_seconds(widths))
 
 
 @contextmanager
@@ -184,7 +193,8 @@ def _next_size(points: Sequence[tuple[int, _Spent]], whole: int, most: float) ->
         return min(_GROWTH, whole) if last.total < _MOST else size
     if len(points) > 2:
         return size
-    return min(whole, int((most - last.rest) * size / max(sum(last.passes), 1e-9)))
+    slope = _slope([(n, sum(spent.passes)) for n, spent in points])
+    return min(whole, int(size + (most - last.total) / max(slope, 1e-9)))
 
 
 def _for_batch(points: Sequence[tuple[int, float]], size: int) -> float:
@@ -192,9 +202,13 @@ def _for_batch(points: Sequence[tuple[int, float]], size: int) -> float:
     here, last = points[-1]
     if here == size or len(points) == 1:
         return last * size / here
-    before, former = points[-2]
-    slope = max(_LEAST_SLOPE * last / here, (last - former) / (here - before))
-    return last + slope * (size - here)
+    return last + _slope(points) * (size - here)
+
+
+def _slope(points: Sequence[tuple[int, float]]) -> float:
+    """Returns the seconds that each further example takes, by the last two pieces."""
+    (before, former), (here, last) = points[-2:]
+    return max(_LEAST_SLOPE * last / here, (last - former) / (here - before))
 
 
 def _fit_seconds(laplace: Laplace, points: Sequence[tuple[int, _Spent]], batch: int, n_data: int) -> float:
@@ -202,8 +216,10 @@ def _fit_seconds(laplace: Laplace, points: Sequence[tuple[int, _Spent]], batch: 
     took = points[-1][1]
 
     def passes(these: slice, examples: int) -> float:
-        """Returns the seconds of some of the passes over so many examples."""
-        return _for_batch([(n, sum(spent.passes[these])) for n, spent in points], batch) * examples / batch
+        """Returns the seconds of some of the passes over so many examples. How many there are may depend on the data: the last piece tells."""
+        count = len(took.passes[these])
+        each = [(n, sum(spent.passes[these]) / max(1, len(spent.passes[these]))) for n, spent in points]
+        return count * _for_batch(each, batch) * examples / batch
 
     work_of = find_structure(laplace.structure).drawn_work
     if work_of is None:
@@ -304,7 +320,7 @@ def _tuning_seconds(
     else:
         posterior = laplace.posterior
         if isinstance(posterior, GaussianPosterior) and not posterior.has_every_term:
-            return (_MATCHED_WORK * min(n_data, _MATCHED) + min(n_data, _TRAINING)) * prediction
+            return _matching_seconds(laplace, posterior, batch, n_data) + min(n_data, _TRAINING) * prediction
         looked_at = min(n_data, _TRAINING)
     points: list[tuple[int, _Spent]] = []
     for size in _TUNED:
@@ -324,6 +340,28 @@ def _tuning_seconds(
     looked_at = max(looked_at, size) if regression else looked_at
     rest = max(0.0, last.rest + each * (looked_at - size)) + last.decompositions
     return rest + sum(last.passes) * n_data / size + dense_seconds(work)
+
+
+def _matching_seconds(laplace: Laplace, posterior: GaussianPosterior, batch: Batch, n_data: int) -> float:
+    """Returns the seconds in which the effective dimension is found, by the products of one of its batches.
+
+    The passes are those of a Krylov method, whose number grows with the square root of the number of data.
+    """
+
+    def operator(size: int) -> GGNOperator:
+        some = _as_tuple(batch.take(torch.arange(size)))
+        return GGNOperator(laplace.model, [some], laplace.base_likelihood, list(posterior.names))
+
+    size, generator = min(_MATCHED_BATCH, batch.size), torch.Generator().manual_seed(0)
+    scale, prior = float(posterior.scale.detach()), posterior.prior.vector(posterior.names)
+    effective_dimension(operator(1), prior, scale, steps=1, generator=generator)  # what is done once in a process
+    products = operator(size)
+    start = time.perf_counter()
+    *_, passes = effective_dimension(products, prior, scale, generator=generator)
+    each = (time.perf_counter() - start) / (passes + 1)
+    looked_at = min(n_data, _MATCHED)
+    passes = min(_MATCHED_STEPS, passes * math.sqrt(max(1.0, looked_at / size)))
+    return each * (passes + _MATCHED_PAIRS) * max(1.0, looked_at / size)
 
 
 def dense_seconds(work: DenseWork) -> float:
