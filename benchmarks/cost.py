@@ -3,6 +3,7 @@
     python -m benchmarks.cost                             # all cases; writes results/cost.json
     python -m benchmarks.cost --networks lenet,table      # these anew, the others as they were
     python -m benchmarks.cost --quick                     # small data, two networks; nothing is written
+    python -m benchmarks.cost --networks ""               # nothing anew: the table of benchmarks/README.md from the results
 
 Times are of the processor, with one thread, so that other work on the machine does not count; the estimate's own measurement uses the same clock.
 The estimate was worked on with the networks of `CHOSEN_WITH`; those of `KEPT_APART` were measured once, afterwards.
@@ -248,9 +249,24 @@ def table(results: Entry) -> str:
         lines.append(f"{row['network']:12} {row['command']:40} {numbers}{'' if _is_good(row) else '  off'}")
     for key in ("within", "within_kept_apart"):
         if key in results:
+            above = results.get(f"{key}_above_a_second")
             share = f"{100 * results[key]:.0f} % within a factor of {FACTOR:g} or below a second"
             lines.append(f"{key}: {share}; to reach: {100 * SHARE:.0f} %")
+            if above is not None:
+                lines.append(f"{key}, cases above a second: {100 * above:.0f} %")
     return "\n".join(lines)
+
+
+def markdown(results: Entry) -> str:
+    """The ratios as the table of benchmarks/README.md, with what each case took."""
+    rows = [r for r in results["rows"] if "ratio" in r]
+    names = [n for n in (*CHOSEN_WITH, *KEPT_APART) if any(r["network"] == n for r in rows)]
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        command = row["command"].partition(":")[0]  # am.fit has the structure that it chose behind it
+        cells.setdefault(command, {})[row["network"]] = f"{row['ratio']:.2f} ({row['took']:.1f} s)"
+    head = f"| | {' | '.join(names)} |\n|---|{'---:|' * len(names)}"
+    return "\n".join([head, *(f"| {c} | {' | '.join(of.get(n, '–') for n in names)} |" for c, of in cells.items())])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -260,7 +276,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="two networks, small data, nothing written")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    names = ["lenet", "classes"] if chosen.quick else chosen.networks.split(",")
+    names = ["lenet", "classes"] if chosen.quick else [n for n in chosen.networks.split(",") if n]
     known: Entry = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() and not chosen.quick else {}
     rows = known.get("rows", [])
     for name in names:
@@ -270,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not chosen.quick:
             results = {"machine": machine(), "rows": rows, **summary(rows)}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(table({"rows": rows, **summary(rows)}))
+    print(table({"rows": rows, **summary(rows)}) if names else markdown(known))
     return 0
 
 

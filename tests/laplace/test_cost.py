@@ -9,6 +9,7 @@ from torch import nn
 from aftermap.curvature import fit_curvature
 from aftermap.curvature.structures.base import STRUCTURES
 from aftermap.laplace import Cost, Laplace, estimate_cost, estimate_costs, rehearsal
+from aftermap.laplace import cost as cost_module
 from aftermap.laplace.cost import describe_costs
 from aftermap.likelihoods import Categorical
 from aftermap.testing import ModelSnapshot, check_unchanged
@@ -115,6 +116,32 @@ def test_the_estimate_is_what_the_fit_takes(structure: str, seconds: float, monk
     start = clock.now
     laplace.predict(data[0][0])
     assert estimate.seconds_per_prediction == pytest.approx((clock.now - start) / 40, rel=0.4)
+
+
+class Recurrent(nn.Module):
+    """A gated recurrent layer, for which there is no rule, and a head on its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.GRU(3, 4, batch_first=True)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
+@pytest.mark.parametrize(("model", "rehearsed"), [(mlp(), False), (Recurrent().double().eval(), True)])
+def test_a_short_fit_is_rehearsed_where_shapes_say_nothing(
+    model: nn.Module, rehearsed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Cost("kron", "all", 1, 100.0, 1.0)
+    monkeypatch.setattr(cost_module, "_by_rehearsal", lambda *_: found)
+    x, y = classes()[0]
+    data = [(x[:, None].expand(-1, 5, -1) if rehearsed else x, y)]
+    look = cost_module.FirstLook.at(model, data, None)
+    shapes = Cost("kron", "all", 1, 0.01, 1.0)
+    cost = cost_module.rehearsed_cost(Laplace(model, "classification"), look, shapes)
+    assert cost is (found if rehearsed else shapes)
 
 
 def test_what_goes_before_every_pass_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

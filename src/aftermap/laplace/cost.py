@@ -212,6 +212,8 @@ def rehearsed_cost(
 ) -> Cost | None:
     """Returns the cost by a rehearsal; that by the shapes where the fit is short, in a process group, or where few data are not enough.
 
+    Shapes say nothing of parameters outside the layers that have a rule (a recurrent layer): such a network is always rehearsed.
+
     Args:
         laplace: The approximation as it will be fitted.
         look: The first look at the data.
@@ -222,12 +224,19 @@ def rehearsed_cost(
     if is_distributed():  # Each process has its own clock, and would stop after another number of rehearsals.
         return shapes
     predictions = 0 if not tuned else 500 if validation is None else 2 * min(1000, validation)
-    if shapes is not None and shapes.total(predictions) < _SHORT:
+    if shapes is not None and shapes.total(predictions) < _SHORT and _has_rules_for_all(laplace.model):
         return shapes
     try:
         return _by_rehearsal(laplace, look, validation, tuned, shapes)
     except AftermapError:  # The fit itself will say what is wrong, if few data are not the reason.
         return shapes
+
+
+def _has_rules_for_all(model: nn.Module) -> bool:
+    """Tells whether every parameter belongs to a layer whose gradients follow from a rule."""
+    names = [n for n, p in named_parameters(model).items() if p.is_floating_point()]
+    known = find_layers(model, names).layers_of_parameter
+    return all(n in known for n in names)
 
 
 def estimate_costs(

@@ -360,8 +360,8 @@ def _matching_seconds(laplace: Laplace, posterior: GaussianPosterior, batch: Bat
     *_, passes = effective_dimension(products, prior, scale, generator=generator)
     each = (time.perf_counter() - start) / (passes + 1)
     looked_at = min(n_data, _MATCHED)
-    passes = min(_MATCHED_STEPS, passes * math.sqrt(max(1.0, looked_at / size)))
-    return each * (passes + _MATCHED_PAIRS) * max(1.0, looked_at / size)
+    more = max(1.0, looked_at / size)
+    return each * (min(_MATCHED_STEPS, passes * math.sqrt(more)) + _MATCHED_PAIRS) * more
 
 
 def dense_seconds(work: DenseWork) -> float:
