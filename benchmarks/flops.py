@@ -132,7 +132,11 @@ def table(results: Entry) -> str:
     for name, row in results.items():
         if name != "machine":
             numbers = f"{row['counted']:8.1f} {row['measured']:9.1f} {row['ratio']:6.2f} {row['predict']:8.1f} {row['margin']:7.1f}"
-            block = f"; last block {row['last_block predict']}, {row['last_block margin']}" if name in BLOCKS else ""
+            block = (
+                f"; last block {row['last_block predict']}, {row['last_block margin']}"
+                if "last_block predict" in row
+                else ""
+            )
             lines.append(
                 f"{name:12} {row['inputs']:6} {numbers}  {'reached' if row['ratio'] <= REACH else 'missed'}{block}"
             )
