@@ -35,6 +35,7 @@ from aftermap.posteriors.matrix_free import common_seed, mean_estimate
 __all__ = [
     "DimensionResult",
     "block_dimension",
+    "draws_for",
     "effective_dimension",
     "is_normalised",
     "match_dimension",
@@ -181,6 +182,15 @@ def _bounds(diagonal: list[Tensor], off_diagonal: list[Tensor], beta: Tensor, we
     return lower, torch.maximum(lower, torch.minimum(upper, weight))
 
 
+def draws_for(gamma: float) -> int:
+    """Returns how many draws an effective dimension γ needs: one has a relative variance of at most 2/γ.
+
+    >>> draws_for(1000.0), draws_for(20.0), draws_for(1.0)
+    (2, 10, 32)
+    """
+    return max(_FEW_DRAWS, min(_MOST_DRAWS, math.ceil(2 / (max(gamma, 1e-300) * _RELATIVE_ERROR**2))))
+
+
 def block_dimension(
     operator: GGNOperator, posterior: GaussianPosterior, draws: int = 8, generator: torch.Generator | None = None
 ) -> TraceEstimate:
@@ -254,8 +264,7 @@ def match_dimension(
 
     gamma, bounds, passes = estimate(_FEW_DRAWS if draws is None else draws)
     if draws is None and gamma.value > 0:
-        # One draw has a relative variance of at most 2/γ. All processes make the same number of draws.
-        needed = int(broadcast_number(min(_MOST_DRAWS, math.ceil(2 / (gamma.value * _RELATIVE_ERROR**2)))))
+        needed = broadcast_number(draws_for(gamma.value))  # All processes make the same number of draws.
         if needed > _FEW_DRAWS:
             gamma, bounds, passes = estimate(needed)
     before = block_dimension(operator, posterior, generator=torch.Generator().manual_seed(seed))

@@ -23,7 +23,7 @@ import torch
 from aftermap.batches import Batch
 from aftermap.curvature.passes.products import GGNOperator
 from aftermap.curvature.structures.base import find_structure
-from aftermap.laplace.dimension import effective_dimension
+from aftermap.laplace.dimension import draws_for, effective_dimension
 from aftermap.laplace.regression import regression_work
 from aftermap.linalg import DenseWork, counted_decompositions
 from aftermap.posteriors import GaussianPosterior
@@ -357,11 +357,14 @@ def _matching_seconds(laplace: Laplace, posterior: GaussianPosterior, batch: Bat
     effective_dimension(operator(1), prior, scale, steps=1, generator=generator)  # what is done once in a process
     products = operator(size)
     start = time.perf_counter()
-    *_, passes = effective_dimension(products, prior, scale, generator=generator)
+    gamma, _, passes = effective_dimension(products, prior, scale, generator=generator)
     each = (time.perf_counter() - start) / (passes + 1)
     looked_at = min(n_data, _MATCHED)
     more = max(1.0, looked_at / size)
-    return each * (min(_MATCHED_STEPS, passes * math.sqrt(more)) + _MATCHED_PAIRS) * more
+    # A small dimension is found a second time, by more draws than the first two; it grows with the data, though slower than they.
+    draws = draws_for(gamma.value * math.sqrt(more))
+    searches = 1.0 if draws == 2 else 1.0 + draws / 2
+    return each * (searches * min(_MATCHED_STEPS, passes * math.sqrt(more)) + _MATCHED_PAIRS) * more
 
 
 def dense_seconds(work: DenseWork) -> float:
