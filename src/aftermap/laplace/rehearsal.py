@@ -358,13 +358,16 @@ def _matching_seconds(laplace: Laplace, posterior: GaussianPosterior, batch: Bat
     products = operator(size)
     start = time.perf_counter()
     gamma, _, passes = effective_dimension(products, prior, scale, generator=generator)
-    each = (time.perf_counter() - start) / (passes + 1)
+    one_search = time.perf_counter() - start
     looked_at = min(n_data, _MATCHED)
     more = max(1.0, looked_at / size)
-    # A small dimension is found a second time, by more draws than the first two; it grows with the data, though slower than they.
-    draws = draws_for(gamma.value * math.sqrt(more))
-    searches = 1.0 if draws == 2 else 1.0 + draws / 2
-    return each * (searches * min(_MATCHED_STEPS, passes * math.sqrt(more)) + _MATCHED_PAIRS) * more
+    # A small dimension is found a second time, by more draws; it grows with the data, though slower than they.
+    draws, searches = draws_for(gamma.value * math.sqrt(more)), one_search
+    if draws > draws_for(math.inf):
+        effective_dimension(products, prior, scale, draws=draws, generator=generator)
+        searches = time.perf_counter() - start
+    each, steps = one_search / (passes + 1), min(_MATCHED_STEPS, passes * math.sqrt(more))
+    return each * (steps * searches / one_search + _MATCHED_PAIRS) * more
 
 
 def dense_seconds(work: DenseWork) -> float:
