@@ -39,8 +39,10 @@ def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
 
 
 def _tune(settings: Pictures, data: Data, method: str) -> dict[str, Any]:
-    """NLL and accuracy on held-out images for every setting, and which is the best."""
+    """NLL and accuracy on held-out images for every setting, and which is the best; a single setting needs no trial."""
     trials = TRIALS[settings.network][method]
+    if len(trials) == 1:
+        return {"chosen": 0, "settings": dict(trials[0])}
     curves = [train(method, settings, data, TUNING_SEED, values, watched=False).curve[-1] for values in trials]
     scores = [c["nll"] if settings.chosen_by == "nll" else -c["accuracy"] for c in curves]
     best = scores.index(min(scores))
