@@ -124,7 +124,7 @@ def test_a_data_scientist_scores_new_inputs(installed: Installed, project: Path)
     )
     page = (project / "posterior" / "report.html").read_text(encoding="utf-8")
     assert "Traceback" not in report.stderr
-    assert all(word in page for word in ("AUROC", "other", "NLL"))
+    assert all(word in page for word in ("AUROC", "other", "log-likelihood"))
 
     run(
         installed.aftermap, "predict", "posterior/", "new.csv", "--drop", "customer", "-o", "scored.csv", folder=project
