@@ -208,7 +208,7 @@ def _same_grid(results: Results, sizes: Mapping[str, list[float]], wide: float =
     found: list[dict[tuple[float, float], list[float]]] = [{}, {}]
     for way, into in zip(_BOTH, found, strict=True):
         for value in results.among(f"augmentation/tune_{way}/*").values():
-            for scale, precision, nll in value["table"]:
+            for scale, precision, nll in value["tables"][0]:
                 into.setdefault((scale, precision), []).append(nll)
     ours, plain = ({k: sum(v) / len(v) for k, v in rows.items()} for rows in found)
     least = min(*ours.values(), *plain.values())

@@ -66,12 +66,16 @@ class Images:
         train: How many images of the training part are trained on.
         train_batch: The size of batches in training.
         epochs: The number of epochs.
+        rates: The first rates that are tried; the first one with every decay.
+        decays: The weight decays that are tried; the first one with every rate.
+        trial_epochs: The number of epochs of a trial.
         field_epochs: The number of epochs of mean-field inference, which begins at the trained network.
         fit: How many images the curvature is of.
         passes: How many random binarisations of each image it is of.
         batch: The size of batches of the KFRA recursion.
-        validation: How many held-out images the grid uses.
-        tuning_samples: The number of weight samples at a grid point.
+        validation: How many held-out images each stage of the grid uses.
+        tuning_samples: The number of weight samples at a grid point of each stage.
+        kept: How many grid points go on from each stage but the last.
         scales: The data scales of the grid.
         ratios: The ratios precision / data scale of the grid.
         samples: The number of weight samples of a prediction.
@@ -88,14 +92,18 @@ class Images:
     width: int = 1024
     train: int = 50_000
     train_batch: int = 250
-    epochs: int = 8
+    epochs: int = 30
+    rates: tuple[float, ...] = (0.1, 0.03)
+    decays: tuple[float, ...] = (1e-4, 1e-5, 1e-2)
+    trial_epochs: int = 3
     field_epochs: int = 1
     fit: int = 10_000
     passes: int = 2
     batch: int = 500
-    validation: int = 500
-    tuning_samples: int = 8
-    scales: tuple[float, ...] = _decades(-1, 3)
+    validation: tuple[int, ...] = (500, 2000, 6000)
+    tuning_samples: tuple[int, ...] = (8, 16, 32)
+    kept: tuple[int, ...] = (6, 2)
+    scales: tuple[float, ...] = _decades(-1, 4)
     ratios: tuple[float, ...] = _decades(-1, 4)
     samples: int = 20
     test: int = 5000
@@ -199,12 +207,16 @@ BUDGETS = {
             width=16,
             train=400,
             epochs=1,
+            rates=(0.1,),
+            decays=(1e-4,),
+            trial_epochs=1,
             field_epochs=1,
             fit=100,
             passes=2,
             batch=50,
-            validation=50,
-            tuning_samples=3,
+            validation=(30, 50),
+            tuning_samples=(2, 3),
+            kept=(2,),
             scales=(1.0, 100.0),
             ratios=(1.0, 100.0),
             samples=3,
