@@ -24,6 +24,7 @@ __all__ = ["figures", "jobs", "verdicts"]
 NAMES = {m: n for m, n in ALL_NAMES.items() if m != "field"}
 STEPS = tuple(k / 20 for k in range(11))
 _BOTH = ("kron", "plain")  # with and without augmentation
+_TUNED = {"kron": "notmnist/tune_kron/*", "plain": "augmentation/tune_plain/*"}
 AUGMENTED = {
     "kron": "augmented, minibatch",
     "plain": "plain, minibatch",
@@ -33,21 +34,25 @@ AUGMENTED = {
 
 
 def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
-    """Both attacks on four methods, then the curvature without augmentation, with and without minibatches."""
-    for seed in range(settings.seeds):
-        digits = Digits(settings, data_dir, seed)
+    """Both attacks on four methods, then the curvature without augmentation, with and without minibatches; last a wider posterior."""
+    every = [Digits(settings, data_dir, seed) for seed in range(settings.seeds)]
+    for digits in every:
         for method in NAMES:
-            yield Job(f"adversarial/untargeted_{method}/seed{seed}", partial(_untargeted, digits, method))
-            yield Job(f"adversarial/targeted_{method}/seed{seed}", partial(_targeted, digits, method))
-    for seed in range(settings.seeds):
-        digits = Digits(settings, data_dir, seed)
+            yield from _attacks(digits, f"adversarial/{{}}_{method}", method, settings.attacked, settings.aimed)
+    for digits in every:
+        seed, count = digits.seed, settings.compared
         yield Job(f"augmentation/fit_plain/seed{seed}", partial(digits.fit, "plain"))
-        for name in _BOTH:
-            yield Job(f"augmentation/tune_{name}/seed{seed}", partial(digits.tune, name))
+        yield Job(f"augmentation/tune_plain/seed{seed}", partial(digits.tune, "plain"))
         yield Job(f"augmentation/fit_few/seed{seed}", partial(_fit_few, digits))
-        for name in AUGMENTED:  # The augmented one, too: a network that was made again differs in its last digits.
-            yield Job(f"augmentation/untargeted_{name}/seed{seed}", partial(_untargeted, digits, name))
-            yield Job(f"augmentation/targeted_{name}/seed{seed}", partial(_targeted, digits, name))
+        for name in AUGMENTED:  # The augmented one, too, for the same images.
+            yield from _attacks(digits, f"augmentation/{{}}_{name}", name, count, count)
+    for digits in every:
+        yield from _attacks(digits, "adversarial/{}_wide", "wide", settings.attacked, settings.aimed)
+
+
+def _attacks(digits: Digits, key: str, method: str, attacked: int, aimed: int) -> Iterator[Job]:
+    yield Job(f"{key.format('untargeted')}/seed{digits.seed}", partial(_untargeted, digits, method, attacked))
+    yield Job(f"{key.format('targeted')}/seed{digits.seed}", partial(_targeted, digits, method, aimed))
 
 
 def _scale(digits: Digits) -> Tensor:
@@ -70,9 +75,9 @@ def _predictor(digits: Digits, method: str) -> Baseline:
     return digits.predictor(method, count)
 
 
-def _untargeted(digits: Digits, method: str) -> dict[str, Any]:
+def _untargeted(digits: Digits, method: str, count: int) -> dict[str, Any]:
     attack = FGSM(scale=_scale(digits), steps=STEPS)
-    curve = attack.run(_predictor(digits, method), _attacked(digits, digits.settings.attacked))
+    curve = attack.run(_predictor(digits, method), _attacked(digits, count))
     return {
         "entropy_area": _area(curve.entropy, STEPS[1]),
         "kept_area": _area(curve.kept, STEPS[1]),
@@ -82,9 +87,9 @@ def _untargeted(digits: Digits, method: str) -> dict[str, Any]:
     }
 
 
-def _targeted(digits: Digits, method: str) -> dict[str, Any]:
+def _targeted(digits: Digits, method: str, count: int) -> dict[str, Any]:
     attack = TargetedAttack(scale=_scale(digits), target=0, step=1e-2, iterations=digits.settings.iterations)
-    curve = attack.run(_predictor(digits, method), _attacked(digits, digits.settings.aimed))
+    curve = attack.run(_predictor(digits, method), _attacked(digits, count))
     return {
         "steps_to_half": _crossing([1 - k for k in curve.kept], 0.5),
         "steps_to_all": _crossing(curve.target, 0.99),
@@ -122,7 +127,8 @@ def verdicts(results: Results) -> list[Verdict]:
     first = {f"adversarial/untargeted_{m}/*": count for m in NAMES}
     second = {f"adversarial/targeted_{m}/*": count for m in NAMES} | {f"notmnist/tune_{m}/*": count for m in STRUCTURES}
     pairs = {f"augmentation/{kind}_{m}/*": count for kind in ("untargeted", "targeted") for m in ("few", "exact")}
-    plain = {f"augmentation/{kind}_{m}/*": count for kind in ("tune", "untargeted", "targeted") for m in _BOTH}
+    plain = {f"augmentation/{kind}_{m}/*": count for kind in ("untargeted", "targeted") for m in _BOTH}
+    plain |= dict.fromkeys(_TUNED.values(), count)
     return [
         *judged(results, first, ("R10", "R11"), lambda r: [_most_uncertain(r), _kept(r)]),
         *judged(results, second, ("R12", "R13"), lambda r: [_steps(r), _peak(r)]),
@@ -184,8 +190,7 @@ def _peak(results: Results) -> Verdict:
 
 def _augmented(results: Results) -> Verdict:
     sizes = {
-        name: results.numbers(f"augmentation/tune_{m}/*", "mean_deviation")
-        for name, m in zip(("with", "without"), _BOTH, strict=True)
+        name: results.numbers(_TUNED[m], "mean_deviation") for name, m in zip(("with", "without"), _BOTH, strict=True)
     }
     areas = {
         kind: [results.numbers(f"augmentation/{kind}_{m}/*", "entropy_area") for m in _BOTH]
@@ -207,7 +212,7 @@ def _same_grid(results: Results, sizes: Mapping[str, list[float]], wide: float =
     """What the two grids of appendix C say, point by point: the mean over seeds of the likelihood of the same N and τ."""
     found: list[dict[tuple[float, float], list[float]]] = [{}, {}]
     for way, into in zip(_BOTH, found, strict=True):
-        for value in results.among(f"augmentation/tune_{way}/*").values():
+        for value in results.among(_TUNED[way]).values():
             for scale, precision, nll in value["tables"][0]:
                 into.setdefault((scale, precision), []).append(nll)
     ours, plain = ({k: sum(v) / len(v) for k, v in rows.items()} for rows in found)

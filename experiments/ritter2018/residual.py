@@ -26,7 +26,7 @@ from aftermap.baselines import Baseline, Deterministic, Particles
 from examples.resnet20_cifar10 import ResNet20
 from examples.resnet20_cifar10 import images as tiles
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, result_of, work_folder
-from experiments.ritter2018.notmnist import COLOURS, probabilities
+from experiments.ritter2018.notmnist import COLOURS, batches, probabilities, tuned_in_stages
 from experiments.ritter2018.settings import Residual
 
 __all__ = ["figures", "jobs", "verdicts"]
@@ -105,10 +105,9 @@ class Network:
         """A source of random numbers for one purpose."""
         return torch.Generator().manual_seed(1000 * self.seed + place)
 
-    @property
-    def tuning(self) -> Pair:
-        """Images of the first half of the test set, others for every seed."""
-        return _images(self.data_dir, "test", self.seed * self.settings.tuning, self.settings.tuning)
+    def tuning(self, count: int) -> Pair:
+        """Images of the first half of the test set, others for every seed as long as there are."""
+        return _images(self.data_dir, "test", self.seed * count % 5000, count)
 
     def tune(self, method: str) -> dict[str, Any]:
         """Curvature under augmentation, then the grid on images of the first half of the test set."""
@@ -118,31 +117,31 @@ class Network:
         la.fit(data, passes=settings.passes, generator=self.generator(1), progress=False)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", am.errors.StatisticalWarning)  # The edge of the grid is in the numbers.
-            la.tune(
-                [self.tuning],
-                method="grid",
-                kind="sampling",
-                samples=settings.tuning_samples,
+            tables = tuned_in_stages(
+                la,
+                [batches(self.tuning(count), 500) for count in settings.tuning],
+                settings.tuning_samples,
+                settings.kept,
                 precisions=settings.ratios,
                 scales=settings.scales,
             )
         la.save(work_folder("residual") / f"{method}{self.seed}", overwrite=True)
         deviation = torch.cat([v.flatten() for v in la.posterior.marginal_variance().values()]).sqrt()
         size = torch.cat([p.detach().flatten() for p in la.model.parameters()]).abs()
-        result: Any = la.tuning
+        scale, precision, nll = min(tables[-1], key=lambda row: row[2])
         return {
-            "scale": la.data_scale,
-            "count": la.data_scale * la.n_data,
-            "precision": result.precision,
+            "scale": scale,
+            "count": scale * la.n_data,
+            "precision": precision,
             "median_deviation": float(deviation.median()),
             "relative_deviation": float((deviation / size.clamp_min(1e-8)).median()),
-            "validation_nll": result.nll,
-            "table": result.table,
+            "validation_nll": nll,
+            "tables": tables,
         }
 
     def choose_drop(self) -> dict[str, Any]:
         """The likelihood of validation images for each probability of dropping."""
-        x, y = self.tuning
+        x, y = self.tuning(self.settings.tuning[0])
         scores = {}
         for p in self.settings.drops:
             masks = am.MCDropout(_network(self.data_dir), samples=self.settings.samples, insert=p)
@@ -277,7 +276,7 @@ def _stronger(results: Results) -> Verdict:
     reason = ", ".join(f"{name} {'yes' if held else 'no'}" for name, held in zip(parts, conditions, strict=True))
     each = ", ".join(f"{v:.2g}" for v in results.numbers("residual/tune_diagonal/*", "relative_deviation"))
     why = (
-        f"On MNIST the grid chose next to no width already (R12), so that there was no room for more; {results.settings.residual.tuning} images decide by thousandths of a nat, and the "
+        f"On MNIST the grid chose next to no width already (R12), so that there was no room for more; {results.settings.residual.tuning[-1]} images decide by thousandths of a nat, and the "
         f"diagonal posterior has {each} of the weight's size in the seeds"
     )
     return Verdict.of("R18", conditions, ours, f"{reason}. {why}", len(results.among("residual/tune_kron/*")))

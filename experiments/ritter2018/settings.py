@@ -78,11 +78,13 @@ class Images:
         kept: How many grid points go on from each stage but the last.
         scales: The data scales of the grid.
         ratios: The ratios precision / data scale of the grid.
+        wide: How many nats the widest posterior that is shown beside the tuned one may cost held-out images.
         samples: The number of weight samples of a prediction.
         test: How many test images.
         letters: How many images of notMNIST.
         attacked: How many images the untargeted attack moves.
         aimed: How many images the targeted attack moves.
+        compared: How many images both attacks move where ways to compute the curvature are compared.
         attack_samples: The number of weight samples that are attacked.
         iterations: The number of steps of the targeted attack.
         exact_fit: How many images the comparison of minibatches with single data uses.
@@ -92,26 +94,28 @@ class Images:
     width: int = 1024
     train: int = 50_000
     train_batch: int = 250
-    epochs: int = 30
+    epochs: int = 15
     rates: tuple[float, ...] = (0.1, 0.03)
     decays: tuple[float, ...] = (1e-4, 1e-5, 1e-2)
-    trial_epochs: int = 3
+    trial_epochs: int = 2
     field_epochs: int = 1
     fit: int = 10_000
     passes: int = 2
     batch: int = 500
-    validation: tuple[int, ...] = (500, 2000, 6000)
-    tuning_samples: tuple[int, ...] = (8, 16, 32)
-    kept: tuple[int, ...] = (6, 2)
+    validation: tuple[int, ...] = (500, 2000, 5000)
+    tuning_samples: tuple[int, ...] = (8, 16, 20)
+    kept: tuple[int, ...] = (5, 2)
     scales: tuple[float, ...] = _decades(-1, 4)
     ratios: tuple[float, ...] = _decades(-1, 4)
+    wide: float = 0.02
     samples: int = 20
-    test: int = 5000
+    test: int = 10_000
     letters: int = 2000
     attacked: int = 1000
-    aimed: int = 100
-    attack_samples: int = 6
-    iterations: int = 50
+    aimed: int = 1000
+    compared: int = 250
+    attack_samples: int = 4
+    iterations: int = 40
     exact_fit: int = 1000
 
 
@@ -123,8 +127,9 @@ class Residual:
         seeds: How often images, samples and masks are drawn; there is one network.
         fit: How many training images the curvature is of.
         passes: How many random crops and reflections of each.
-        tuning: How many of the first 5,000 test images the grid uses.
-        tuning_samples: The number of weight samples at a grid point.
+        tuning: How many of the first 5,000 test images each stage of the grid uses; dropout is chosen with those of the first.
+        tuning_samples: The number of weight samples at a grid point of each stage.
+        kept: How many grid points go on from each stage but the last.
         scales: The data scales of the grid.
         ratios: The ratios precision / data scale of the grid.
         samples: The number of weight samples of a prediction.
@@ -135,8 +140,9 @@ class Residual:
     seeds: int = 3
     fit: int = 300
     passes: int = 1
-    tuning: int = 100
-    tuning_samples: int = 2
+    tuning: tuple[int, ...] = (500, 5000)
+    tuning_samples: tuple[int, ...] = (2, 2)
+    kept: tuple[int, ...] = (2,)
     scales: tuple[float, ...] = _decades(0, 6)
     ratios: tuple[float, ...] = (1.0, 100.0, 1e4)
     samples: int = 3
@@ -224,6 +230,7 @@ BUDGETS = {
             letters=100,
             attacked=20,
             aimed=20,
+            compared=20,
             attack_samples=3,
             iterations=3,
             exact_fit=20,
@@ -232,8 +239,9 @@ BUDGETS = {
             seeds=1,
             fit=4,
             passes=1,
-            tuning=10,
-            tuning_samples=2,
+            tuning=(10, 20),
+            tuning_samples=(2, 3),
+            kept=(1,),
             scales=(1e2, 1e4),
             ratios=(1.0,),
             samples=2,

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import aftermap as am
+from experiments.ritter2018.notmnist import tuned_in_stages
 from experiments.ritter2018.tempering import Perceptron, sample
 
 
@@ -56,3 +58,29 @@ def test_two_modes_that_are_far_apart_get_their_weights_from_both_sides() -> Non
     np.testing.assert_allclose(np.cov(right.T), deviation**2 * np.eye(2), atol=0.008)
     assert float(found.exchanges.min()) > 0.2
     assert float(found.acceptance.min()) > 0.6
+
+
+def test_the_grid_by_stages_ends_at_the_best_point_of_its_last_stage() -> None:
+    """The last stage looks only at the points that were best before, and the posterior has the likelihood that its table says."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 4, generator=generator)
+    y = (x[:, 0] + 0.5 * torch.randn(120, generator=generator) > 0).long()
+    la = am.Laplace(nn.Linear(4, 2), "classification", structure="kron", damping="factored")
+    la.fit([(x[:40], y[:40])], progress=False)
+    stages = [[(x[40:60], y[40:60])], [(x[40:80], y[40:80]), (x[80:], y[80:])]]
+    first, last = tuned_in_stages(la, stages, (8, 16), (3,), precisions=(0.1, 1.0, 10.0), scales=(0.5, 2.0))
+    assert len(first) == 6
+    best = sorted(first, key=lambda row: row[2])[:3]
+    assert {row[:2] for row in last} == {row[:2] for row in best}
+    scale, precision, nll = min(last, key=lambda row: row[2])
+    assert la.data_scale == pytest.approx(scale)
+    again = la.tune(
+        stages[1], method="grid", kind="sampling", samples=16, precisions=[precision / scale], scales=[scale]
+    )
+    assert again.tuning is not None
+    assert again.tuning.nll == pytest.approx(nll, rel=1e-4)
+    wanted = {n: v.clone() for n, v in la.posterior.marginal_variance().items()}
+    fresh = am.Laplace(la.model, "classification", structure="kron", damping="factored", prior_precision=precision)
+    fresh.fit([(x[:40], y[:40])], progress=False)
+    for name, variance in fresh.posterior.with_prior(precision, scale=scale).marginal_variance().items():
+        torch.testing.assert_close(wanted[name], variance, rtol=1e-4, atol=1e-7)
