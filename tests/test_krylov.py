@@ -183,3 +183,12 @@ def test_what_rounding_drowns() -> None:
     assert_close(Rounding(1e-3).relative(values, 9.0), torch.full((3,), 9.0, dtype=torch.float64))
     expected = torch.tensor([36.0, 9e-4, 9e-6 * 9], dtype=torch.float64).sqrt()
     assert_close(Rounding(1e-3, factored=True).relative(values, 9.0), expected)
+
+
+def test_copies_of_an_eigenvalue_beyond_the_rank_are_not_looked_for() -> None:
+    """Each round finds one copy of the only eigenvalue; after three, a fourth sees that no larger one is left, in spite of rounding."""
+    for seed in range(20):
+        A = symmetric([5.0] * 40, seed)
+        pairs = lanczos_eigh(lambda v, A=A: A @ v, 40, 3, generator=generator(seed))
+        assert_close(pairs.values, torch.full((3,), 5.0, dtype=torch.float64))
+        assert pairs.matvecs == 4

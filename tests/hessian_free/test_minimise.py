@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
-from aftermap.hessian_free.minimise import Minimum, lbfgs, newton_cg
+from aftermap.hessian_free import Settings
+from aftermap.hessian_free.minimise import BatchFineTuner, Minimum, _two_loops, lbfgs, newton_cg
 from tests.laplace.problems import normal
 
 
@@ -81,3 +82,59 @@ def test_negative_curvature_is_told() -> None:
     assert bool(found.negative)
     assert_close(found.theta, torch.ones(1, 3, dtype=torch.float64), rtol=0, atol=1e-8)
     assert not bool(run(double_well, "newton_cg", torch.full((1, 3), 0.9, dtype=torch.float64)).negative)
+
+
+def test_the_newest_change_of_the_gradient_is_taken_for_its_move() -> None:
+    """The secant equation H⁻¹y = s, which BFGS fulfils exactly for the newest pair, however many came before."""
+    moves, changes = normal(4, 2, 6, seed=1), normal(4, 2, 6, seed=2)
+    changes = changes * torch.sign((moves * changes).sum(2, keepdim=True))  # along every move the gradient rises
+    pairs = [(s, y, 1 / (s * y).sum(1)) for s, y in zip(moves, changes, strict=True)]
+    gamma = torch.tensor([0.3, 2.0], dtype=torch.float64)
+    for count in range(1, 5):
+        assert_close(_two_loops(changes[0], pairs[:count], gamma), moves[0])
+    one, other = normal(2, 6, seed=3), normal(2, 6, seed=4)
+    forth, back = (_two_loops(v, pairs, gamma) for v in (one, other))
+    assert_close((forth * other).sum(1), (back * one).sum(1))  # H⁻¹ is symmetric
+
+
+class Valley:
+    """Stands for an objective with one batch of four data, whose mean loss is the valley."""
+
+    model, device, like = nn.Identity(), torch.device("cpu"), {"theta": torch.zeros(3, dtype=torch.float64)}
+    n_data, n_batches, centre = 4.0, 1, torch.zeros(3, dtype=torch.float64)
+
+    def cast(self, batch: Any) -> Any:
+        return batch
+
+    def evaluate(self, theta: Tensor, push: Any = None, **_: Any) -> Any:
+        return SimpleNamespace(gradient=self.n_data * torch.stack([torch.func.grad(rosenbrock)(t) for t in theta]))
+
+
+@pytest.mark.parametrize("method", ["sgd", "adam"])
+@pytest.mark.parametrize("average", [0.0, 0.5])
+def test_steps_on_batches_are_those_of_torch(method: str, average: float) -> None:
+    steps, lr = 20, 1e-3
+    settings = Settings(method=method, lr=lr, steps=steps, momentum=0.7, average=average)
+    tuner = BatchFineTuner(Valley(), [(torch.zeros(4, 1).double(), torch.zeros(4))], settings, None)  # type: ignore[arg-type]
+    start = normal(3, 3, seed=3)
+    found = tuner._descend(start, None)
+    for begin, end in zip(start, found, strict=True):
+        theta = begin.clone().requires_grad_()
+        if method == "sgd":
+            optimiser: torch.optim.Optimizer = torch.optim.SGD([theta], lr, momentum=0.7)
+        else:
+            optimiser = torch.optim.Adam([theta], lr, eps=1e-12)
+        last = []
+        for step in range(steps):
+            if method == "adam":
+                optimiser.param_groups[0]["lr"] = (
+                    lr * 0.5 * (1 + torch.cos(torch.tensor(torch.pi * step / steps)).item())
+                )
+            optimiser.zero_grad()
+            rosenbrock(theta).backward()
+            optimiser.step()
+            last.append(theta.detach().clone())
+        assert_close(end, torch.stack(last[-max(1, int(average * steps)) :]).mean(0), rtol=1e-6, atol=1e-9)
+    # Members that are pushed both ways go on as alone where they are the same.
+    pair = tuner._descend(torch.stack([start[0], start[0], start[1]]), None, pairs=1)
+    assert_close(pair, found[[0, 0, 1]])

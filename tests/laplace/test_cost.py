@@ -12,6 +12,7 @@ from aftermap.laplace import Cost, Laplace, estimate_cost, estimate_costs, rehea
 from aftermap.laplace import cost as cost_module
 from aftermap.laplace.cost import describe_costs
 from aftermap.likelihoods import Categorical
+from aftermap.linalg import DenseWork
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, mlp, new_classes, normal, seeded, trained
 
@@ -36,6 +37,59 @@ def test_the_order_of_costs() -> None:
     assert costs["kron", "all"].seconds < costs["full", "all"].seconds
     assert costs["kron", "last_layer"].n_params == 300 * 4 + 4
     assert all(c.seconds > 0 for c in costs.values())
+
+
+@pytest.mark.parametrize("which", ["all", "last_layer"])
+def test_the_formulas_for_a_network_that_is_worked_out_by_hand(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token network 4 -> 8 -> 2 without biases: 5 inputs of 3 tokens make 15 · (32 + 16) = 720 multiplications on the way forward.
+
+    Every vector takes as many on the way back, or those of the last layer alone. Half of AᵀA and GᵀG is computed.
+    """
+    monkeypatch.setattr(cost_module, "_unit", lambda *_: 3.0)  # seconds, a third of them on the way forward
+    monkeypatch.setattr(cost_module, "dense_seconds", lambda work: 0.0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 2, bias=False)).double().eval()
+    data = [(normal(5, 3, 4), torch.zeros(5, 3, dtype=torch.int64))] * 20
+    look = cost_module.FirstLook.at(model, data, None)
+    found = {
+        c.structure: c for c in cost_module.shape_costs(model, look, Categorical(), subset_size=10) if c.params == which
+    }
+    vectors = Categorical().columns(2) * 3
+    if which == "all":
+        back, shared, inner, outer, size = 720, 720, 15 * (16 + 64), 15 * (64 + 4), 48
+    else:
+        back, shared, inner, outer, size = 15 * 16, 15 * 16, 15 * 64, 15 * 4, 16
+    wanted = {
+        "kron": (720 + vectors * back + inner / 2 + vectors * outer / 2, inner + 6 * outer),
+        "ekfac": (2 * 720 + 3 * vectors * back + inner / 2 + vectors * outer / 2, inner + 6 * outer),
+        "diagonal": (720 + 2 * vectors * back, 0),
+        "full": (720 + 2 * vectors * back + vectors * 5 * size**2, 5 * 6 * size**2),
+        "subset": (720 + 2 * vectors * back * 10 / 100, 5 * 6 * size * min(10 * vectors, size)),
+    }
+    assert set(found) == (set(wanted) if which == "all" else {"kron"})
+    for structure, cost in found.items():
+        of_fit, contracted = wanted[structure]
+        assert cost.seconds == pytest.approx(20 * of_fit / 720), structure
+        of_prediction = 720 + 6 * (back + shared) + contracted
+        assert cost.seconds_per_prediction == pytest.approx(of_prediction / 720 / 5), structure
+        assert (cost.n_params, cost.n_data, cost.n_rows) == (size, 100, 600)
+
+
+def test_dense_work_is_measured_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of two matrices of the measured width takes a quarter of a second here, a decomposition of any width as well."""
+    clock = Clock()
+    clock.step = 0.25
+    monkeypatch.setattr(rehearsal, "time", clock)
+    for measured in (rehearsal._products_per_second, rehearsal._decomposition_costs):
+        measured.cache_clear()
+    try:
+        width = rehearsal._LARGE_MATRIX
+        assert rehearsal.dense_seconds(DenseWork(10 * width**3)) == pytest.approx(10 * 0.25)
+        small = rehearsal._SMALL_MATRIX
+        assert rehearsal.dense_seconds(DenseWork(0.0, (small, small))) == pytest.approx(2 * 0.25)
+        assert rehearsal.dense_seconds(DenseWork()) == 0
+    finally:
+        for measured in (rehearsal._products_per_second, rehearsal._decomposition_costs):
+            measured.cache_clear()
 
 
 def test_time_grows_with_the_number_of_batches() -> None:
@@ -79,8 +133,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.step = 0.0  # what passes between two looks at the clock
 
     def perf_counter(self) -> float:
+        self.now += self.step
         return self.now
 
 
@@ -173,6 +229,30 @@ def test_the_search_for_the_effective_dimension_is_rehearsed(monkeypatch: pytest
     start = clock.now
     laplace.tune()
     assert estimate.seconds_of_tuning == pytest.approx(clock.now - start, rel=0.5)
+
+
+def test_the_time_in_which_batches_come_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    for module in (rehearsal, cost_module):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(rehearsal, "dense_seconds", lambda work: 0.0)
+    monkeypatch.setattr(rehearsal, "_LEAST", 1e6)
+    monkeypatch.setattr(rehearsal, "_MOST", 1e6)
+
+    class Disk(list):  # type: ignore[type-arg]
+        """Batches that take half a second each to come."""
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            for batch in super().__iter__():
+                clock.now += 0.5
+                yield batch
+
+    data = Disk([classes()[1]] * 20)
+    laplace = Laplace(Slow(mlp(), clock).eval(), "classification", structure="diagonal")
+    estimate = estimate_cost(laplace, data, tuned=False)
+    start = clock.now
+    laplace.fit(data, progress=False)
+    assert estimate.seconds == pytest.approx(clock.now - start, rel=0.1)
 
 
 @pytest.mark.parametrize("validation", [None, 40])

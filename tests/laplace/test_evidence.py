@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from aftermap.errors import InputError
 from aftermap.laplace import Laplace, evidence
-from aftermap.laplace.evidence import EvidenceResult, log_evidence, maximise_evidence
+from aftermap.laplace.evidence import EvidenceResult, _secant, log_evidence, maximise_evidence
 from aftermap.likelihoods import Gaussian
 from tests.laplace.problems import classes, gaussian_nll, generator, mlp, normal, regression, trained
 
@@ -175,6 +175,18 @@ def test_a_barely_determined_layer_converges_quickly() -> None:
     for layer, names in laplace.posterior.layers.items():
         squares = laplace.posterior.prior.squared_distance(laplace.posterior.mean, names)
         assert float(laplace.prior_precision[layer]) * squares == pytest.approx(gammas[layer], rel=1e-3)
+
+
+@pytest.mark.parametrize("slope", [0.05, 0.5, 1.0, 1.7])
+def test_a_secant_meets_the_zero_of_a_line(slope: float) -> None:
+    """From two points of a step that falls linearly in the logarithm; where it does not fall, the step is as long as allowed."""
+    zero = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+    before, now = zero + 0.2, zero - torch.tensor([0.1, 0.15, -0.1], dtype=torch.float64)
+    there = _secant(now, slope * (zero - now), before, slope * (zero - before))
+    torch.testing.assert_close(now + there, zero)
+    flat = slope * torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)
+    longest = math.log(100)
+    torch.testing.assert_close(_secant(now, flat, before, flat), torch.tensor([longest, -longest, 0.0]).double())
 
 
 def test_factored_damping_is_tuned_by_gradients() -> None:

@@ -38,3 +38,15 @@ def test_a_whole_batch_lies_on_the_line_through_the_last_two_pieces() -> None:
     assert rehearsal._for_batch([(1, 2.0), (4, 5.0)], 4) == pytest.approx(5.0)
     # Examples cost something, whatever a noisy clock says: a quarter of their share at least.
     assert rehearsal._for_batch([(1, 8.0), (4, 4.0)], 12) == pytest.approx(4.0 + 0.25 * 8)
+
+
+def test_the_next_piece_fills_the_time_that_is_left() -> None:
+    """Every example takes 1 s on two passes, and 3 s are spent beside them: 17 examples take 20 s."""
+    one = rehearsal._Spent([0.5, 0.5], 3.0, 0.0)
+    four = rehearsal._Spent([2.0, 2.0], 3.0, 0.0)
+    assert rehearsal._next_size([(1, one), (4, four)], 100, 20.0) == 17
+    assert rehearsal._next_size([(1, one), (4, four)], 9, 20.0) == 9
+    assert rehearsal._next_size([(1, one), (4, four), (9, four)], 100, 20.0) == 9
+    assert rehearsal._next_size([(1, one)], 100, 20.0) == 1  # the first took longer than a rehearsal should
+    assert rehearsal._next_size([(1, rehearsal._Spent([0.1], 0.2, 5.0))], 100, 20.0) == 4
+    assert rehearsal._next_size([(1, rehearsal._Spent([0.1], 0.2, 5.0))], 3, 20.0) == 3

@@ -64,6 +64,25 @@ def test_a_worse_likelihood_fails_where_it_is_more_than_chance() -> None:
     assert check.passed
 
 
+@pytest.mark.parametrize(("errors", "passes"), [(1.9, True), (2.1, False)])
+def test_two_standard_errors_are_chance(errors: float, passes: bool) -> None:
+    """The losses of half of the data rise by a + b and those of the others by a − b: the mean is a, its standard error about b/√N."""
+    n, b = 400, 4.0
+    a = errors * b * (n / (n - 1)) ** 0.5 / n**0.5
+    losses = torch.full((n,), 6.0, dtype=torch.float64)
+    changed = losses + a + torch.where(torch.arange(n) % 2 == 0, b, -b)
+
+    def answered(loss: Tensor) -> Tensor:
+        """Three probabilities of which the first has this loss, and is never the largest one."""
+        p = (-loss).exp()
+        return torch.stack([p, 0.5 - p / 2 + 1e-3, 0.5 - p / 2 - 1e-3], -1)
+
+    check = compared(answered(losses), answered(changed), torch.zeros(n, dtype=torch.int64))
+    assert check.difference == pytest.approx(errors * check.standard_error)
+    assert check.difference > 0.05
+    assert check.collapsed is not passes
+
+
 def test_numbers_of_the_report() -> None:
     y = torch.arange(3).repeat(20)
     one, two = normal(60, 3, seed=1), normal(60, 3, seed=2)
@@ -122,6 +141,46 @@ def test_a_network_at_the_level_of_chance_is_said_to_be_one() -> None:
     sharp = torch.where(one_wrong[:, None] == 1, torch.tensor([0.999, 0.001]), torch.tensor([0.9999, 0.0001])).double()
     assert compared(sharp, aware, one_wrong).passed
     assert not compared(sharp, sharp, one_wrong).passed
+
+
+def test_yes_and_no_are_two_classes() -> None:
+    """One output of a yes or no knows as much as the two classes of the same probabilities."""
+    rare = torch.tensor([0] * 90 + [1] * 10)
+    even = torch.tensor([0, 1] * 50)
+    third = torch.tensor([0, 0, 1] * 30)
+    overconfident = torch.where(
+        torch.arange(100) % 10 < 6, 1e-9, 1 - 1e-9
+    ).double()  # right for 60 of 100, and always sure
+    cases = {
+        "always no": (torch.full((100,), 0.05).double(), rare),
+        "the frequency": (torch.full((100,), 0.1 + 1e-6).double(), rare),
+        "no, but it knows where": (torch.where(rare == 1, 0.4, 0.05).double(), rare),
+        "worse than the frequency": (torch.full((90,), 0.2).double(), third),
+        "nearly the frequency": (torch.where(third == 1, 0.34, 0.33).double(), third),
+        "right more often": ((even - overconfident).abs(), even),
+        "as often": ((even - torch.where(torch.arange(100) % 4 < 2, 0.2, 0.8)).abs().double(), even),
+    }
+    found = {}
+    for name, (p, y) in cases.items():
+        two = compared(torch.stack([1 - p, p], -1), torch.stack([1 - p, p], -1), y)
+        one = compared(p[:, None], p[:, None], y[:, None].double())
+        assert one.at_chance is two.at_chance, name
+        assert one.map_nll == pytest.approx(two.map_nll)
+        found[name] = one.at_chance
+    assert {name for name, at_chance in found.items() if at_chance} == {
+        "always no", "the frequency", "worse than the frequency", "as often"
+    }  # fmt: skip
+
+
+def test_labels_that_are_left_out_do_not_tell_what_is_frequent() -> None:
+    """Pixels without a class are labelled −100; here every second one."""
+    y = torch.tensor([0] * 8 + [3] * 12)
+    knowing = 0.6 * nn.functional.one_hot(y, 4).double() + 0.1
+    ignorant = torch.full((20, 4), 0.25, dtype=torch.float64)
+    for p in (knowing, ignorant):
+        alone = compared(p, p, y)
+        images, labels = p[:, None].expand(20, 2, 4), torch.stack([y, torch.full((20,), -100)], 1)
+        assert _compare(answers(images), answers(images), labels).at_chance is alone.at_chance is (p is ignorant)
 
 
 def test_a_regression_that_is_no_better_than_the_mean_is_said_to_be_none() -> None:

@@ -171,3 +171,10 @@ def test_the_number_of_data_may_be_the_data_set() -> None:
     for wrong in ("seven", [], torch.tensor(float("nan"))):
         with pytest.raises(InputError, match="n_data"):
             VOGN(nn.Linear(3, 2), n_data=wrong)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "geometric"])
+def test_a_schedule_ends_where_it_is_said_to(kind: str) -> None:
+    schedule = Schedule(0.1, 2.0, 8, kind)
+    assert [schedule(step) for step in (0, 8, 9, 100)] == pytest.approx([0.1, 2.0, 2.0, 2.0])
+    assert [Schedule(0.1, 2.0, 0, kind)(step) for step in (0, 1, 5)] == pytest.approx([2.0] * 3)
