@@ -37,10 +37,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+import aftermap as am
 
 __all__ = [
     "Claim",
@@ -52,6 +56,7 @@ __all__ = [
     "claim_table",
     "default_data_dir",
     "judged",
+    "labelled",
     "mean_and_error",
     "missing_data",
     "not_met",
@@ -407,6 +412,14 @@ def result_of(key: str) -> Numbers:
 def default_data_dir() -> Path:
     """The folder that AFTERMAP_DATA names, or the one beside the checkout."""
     return Path(os.environ.get("AFTERMAP_DATA", ROOT.parent / "shared" / "data"))
+
+
+@cache
+def labelled(data_dir: Path, name: str, part: str) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a part of a data set by its name, read once."""
+    examples = am.data.named(name, part, folder=data_dir)
+    assert examples.targets is not None
+    return examples.inputs, examples.targets
 
 
 def missing_data(experiment: Any, data_dir: Path) -> list[str]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -132,11 +133,6 @@ def _area(usual: Prediction, unusual: Prediction, score: str) -> float:
     return am.metrics.auroc(torch.cat([usual.score(score), unusual.score(score)]), outside)
 
 
-def _mean(values: Any) -> float:
-    found = list(values)
-    return sum(found) / len(found)
-
-
 def _task(settings: Settings, data_dir: Path, name: str, seed: int) -> dict[str, Any]:
     task = load_task(name, seed, data_dir=data_dir, cache=work_folder("networks"))
     x, y = (values[: settings.test] for values in task.test)
@@ -149,10 +145,10 @@ def _task(settings: Settings, data_dir: Path, name: str, seed: int) -> dict[str,
             "nll": -float(usual.log_prob(y).double().mean()),
         }
         for score in SCORES if method != "network" else SCORES[:1]:
-            row[f"auroc_{score}"] = _mean(_area(usual, other, score) for other in others.values())
+            row[f"auroc_{score}"] = fmean(_area(usual, other, score) for other in others.values())
         if method != "network":
             row["rank_in"] = am.metrics.rank_correlation(usual.epistemic, usual.aleatoric)
-            row["rank_out"] = _mean(am.metrics.rank_correlation(o.epistemic, o.aleatoric) for o in others.values())
+            row["rank_out"] = fmean(am.metrics.rank_correlation(o.epistemic, o.aleatoric) for o in others.values())
         numbers[method] = row
     return numbers
 
@@ -221,11 +217,11 @@ def _parts(results: Results) -> Verdict:
             continue
         words = []
         for key, place in (("rank_in", "in"), ("rank_out", "out of")):
-            found = [_mean(_values(results, task, method, key)) for task in results.settings.tasks]
-            conditions.append(_mean(found) >= SEPARATE)
-            words.append(f"{_mean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+            found = [fmean(_values(results, task, method, key)) for task in results.settings.tasks]
+            conditions.append(fmean(found) >= SEPARATE)
+            words.append(f"{fmean(found):.2f} ({min(found):.2f} to {max(found):.2f})")
             if not conditions[-1]:
-                separated.append(f"{label} {place} distribution ({_mean(found):.2f})")
+                separated.append(f"{label} {place} distribution ({fmean(found):.2f})")
         texts.append(f"{label} {words[0]}, {words[1]}")
     return Verdict.of(
         "A3",
@@ -280,7 +276,7 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
         ax = axes(width=6.0, height=2.8)
         shown = [m for m in METHODS if key in next(iter(results.values.values()))[m]]
         for place, method in enumerate(shown):
-            heights = [_mean(_values(results, task, method, key)) for task in tasks]
+            heights = [fmean(_values(results, task, method, key)) for task in tasks]
             at = [i + 0.1 * (place - len(shown) / 2) for i in range(len(tasks))]
             ax.plot(at, heights, "osD^vPX"[place], color=CATEGORIES[place], markersize=4, label=METHODS[method])
         ax.set_xticks(range(len(tasks)), tasks)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from aftermap.likelihoods import Categorical
 from aftermap.predictive import gaussian_prediction
 from experiments.antoran2022.kernel import FullMatrix
 from experiments.antoran2022.linear import LinearModel
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, run, work_folder
+from experiments.framework import Job, Results, Verdict, judged, labelled, mean_and_error, run, work_folder
 from experiments.training import kept, made, train_epochs
 
 __all__ = ["BUDGETS", "DATA", "TITLE", "ResidualNetwork", "Settings", "figures", "jobs", "tables", "verdicts"]
@@ -119,13 +120,6 @@ class ResidualNetwork(nn.Module):
         return self.dense(F.adaptive_avg_pool2d(x, 2).flatten(1))
 
 
-@cache
-def _read(data_dir: Path, part: str) -> Pair:
-    examples = am.data.named("mnist", part, folder=data_dir)
-    assert examples.targets is not None
-    return examples.inputs, examples.targets
-
-
 def _quality(name: str, p: Tensor, y: Tensor) -> dict[str, float]:
     """NLL, ECE and accuracy of probabilities."""
     return {
@@ -181,7 +175,7 @@ class Digits:
     data_dir: Path
 
     def _part(self, part: str, count: int) -> Pair:
-        x, y = _read(self.data_dir, part)
+        x, y = labelled(self.data_dir, "mnist", part)
         return x[:count], y[:count]
 
     def _chosen(self, seed: int, count: int) -> Pair:
@@ -303,20 +297,16 @@ def verdicts(results: Results) -> list[Verdict]:
     return judged(results, {"full/*": count, "map/*": count}, ("L10",), lambda r: [_l10(r)])
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 def _l10(results: Results) -> Verdict:
     nll = {rule: results.numbers("full/*", f"{rule}_nll") for rule in RULES}
     network = results.numbers("map/*", "map_nll")
-    ratio = _mean(nll["weights"]) / _mean(nll["joint"])
-    conditions = [ratio >= 5, _mean(nll["joint"]) <= 0.03]
+    ratio = fmean(nll["weights"]) / fmean(nll["joint"])
+    conditions = [ratio >= 5, fmean(nll["joint"]) <= 0.03]
     ours = (
         f"NLL {mean_and_error(nll['joint'])} at the joint optimum, {mean_and_error(nll['weights'])} at the trained weights (ratio {ratio:.1f}); "
         f"network {mean_and_error(network)}, by validation {mean_and_error(nll['validation'])}"
     )
-    reason = f"ratio {ratio:.1f}, NLL at the joint optimum {_mean(nll['joint']):.3f}"
+    reason = f"ratio {ratio:.1f}, NLL at the joint optimum {fmean(nll['joint']):.3f}"
     unfinished = sum(not done for done in results.numbers("full/*", "joint_converged"))
     if unfinished:
         reason += f"; precision and mode did not come to rest in {unfinished} of {len(network)} seeds, so that this is not the joint optimum itself"
@@ -365,7 +355,7 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
         return {}
     ax = axes(width=5.5, height=3.2)
     for colour, (structure, rows) in zip(CATEGORIES, found.items(), strict=False):
-        scores = [_mean(list(v)) for v in zip(*(row["scores"] for row in rows), strict=True)]
+        scores = [fmean(list(v)) for v in zip(*(row["scores"] for row in rows), strict=True)]
         ax.plot(results.settings.grid, scores, "-", color=colour, lw=1.2, label=f"{STRUCTURES[structure]}: validation")
         for rule, mark in (("weights", "X"), ("joint", "o")):
             x, y = ([row[f"{rule}_{w}"] for row in rows] for w in ("precision", "nll"))

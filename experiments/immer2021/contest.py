@@ -5,7 +5,7 @@ Training and posterior have the same prior, as in the paper: a larger precision 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import aftermap as am
 from aftermap import metrics
 from aftermap.baselines import Deterministic
 
-__all__ = ["Chosen", "Pair", "contest", "mean", "network_probabilities", "predicted", "probabilities", "quality"]
+__all__ = ["Chosen", "Pair", "contest", "network_probabilities", "predicted", "probabilities", "quality"]
 
 Pair = tuple[Tensor, Tensor]
 _BATCH = 500
@@ -86,8 +86,3 @@ def quality(name: str, p: Tensor, y: Tensor) -> dict[str, float]:
         f"{name}_ece": metrics.ece(p, y, n_bins=10),
         f"{name}_accuracy": metrics.accuracy(p, y),
     }
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean."""
-    return sum(values) / len(values)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap import metrics
-from experiments.framework import Job, work_folder
+from experiments.framework import Job, labelled, work_folder
 from experiments.immer2021.contest import Pair, contest, network_probabilities, predicted, quality
 from experiments.immer2021.settings import Images
 from experiments.training import kept, made, train_epochs
@@ -42,13 +42,6 @@ METHODS = {
     "subset_linearised": ("subset", "linearised, subset of data"),
 }
 _LEVELS = 41
-
-
-@cache
-def _read(data_dir: Path, name: str, part: str) -> Pair:
-    examples = am.data.named(name, part, folder=data_dir)
-    assert examples.targets is not None
-    return examples.inputs, examples.targets
 
 
 @dataclass(frozen=True)
@@ -95,21 +88,21 @@ class Part:
 
     def data(self, seed: int) -> Pair:
         """The training images of a seed."""
-        x, y = _read(self.data_dir, self.name, "train")
+        x, y = labelled(self.data_dir, self.name, "train")
         kept = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: self.settings.train]
         return x[kept], y[kept]
 
     @property
     def validation(self) -> Pair:
         """Held-out images of the official training set."""
-        x, y = _read(self.data_dir, self.name, "validation")
+        x, y = labelled(self.data_dir, self.name, "validation")
         count = self.settings.validation if self.name == "mnist" else self.settings.clothes_validation
         return x[:count], y[:count]
 
     @property
     def test(self) -> Pair:
         """Test images."""
-        x, y = _read(self.data_dir, self.name, "test")
+        x, y = labelled(self.data_dir, self.name, "test")
         count = self.settings.test if self.name == "mnist" else self.settings.clothes_test
         return x[:count], y[:count]
 
@@ -117,8 +110,8 @@ class Part:
     def other(self) -> Tensor:
         """Test images of the other data set."""
         if self.name == "mnist":
-            return _read(self.data_dir, "fashion-mnist", "test")[0][: self.settings.other]
-        return _read(self.data_dir, "mnist", "test")[0][: self.settings.clothes_test]
+            return labelled(self.data_dir, "fashion-mnist", "test")[0][: self.settings.other]
+        return labelled(self.data_dir, "mnist", "test")[0][: self.settings.clothes_test]
 
     def _weights(self, seed: int, precision: float) -> Path:
         return work_folder(self.name) / f"network{seed}_{precision:g}.pt"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
 from experiments.framework import Results
 from experiments.immer2021.confidence import ACTIVATIONS
-from experiments.immer2021.contest import mean
 from experiments.immer2021.images import METHODS
 from experiments.immer2021.uci import DEPTHS
 from experiments.immer2021.verdicts import claim_l4, claim_l5
@@ -74,11 +74,11 @@ def _uci(results: Results) -> Any:
         )
     ):
         values = [results.numbers(f"uci/{n}/depth1/*", f"{method}_nll") for n in names]
-        spread = [(sum((v - mean(r)) ** 2 for v in r) / max(1, len(r) - 1) / len(r)) ** 0.5 for r in values]
+        spread = [(sum((v - fmean(r)) ** 2 for v in r) / max(1, len(r) - 1) / len(r)) ** 0.5 for r in values]
         at = [k + 0.16 * (place - 1.5) for k in range(len(names))]
         ax.errorbar(
             at,
-            [mean(r) for r in values],
+            [fmean(r) for r in values],
             spread,
             fmt="osv^"[place],
             color=CATEGORIES[place],
@@ -101,7 +101,7 @@ def _precision(results: Results) -> Any:
         curves = [row[f"{method}_scores"] for row in rows]
         ax.plot(
             results.settings.images.precisions,
-            [mean(c) for c in zip(*curves, strict=True)],
+            [fmean(c) for c in zip(*curves, strict=True)],
             "o-",
             color=CATEGORIES[place],
             markersize=3,
@@ -163,7 +163,7 @@ def _far(results: Results) -> Any:
             if curves:
                 ax.plot(
                     results.settings.far.scales,
-                    [mean(c) for c in zip(*curves, strict=True)],
+                    [fmean(c) for c in zip(*curves, strict=True)],
                     dash,
                     color=colour,
                     lw=1.2,
@@ -204,7 +204,7 @@ def _svhn(results: Results) -> Any:
     for colour, name, label in zip(
         CATEGORIES, ("network", "linearised"), ("network", "linearised, last block"), strict=False
     ):
-        shares = [mean(values) for values in zip(*(row[name] for row in rows), strict=True)]
+        shares = [fmean(values) for values in zip(*(row[name] for row in rows), strict=True)]
         edges = [k / len(shares) for k in range(len(shares) + 1)]
         ax.stairs(shares, edges, color=colour, lw=1.4, label=label)
     return finish(ax, x="confidence", y="share of house numbers", legend=True).figure

@@ -6,10 +6,10 @@ Thresholds that the criteria leave open were set before anything was run; README
 from __future__ import annotations
 
 from itertools import combinations
+from statistics import fmean
 
 from experiments.framework import Paired, Results, Verdict, judged, mean_and_error, paired
 from experiments.immer2021.confidence import ACTIVATIONS
-from experiments.immer2021.contest import mean
 from experiments.immer2021.images import METHODS
 from experiments.immer2021.uci import DEPTHS
 
@@ -50,7 +50,7 @@ def _difference(results: Results, pattern: str, first: str, second: str) -> Pair
 def _l1(results: Results) -> Verdict:
     share = {name: results.numbers("svhn/*", f"{name}_sure") for name in ("network", "linearised")}
     difference = paired(share["network"], share["linearised"])
-    conditions = [mean(share["network"]) >= _OFTEN, difference.higher]
+    conditions = [fmean(share["network"]) >= _OFTEN, difference.higher]
     ours = "; ".join(
         f"{name}: {mean_and_error([100 * v for v in share[name]], 1)} % of house numbers above 0.99 "
         f"({results.text('svhn/*', f'{name}_sure_inside', 3)} of CIFAR-10), AUROC {results.text('svhn/*', f'{name}_auroc')}, "
@@ -103,7 +103,7 @@ def _l3(results: Results) -> Verdict:
             results.numbers(f"{name}/kron/*", f"kron_{rule}_nll") for rule in ("evidence", "linearised")
         )
         found[name] = [a - b for a, b in zip(chosen, validated, strict=True)]
-    failed = [name for name, values in found.items() if mean(values) > 0.02]
+    failed = [name for name, values in found.items() if fmean(values) > 0.02]
     ours = "test NLL with the precision by evidence less that by validation: " + ", ".join(
         f"{name} {mean_and_error(values)}" for name, values in found.items()
     )
@@ -116,7 +116,7 @@ def claim_l4(results: Results, depth: int, structure: str) -> Verdict:
     gaps = {}
     for name in results.settings.uci.sets:
         pattern = f"uci/{name}/depth{depth}/*"
-        gaps[name] = mean(results.numbers(pattern, f"{structure}_sampling_nll")) - mean(
+        gaps[name] = fmean(results.numbers(pattern, f"{structure}_sampling_nll")) - fmean(
             results.numbers(pattern, f"{structure}_linearised_nll")
         )
     small = [name for name, gap in gaps.items() if gap < 0.05]
@@ -150,11 +150,11 @@ def _l6(results: Results) -> Verdict:
     shown = ("map", "kron_sampling", "damped_sampling", "kron_linearised")
     nll = {m: results.numbers(f"mnist/{METHODS[m][0]}/*", f"{m}_nll") for m in shown}
     auroc = {m: results.numbers(f"mnist/{METHODS[m][0]}/*", f"{m}_auroc") for m in shown}
-    gain = mean(auroc["kron_linearised"]) - mean(auroc["map"])
+    gain = fmean(auroc["kron_linearised"]) - fmean(auroc["map"])
     conditions = [
         paired(nll["kron_sampling"], nll["damped_sampling"]).higher,
         paired(nll["damped_sampling"], nll["map"]).higher,
-        mean(nll["kron_linearised"]) <= mean(nll["map"]),
+        fmean(nll["kron_linearised"]) <= fmean(nll["map"]),
         gain >= 0.1,
     ]
     parts = (
@@ -172,7 +172,7 @@ def _l7(results: Results) -> Verdict:
     shown = ("map", "kron_sampling", "diagonal_sampling", "kron_linearised", "diagonal_linearised")
     name = "fashion-mnist"
     nll, auroc = (
-        {m: mean(results.numbers(f"{name}/{METHODS[m][0]}/*", f"{m}_{what}")) for m in shown}
+        {m: fmean(results.numbers(f"{name}/{METHODS[m][0]}/*", f"{m}_{what}")) for m in shown}
         for what in ("nll", "auroc")
     )
     gain, loss = auroc["kron_linearised"] - auroc["map"], nll["kron_linearised"] - nll["map"]
@@ -186,18 +186,18 @@ def _l7(results: Results) -> Verdict:
 def claim_l8(results: Results, depth: int) -> Verdict:
     """L8 on clothes, where all are asked about the images that the subset is asked about, and on tables with networks of one depth."""
     clothes = {
-        label: mean(results.numbers(f"fashion-mnist/{group}/*", f"{method}_few_ece"))
+        label: fmean(results.numbers(f"fashion-mnist/{group}/*", f"{method}_few_ece"))
         for method, (group, label) in METHODS.items()
         if method.endswith("linearised")
     }
     lowest = dict.fromkeys(DEPTHS[depth], 0)
     errors: dict[str, list[float]] = {structure: [] for structure in DEPTHS[depth]}
     for name in results.settings.uci.sets:
-        found = {s: mean(results.numbers(f"uci/{name}/depth{depth}/*", f"{s}_linearised_ece")) for s in errors}
+        found = {s: fmean(results.numbers(f"uci/{name}/depth{depth}/*", f"{s}_linearised_ece")) for s in errors}
         lowest[min(found, key=lambda s: found[s])] += 1
         for structure, value in found.items():
             errors[structure].append(value)
-    tables = {s: mean(v) for s, v in errors.items()}
+    tables = {s: fmean(v) for s, v in errors.items()}
     conditions = [
         min(clothes, key=lambda m: clothes[m]).endswith("subset of data"),
         min(tables, key=lambda s: tables[s]) == "subset",
@@ -224,7 +224,7 @@ def _l9(results: Results) -> Verdict:
         checks = {
             "lower than the network's": paired(linearised, network).lower,
             "lower than near the data": paired(linearised, near).lower,
-            "that of the prior": mean(linearised) <= 0.5 + _NEAR_PRIOR,
+            "that of the prior": fmean(linearised) <= 0.5 + _NEAR_PRIOR,
         }
         conditions += checks.values()
         failed += [f"{activation}: not {name}" for name, held in checks.items() if not held]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -211,10 +212,6 @@ def _values(results: Results, pair: str) -> list[dict[str, Any]]:
     return [value for _, value in sorted(results.among(f"images/{pair}/*").items())]
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 def complete(results: Results) -> list[str]:
     """The sets and networks whose jobs are done for every seed."""
     settings = results.settings.images
@@ -256,12 +253,12 @@ def _magnitude(results: Results) -> Verdict:
     conditions = [
         c
         for row in found.values()
-        for c in (_mean(row["rank_variance"]) <= -LEAST_RANK, _mean(row["rank_loss"]) >= LEAST_RANK)
+        for c in (fmean(row["rank_variance"]) <= -LEAST_RANK, fmean(row["rank_loss"]) >= LEAST_RANK)
     ]
     weak = [
         n
         for n, row in found.items()
-        if _mean(row["rank_variance"]) > -LEAST_RANK or _mean(row["rank_loss"]) < LEAST_RANK
+        if fmean(row["rank_variance"]) > -LEAST_RANK or fmean(row["rank_loss"]) < LEAST_RANK
     ]
     ours = "; ".join(
         f"{n} {mean_and_error(row['rank_variance'], 2)} with the variance, {mean_and_error(row['rank_loss'], 2)} with the loss"
@@ -284,10 +281,10 @@ def _overconfident(results: Results) -> Verdict:
         words = []
         for other in rows[0]["network"]["others"]:
             network, kron = ([r[m]["others"][other]["confidence"] for r in rows] for m in ("network", "kron"))
-            conditions.append(_mean(network) > OVERCONFIDENT)
-            words.append(f"{other} {_mean(network):.2f} → {_mean(kron):.2f}")
+            conditions.append(fmean(network) > OVERCONFIDENT)
+            words.append(f"{other} {fmean(network):.2f} → {fmean(kron):.2f}")
             if not conditions[-1]:
-                low.append(f"{pair} on {other} ({_mean(network):.2f})")
+                low.append(f"{pair} on {other} ({fmean(network):.2f})")
         texts.append(f"{pair}: " + ", ".join(words))
     return Verdict.of(
         "W3",
@@ -305,7 +302,7 @@ def _distribution(results: Results) -> Verdict:
         for pair in results.settings.images.perceptrons:
             rows = [value["methods"][method] for value in _values(results, pair)]
             spread = all(r["epistemic"] > 0 for r in rows)
-            area = _mean(
+            area = fmean(
                 [o["auroc_epistemic"] for r in rows for o in r["others"].values() if "auroc_epistemic" in o] or [0.0]
             )
             areas.append(area)
@@ -343,7 +340,7 @@ def _unusual(results: Results) -> Verdict:
         "W12",
         list(with_sign.values()),
         f"on unusual images the uncertainty sits nearer to the {where}: so in {sum(with_sign.values())} of {len(with_sign)} cases by more than two standard "
-        f"errors, the reverse in {len(reverse)}; the centre differs by {min(means):+.2f} to {max(means):+.2f}, {_mean(means):+.2f} on average"
+        f"errors, the reverse in {len(reverse)}; the centre differs by {min(means):+.2f} to {max(means):+.2f}, {fmean(means):+.2f} on average"
         + _missing(results),
         ("counterexamples: " + "; ".join(reverse)) if reverse else "no counterexample, but not clear everywhere",
         results.settings.images.seeds,
@@ -372,7 +369,7 @@ def _kinds(results: Results) -> Verdict:
                 against.append(f"{pair} with the {prior} prior ({difference})")
             if prior == "trained":
                 share = mean_and_error([c[1] for c in conv], 2)
-                words = f"{_mean([c[0] for c in conv]):.2f} against {_mean([v[0] for v in linear]):.2f}, share of the uncertainty {share}"
+                words = f"{fmean([c[0] for c in conv]):.2f} against {fmean([v[0] for v in linear]):.2f}, share of the uncertainty {share}"
         texts.append(f"{pair.split('/')[0]} {words}")
     last = _last_layer(results, pairs)
     return Verdict.of(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import aftermap as am
 from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, not_met, paired, result_of
+from experiments.framework import Job, Results, Verdict, judged, labelled, mean_and_error, not_met, paired, result_of
 from experiments.osawa2019.settings import TRIALS, Continual
 
 __all__ = ["figures", "jobs", "verdicts"]
@@ -29,11 +29,9 @@ Pair = tuple[Tensor, Tensor]
 PRECISION = 1.0  # of the first prior
 
 
-@cache
 def _digits(folder: Path, part: str) -> Pair:
-    examples = am.data.named("mnist", part, folder=folder)
-    assert examples.targets is not None
-    return examples.inputs.flatten(1), examples.targets
+    inputs, targets = labelled(folder, "mnist", part)
+    return inputs.flatten(1), targets
 
 
 @dataclass(frozen=True)

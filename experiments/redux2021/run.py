@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import aftermap as am
 from aftermap import metrics
 from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
 from aftermap.baselines import Deterministic
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, run, work_folder
+from experiments.framework import Job, Results, Verdict, judged, labelled, mean_and_error, paired, run, work_folder
 from experiments.training import kept, made, train_epochs
 
 __all__ = ["BUDGETS", "DATA", "TITLE", "Settings", "figures", "jobs", "tables", "verdicts"]
@@ -79,13 +79,6 @@ BUDGETS = {
 }
 
 
-@cache
-def _read(data_dir: Path, name: str, part: str) -> Pair:
-    examples = am.data.named(name, part, folder=data_dir)
-    assert examples.targets is not None
-    return examples.inputs, examples.targets
-
-
 def lenet() -> nn.Sequential:
     """The network of the paper's code: two convolutions and three dense layers."""
     return nn.Sequential(
@@ -119,7 +112,7 @@ class Digits:
     def train(self, seed: int) -> dict[str, Any]:
         """Trains a network and keeps its weights."""
         settings = self.settings
-        x, y = (t[: settings.train] for t in _read(self.data_dir, "mnist", "train"))
+        x, y = (t[: settings.train] for t in labelled(self.data_dir, "mnist", "train"))
         model = made(lenet, seed)
         optimiser = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=5e-4)
         losses = train_epochs(model, optimiser, (x, y), settings.epochs, seed)
@@ -133,7 +126,7 @@ class Digits:
     def numbers(self, name: str, predictor: Any, **options: Any) -> dict[str, float]:
         """Quality on test images; confidence and AUROC by maximum probability on other images."""
         settings = self.settings
-        x, y = (t[: settings.test] for t in _read(self.data_dir, "mnist", "test"))
+        x, y = (t[: settings.test] for t in labelled(self.data_dir, "mnist", "test"))
 
         def probabilities(inputs: Tensor) -> Tensor:
             return torch.cat([predictor.predict(part, **options).mean.double() for part in inputs.split(500)])
@@ -145,7 +138,7 @@ class Digits:
             f"{name}_accuracy": metrics.accuracy(inside, y),
         }
         for other in OTHERS:
-            outside = probabilities(_read(self.data_dir, other, "test")[0][: settings.other])
+            outside = probabilities(labelled(self.data_dir, other, "test")[0][: settings.other])
             scores, positive = metrics.labelled_scores(-inside.max(-1).values, -outside.max(-1).values)
             found[f"{name}_{other}_confidence"] = 100 * float(outside.max(-1).values.mean())
             found[f"{name}_{other}_auroc"] = 100 * metrics.auroc(scores, positive)
@@ -164,7 +157,7 @@ class Digits:
         """A posterior, tuned as in the paper by the evidence with one precision, and by the library's rule on labels."""
         settings = self.settings
         count = settings.train if name == "last_layer" else settings.fit
-        x, y = (t[:count] for t in _read(self.data_dir, "mnist", "train"))
+        x, y = (t[:count] for t in labelled(self.data_dir, "mnist", "train"))
         options = POSTERIORS[name][1]
         la = am.Laplace(self.network(seed), "classification", data_scale=settings.train / count, **options)
         la.fit(
@@ -177,7 +170,7 @@ class Digits:
             la.tune(method="evidence", per_layer=False)
             precision = float(next(iter(la.prior_precision.values())).mean())
             found = self.numbers("evidence", la, link="probit")
-            vx, vy = (t[: settings.validation] for t in _read(self.data_dir, "mnist", "validation"))
+            vx, vy = (t[: settings.validation] for t in labelled(self.data_dir, "mnist", "validation"))
             la.tune([(vx, vy)])
         found |= self.numbers("validation", la)
         return {**found, "evidence_precision": precision, "weights": la.posterior.n_params}

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,17 @@ import aftermap as am
 from aftermap import metrics
 from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
 from aftermap.baselines import Baseline, Deterministic, Particles
-from experiments.framework import Job, Results, Verdict, judged, mean_and_error, paired, result_of, work_folder
+from experiments.framework import (
+    Job,
+    Results,
+    Verdict,
+    judged,
+    labelled,
+    mean_and_error,
+    paired,
+    result_of,
+    work_folder,
+)
 from experiments.ritter2018.settings import Images
 
 __all__ = ["COLOURS", "METHODS", "NAMES", "Digits", "chosen", "figures", "jobs", "tables", "verdicts"]
@@ -49,12 +59,10 @@ _TRIAL_SEED = 100  # none of those in the table
 Pair = tuple[Tensor, Tensor]
 
 
-@cache
 def images(data_dir: Path, name: str, part: str) -> Pair:
     """Images [N, 784] with values from 0 to 1, and labels."""
-    examples = am.data.named(name, part, folder=data_dir)
-    assert examples.targets is not None
-    return examples.inputs.flatten(1), examples.targets
+    inputs, labels = labelled(data_dir, name, part)
+    return inputs.flatten(1), labels
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from aftermap.predictive import Prediction, gaussian_prediction
 from benchmarks.quality.networks import MLP
 from benchmarks.quality.tasks import Training
 from benchmarks.quality.training import cut, train_network
-from experiments.framework import work_folder
+from experiments.framework import labelled, work_folder
 
 __all__ = ["BASELINES", "LEVELS", "Split", "bayesian", "chosen_network", "load", "others"]
 
@@ -53,9 +53,8 @@ def load(name: str, number: int, rows: int | None, data_dir: Path) -> Split:
     """A standard split by its number; of the training part at most so many rows."""
     parts = {}
     for part in ("train", "validation", "test"):
-        examples = am.data.named(f"uci_{name}/{number}", part, folder=data_dir)
-        assert examples.targets is not None
-        parts[part] = (examples.inputs.double(), examples.targets.double().reshape(-1, 1))
+        inputs, targets = labelled(data_dir, f"uci_{name}/{number}", part)
+        parts[part] = (inputs.double(), targets.double().reshape(-1, 1))
     x, y = (values[:rows] for values in parts["train"])
     scale, unit = x.std(0), y.std()
     scale[scale < 1e-9] = 1.0

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from aftermap.analysis.figures import CATEGORIES, axes, finish, save_svg
@@ -154,10 +155,6 @@ def _numbers(results: Results, name: str, method: str, key: str) -> list[float]:
     return results.numbers(f"{_part(method)}/{name}/*", f"{method}_{key}")
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 def verdicts(results: Results) -> list[Verdict]:
     """U1 and U2, about the default call."""
     needs = {f"laplace/{name}/*": _splits(results.settings, name) for name in results.settings.sets}
@@ -174,7 +171,7 @@ def _likelihood(results: Results) -> Verdict:
     for name in results.settings.sets:
         found = _numbers(results, name, OURS, "log_likelihood")
         texts.append(f"{name} {mean_and_error(found, 2)}")
-        if round(_mean(found), 2) < PUBLISHED[name][1]:
+        if round(fmean(found), 2) < PUBLISHED[name][1]:
             behind.append(name)
     count = len(results.settings.sets)
     enough = count - len(behind) >= _least(results, 6)
@@ -188,10 +185,10 @@ def _why_behind(results: Results, behind: list[str]) -> str:
     larger, apart = [], []
     for name in behind:
         rmse, found = (_numbers(results, name, OURS, key) for key in ("rmse", "log_likelihood"))
-        if _mean(rmse) > PUBLISHED[name][0]:
+        if fmean(rmse) > PUBLISHED[name][0]:
             larger.append(name)
         of_error = [-math.log(error) - 0.5 * math.log(2 * math.pi * math.e) for error in rmse]
-        apart.append(_mean(found) - _mean(of_error))
+        apart.append(fmean(found) - fmean(of_error))
     return (
         f"On {len(larger)} of these {len(behind)} the error of the network is above the published one, too, and the likelihood is within "
         f"{max(map(abs, apart)):.2f} of that of a Gaussian with this error as its width"
@@ -203,7 +200,7 @@ def _coverage(results: Results) -> Verdict:
     above: dict[float, int] = dict.fromkeys(LEVELS, 0)
     close: dict[float, int] = dict.fromkeys(LEVELS, 0)
     for name in results.settings.sets:
-        found = [_mean(_numbers(results, name, OURS, f"cover{level:.0%}".rstrip("%"))) for level in LEVELS]
+        found = [fmean(_numbers(results, name, OURS, f"cover{level:.0%}".rstrip("%"))) for level in LEVELS]
         texts.append(f"{name} " + "/".join(f"{100 * value:.0f}" for value in found))
         for value, level in zip(found, LEVELS, strict=True):
             close[level] += abs(value - level) <= TOLERANCE
@@ -241,7 +238,7 @@ def tables(results: Results) -> str:
 
 def _covered(results: Results, name: str, method: str) -> str:
     found = [_numbers(results, name, method, f"cover{level:.0%}".rstrip("%")) for level in LEVELS]
-    return " / ".join(f"{100 * _mean(f):.0f}" for f in found) if all(found) else "–"
+    return " / ".join(f"{100 * fmean(f):.0f}" for f in found) if all(found) else "–"
 
 
 def _hessian_free(results: Results) -> list[str]:
@@ -271,7 +268,7 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
     shown = ("network", "fit", "ensemble", "dropout", "vogn")
     for place, method in enumerate(shown):
         found = {i: _numbers(results, name, method, "log_likelihood") for i, name in enumerate(done)}
-        at = {i: _mean(v) - PUBLISHED[done[i]][1] for i, v in found.items() if v}
+        at = {i: fmean(v) - PUBLISHED[done[i]][1] for i, v in found.items() if v}
         if not at:
             continue
         ax.plot(
@@ -288,7 +285,7 @@ def figures(results: Results, folder: Path) -> dict[str, str]:
     (folder / "likelihood.svg").write_text(save_svg(ax.figure), encoding="utf-8")
     ax = axes(width=6.0, height=2.4)
     for place, level in enumerate(LEVELS):
-        heights = [_mean(_numbers(results, name, OURS, f"cover{level:.0%}".rstrip("%"))) for name in done]
+        heights = [fmean(_numbers(results, name, OURS, f"cover{level:.0%}".rstrip("%"))) for name in done]
         ax.plot(range(len(done)), heights, "o", color=CATEGORIES[place], markersize=4, label=f"{level:.0%}")
         ax.axhspan(level - TOLERANCE, level + TOLERANCE, color=CATEGORIES[place], alpha=0.15, linewidth=0)
     ax.set_xticks(range(len(done)), [name.split("-")[0].removesuffix("housing") for name in done])
