@@ -5,13 +5,25 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.optimize
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
 from aftermap.hessian_free import Settings
-from aftermap.hessian_free.minimise import BatchFineTuner, Minimum, _two_loops, lbfgs, newton_cg
+from aftermap.hessian_free.minimise import (
+    BatchFineTuner,
+    Minimum,
+    _search,
+    _solve,
+    _State,
+    _two_loops,
+    lbfgs,
+    newton_cg,
+)
+from aftermap.hessian_free.objective import Push
 from tests.laplace.problems import normal
 
 
@@ -138,3 +150,130 @@ def test_steps_on_batches_are_those_of_torch(method: str, average: float) -> Non
     # Members that are pushed both ways go on as alone where they are the same.
     pair = tuner._descend(torch.stack([start[0], start[0], start[1]]), None, pairs=1)
     assert_close(pair, found[[0, 0, 1]])
+
+
+def evaluator(function: Any, count: list[int]) -> Any:
+    """Values and gradients of many members at once; ``count`` tells how many single ones were asked for."""
+    single = torch.func.grad_and_value(function)
+
+    def evaluate(theta: Tensor, index: Tensor) -> Any:
+        count[0] += len(theta)
+        found = [single(t) for t in theta]
+        return SimpleNamespace(value=torch.stack([v for _, v in found]), gradient=torch.stack([g for g, _ in found]))
+
+    return evaluate
+
+
+def test_as_few_evaluations_as_those_of_scipy() -> None:
+    for seed in range(4):
+        start, count = 1.5 * normal(1, 3, seed=seed), [0]
+        goal = torch.tensor([1e-6], dtype=torch.float64)
+        found = lbfgs(evaluator(rosenbrock, count), start, goal, max_steps=200, history=7)
+        assert bool(found.converged)
+
+        def both(theta: np.ndarray) -> tuple[float, np.ndarray]:
+            slope, value = torch.func.grad_and_value(rosenbrock)(torch.from_numpy(theta))
+            return float(value), slope.numpy()
+
+        theirs = scipy.optimize.minimize(
+            both, start[0].numpy(), jac=True, method="L-BFGS-B", options={"maxcor": 7, "gtol": 1e-6, "ftol": 0}
+        )
+        assert count[0] <= 1.3 * theirs.nfev + 3
+
+
+@pytest.mark.parametrize("length", [1e-3, 1.0, 30.0])
+def test_a_search_ends_where_the_weak_wolfe_conditions_hold(length: float) -> None:
+    def wavy(theta: Tensor) -> Tensor:
+        return (theta.square() + torch.sin(3 * theta)).sum() + 0.1 * (theta[0] * theta[1]) ** 2
+
+    start, count = 2 * normal(12, 3, seed=5), [0]
+    evaluate = evaluator(wavy, count)
+    state = _State.at(evaluate, start)
+    before, slopes = state.value.clone(), state.gradient.clone()
+    direction = -slopes * (0.2 + torch.rand(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    some = torch.arange(1, 12)  # the first one stands still
+    _search(evaluate, state, some, direction[some], torch.full((11,), length, dtype=torch.float64))
+    move = state.theta - start
+    assert_close(move[0], torch.zeros(3, dtype=torch.float64), rtol=0, atol=0)
+    assert state.steps.tolist() == [0] + 11 * [1]
+    step = (move[1:] / direction[1:])[:, 0]
+    assert_close(move[1:], step[:, None] * direction[1:])
+    along = (direction * slopes).sum(1)[1:]
+    assert bool((step > 0).all())
+    assert bool((state.value[1:] <= before[1:] + 1e-4 * step * along).all())
+    assert bool(((state.gradient * direction).sum(1)[1:] >= 0.9 * along).all())
+    assert not bool(state.stuck.any())
+    assert count[0] < 12 + 11 * 14  # lengths are doubled, or where the slope should vanish is asked for
+    # Upwards nothing is found, and nothing is moved.
+    there = state.theta.clone()
+    _search(evaluate, state, some, state.gradient[some], torch.ones(11, dtype=torch.float64))
+    assert state.stuck.tolist() == [False] + 11 * [True]
+    assert_close(state.theta, there, rtol=0, atol=0)
+
+
+def test_a_parabola_takes_two_trials() -> None:
+    """Its slope is linear: after a first trial too far the second one is at the bottom."""
+    count = [0]
+    evaluate = evaluator(lambda t: 3 * (t - 1).square().sum(), count)
+    state = _State.at(evaluate, torch.zeros(1, 2, dtype=torch.float64))
+    _search(
+        evaluate, state, torch.tensor([0]), -state.gradient.clone(), torch.tensor([0.5], dtype=torch.float64)
+    )  # the bottom is at 1/6
+    assert_close(state.theta, torch.ones(1, 2, dtype=torch.float64))
+    assert count[0] == 3
+
+
+def test_directions_of_newton_are_those_of_dense_solves_and_stop_at_their_goals() -> None:
+    roots = normal(3, 6, 6, seed=1)
+    matrices = roots @ roots.mT + 0.5 * torch.eye(6, dtype=torch.float64)
+    gradient, products = normal(3, 6, seed=2), torch.zeros(3)
+
+    def product(v: Tensor, some: Tensor) -> Tensor:
+        products[some] += 1
+        return (matrices[some] @ v[..., None])[..., 0]
+
+    norm = gradient.norm(dim=1)
+    wanted = norm * torch.tensor([1e-10, 0.3, 2.0], dtype=torch.float64)
+    found, negative = _solve(product, gradient, wanted)
+    left = (matrices @ found[..., None])[..., 0] + gradient
+    assert bool((left.norm(dim=1) <= wanted).all())
+    assert_close(found[0], -torch.linalg.solve(matrices[0], gradient[0]))
+    assert_close(found[2], torch.zeros(6, dtype=torch.float64))  # as good as it is wanted before anything was done
+    assert products[2] == 0
+    assert 0 < products[1] < products[0] <= 8
+    assert not bool(negative.any())
+    # Against negative curvature the first direction is steepest descent; later ones stay where they were.
+    matrices[1] = -matrices[1]
+    found, negative = _solve(product, gradient, 1e-10 * norm)
+    assert negative.tolist() == [False, True, False]
+    assert_close(found[1], -gradient[1])
+
+
+def test_pairs_go_on_as_they_would_alone() -> None:
+    """With a common scale for the two of a pair, whatever other pairs do."""
+
+    class Pushed(Valley):
+        def evaluate(self, theta: Tensor, push: Any = None, **_: Any) -> Any:
+            if push is None:
+                value = torch.stack([rosenbrock(t) for t in theta])
+                return SimpleNamespace(loss=value, shift=0 * value, gradient=super().evaluate(theta).gradient)
+            pull = push.weights.sum(1)[:, None] * torch.tensor([1.0, 2.0, -1.0], dtype=torch.float64)
+            found = self.evaluate(theta)
+            return SimpleNamespace(loss=found.loss, shift=found.shift, gradient=found.gradient - pull)
+
+    settings = Settings(method="adam", lr=1e-2, steps=15)
+    batches = [(torch.zeros(4, 1).double(), torch.zeros(4))]
+    tuner = BatchFineTuner(Pushed(), batches, settings, None)  # type: ignore[arg-type]
+    assert settings.symmetric
+    weights = torch.tensor([[0.5], [0.1], [2.0]], dtype=torch.float64)
+    goal = torch.ones(6, dtype=torch.float64)
+    start = normal(3, 3, seed=1)
+    both = tuner.run(torch.cat([start, start]), Push(None, torch.cat([weights, -weights])), goal)  # type: ignore[arg-type]
+    for place in range(3):
+        one, weight = start[place : place + 1], weights[place : place + 1]
+        alone = tuner.run(torch.cat([one, one]), Push(None, torch.cat([weight, -weight])), goal[:2])  # type: ignore[arg-type]
+        assert_close(alone.theta, both.theta[[place, place + 3]], rtol=1e-12, atol=1e-12)
+        assert_close(alone.gradient, both.gradient[[place, place + 3]], rtol=1e-12, atol=1e-12)
+        assert_close(alone.control, both.control, rtol=1e-12, atol=1e-12)
+    assert both.steps.tolist() == 6 * [15]
+    assert_close(both.control, tuner._descend(tuner.origin[None], None)[0], rtol=1e-12, atol=1e-12)

@@ -35,6 +35,16 @@ def losses(laplace: Laplace, x: Tensor, y: Tensor, **options: Any) -> Tensor:
     return -laplace.predict(x, **options).log_prob(y)
 
 
+def undecided(laplace: Laplace, x: Tensor, y: Tensor, samples: int = 100) -> float:
+    """What the mean loss may differ by where rounding decides at which positions "auto" draws: those with a variance next to its limit."""
+    cov = laplace.predict(x).latent_cov
+    assert cov is not None
+    variance = cov.diagonal(dim1=1, dim2=2)
+    largest = (variance[:, :, None] + variance[:, None] - 2 * cov).amax((1, 2))
+    draws, closed = (losses(laplace, x, y, link=link, samples=samples) for link in ("mc", "pairwise"))
+    return float((draws - closed).abs()[(largest - 0.5).abs() < 0.005].sum()) / len(x)
+
+
 @pytest.mark.parametrize(
     ("structure", "options"),
     [
@@ -88,8 +98,10 @@ def test_the_link_that_is_tuned_is_the_one_that_predicts(k: int, dtype: torch.dt
     laplace = fit.tune([(x[250:], y[250:])], link=link)
     found = laplace.tuning
     assert not found.deterministic
+    both = link == "auto" and 1 < k <= 10  # draws at some positions, a closed form at the others
     state = torch.get_rng_state()
-    assert found.nll == pytest.approx(float(losses(laplace, x[250:], y[250:], link=link).mean()), abs=1e-5)
+    room = 1e-5 + (undecided(laplace, x[250:], y[250:]) if both else 0.0)
+    assert found.nll == pytest.approx(float(losses(laplace, x[250:], y[250:], link=link).mean()), abs=room)
     plain = -laplace.predictor.map_prediction(x[250:]).log_prob(y[250:]).double().mean()
     assert found.network_nll == pytest.approx(float(plain), abs=1e-5)
     # Predictions without a generator are the same every time, and leave the global one alone.
@@ -99,7 +111,8 @@ def test_the_link_that_is_tuned_is_the_one_that_predicts(k: int, dtype: torch.dt
     # As many draws as are asked for.
     few = laplace.tune([(x[250:], y[250:])], link=link, samples=20).tuning
     expected = float(losses(laplace, x[250:], y[250:], link=link, samples=20).mean())
-    assert few.nll == pytest.approx(expected, abs=1e-5)
+    room = 1e-5 + (undecided(laplace, x[250:], y[250:], 20) if both else 0.0)
+    assert few.nll == pytest.approx(expected, abs=room)
 
 
 def test_where_a_tuning_starts_does_not_matter() -> None:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from aftermap.curvature.structures.rounding import CurvatureSize, VarianceErrors, digits_tolerance
 from aftermap.errors import NumericalWarning
@@ -82,3 +83,108 @@ def test_what_needs_no_look_is_told_by_bounds(dtype: torch.dtype):
     for bound in ({"decomposition": tolerance}, {"residuals": tolerance / 2}):
         assert not matters(1.0, (1.0, 0.5, 1.0), **bound)
         assert matters(1.0, (1.0, 2.0, 1.0), **bound)
+
+
+def weak_prior_problem() -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Three data of five weights whose gradients are ±1 in every entry, an asked gradient, the scale and the prior."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(2, (3, 5), generator=generator).double() * 2 - 1
+    x[:, :3] = torch.tensor([[1.0, 1, 1], [1, -1, 1], [1, 1, -1]])  # of rank three
+    return x, torch.randn(5, generator=generator, dtype=torch.float64), 1.7, 1e-4
+
+
+def spread(change: torch.Tensor) -> float:
+    return float(change.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("structure", ["full", "low_rank"])
+def test_estimates_are_the_spread_of_variances_under_random_rounding(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each entry of a gradient is off by a relative error of its own; all rows are alike, so that nothing is approximated."""
+    x, asked, scale, prior = weak_prior_problem()
+    eye, draws, unit = torch.eye(5, dtype=torch.float64), 20_000, 1e-6
+    net = torch.nn.Linear(5, 1, bias=False).double()
+    laplace = Laplace(net, "regression", structure=structure, prior_precision=prior, data_scale=scale)
+    laplace.fit([(x, torch.zeros(3, 1, dtype=torch.float64))], progress=False)
+    seen: list[VarianceErrors] = []
+    monkeypatch.setattr(VarianceErrors, "may_matter", lambda *_: True)
+    monkeypatch.setattr(VarianceErrors, "warn", lambda self, *_: seen.append(self))
+    laplace.posterior.blocks[0].output_covariance(asked[None, None], True)
+    (found,) = seen
+
+    precision = scale * x.T @ x + prior * eye
+    covariance = torch.linalg.inv(precision)
+    w = covariance @ asked
+    variance = asked @ w
+    assert_close(found.variance.reshape(()), variance, rtol=1e-6, atol=0)
+
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return unit * torch.randn(draws, *shape, generator=generator, dtype=torch.float64)
+
+    rows = asked * (1 + noise(5))
+    data = x * (1 + noise(3, 5))
+    changed = torch.linalg.solve(scale * data.mT @ data + prior * eye, asked.expand(draws, 5)[..., None])[..., 0]
+    expected = spread(((rows @ covariance) * rows).sum(1) - variance) + spread(changed @ asked - variance)
+    estimate = float(found.errors["gradients"]) / (torch.finfo(torch.float64).eps / 2) * unit
+    assert estimate == pytest.approx(expected, rel=0.03)
+
+    values, vectors = torch.linalg.eigh(scale / prior * x.T @ x)
+    if structure == "full":
+        # A decomposition that is off by the unit roundoff of the largest whitened eigenvalue, in every direction.
+        off = torch.finfo(torch.float64).eps / 2 * float(values[-1]) * prior * w @ w
+        assert_close(found.errors["decomposition"].reshape(()), off, rtol=1e-6, atol=0)
+        return
+    # Eigenvectors with residuals in any of the two directions outside of their span.
+    inside, outside, values = vectors[:, 2:], vectors[:, :2], values[2:]
+    residuals = (
+        noise(3, 2) * (3 * values * values[-1] / 2).sqrt()[:, None]
+    )  # √n units, and each of the directions has its share
+    white = asked / prior**0.5
+    off = 2 * (residuals @ (white @ outside) * (white @ inside / (1 + values))).sum(1)
+    estimate = float(found.errors["eigenpairs"]) / (torch.finfo(torch.float64).eps / 2) * unit
+    assert estimate == pytest.approx(spread(off), rel=0.03)
+
+
+def test_the_second_order_of_rounding_is_the_mean_of_what_it_adds() -> None:
+    """A gradient along which all variances cancel to first order: what rounding adds is Σ_j (u J_j)² Σ_jj."""
+    root = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1e-7, 2.0], [0.0, 0.0, 3.0]], dtype=torch.float64)
+    covariance, rows = root.T @ root, torch.tensor([1.0, -1.0, 0.0], dtype=torch.float64)
+    prior, none = 1e-9 * torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    size = CurvatureSize(1.0, 1.0, 1.0)
+    found = VarianceErrors.of_gradients(
+        size, torch.bfloat16, rows[None, None], (covariance @ rows)[None, None], prior, covariance.diagonal(), none
+    )
+    unit = torch.finfo(torch.bfloat16).eps / 2
+    draws = rows * (1 + unit * torch.randn(20_000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    added = ((draws @ covariance) * draws).sum(1).mean() - rows @ covariance @ rows
+    assert float(found.errors["gradients"]) == pytest.approx(float(added), rel=0.05)
+
+
+def test_no_data_bound_is_below_an_error_that_data_make() -> None:
+    """`data_rounding` holds for every direction: the worst of many is below it, and not far."""
+    x, _, scale, prior = weak_prior_problem()
+    curvature = scale * x.T @ x
+    size = CurvatureSize.of(torch.linalg.eigvalsh(curvature / prior))
+    assert (size.trace, size.largest) == pytest.approx(
+        (15 * scale / prior, float(torch.linalg.eigvalsh(curvature / prior)[-1]))
+    )
+    assert size.effective == pytest.approx(3.0, rel=1e-3)  # as many as there are data
+    assert CurvatureSize.of(torch.tensor([-3.0, 1.0])) == CurvatureSize(4.0, 3.0, 1.25)  # of a Hessian
+    assert CurvatureSize.of(torch.tensor([0.25])).effective == 1.0
+    assert CurvatureSize.of(torch.zeros(0)) == CurvatureSize(0.0, 0.0, 1.0)
+    covariance = torch.linalg.inv(curvature + prior * torch.eye(5, dtype=torch.float64))
+    rows = torch.randn(5000, 1, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    errors = VarianceErrors.of_gradients(
+        size, torch.float32, rows, rows @ covariance, prior * torch.ones(5).double(), 0 * covariance.diagonal(),
+        curvature.diagonal(), rows @ covariance,
+    )  # fmt: skip
+    gradients = VarianceErrors.of_gradients(
+        size, torch.float32, rows, rows @ covariance, prior * torch.ones(5).double(), 0 * covariance.diagonal(),
+        torch.zeros(5).double(), rows @ covariance,
+    )  # fmt: skip
+    data = (errors.errors["gradients"] - gradients.errors["gradients"]) / errors.variance
+    bound = size.data_rounding(torch.float32)
+    assert 0.05 * bound < float(data.max()) <= bound
