@@ -26,7 +26,7 @@ from aftermap.baselines import Baseline, Deterministic, Particles
 from examples.resnet20_cifar10 import ResNet20
 from examples.resnet20_cifar10 import images as tiles
 from experiments.framework import Job, Results, Verdict, judged, mean_and_error, result_of, work_folder
-from experiments.ritter2018.notmnist import COLOURS, batches, probabilities, tuned_in_stages
+from experiments.ritter2018.notmnist import COLOURS, batches, probabilities, tuned_in_stages, undecided
 from experiments.ritter2018.settings import Residual
 
 __all__ = ["figures", "jobs", "verdicts"]
@@ -275,10 +275,7 @@ def _stronger(results: Results) -> Verdict:
     parts = ("N ten times larger", "τ ten times larger", "diagonal below a hundredth of the weights")
     reason = ", ".join(f"{name} {'yes' if held else 'no'}" for name, held in zip(parts, conditions, strict=True))
     each = ", ".join(f"{v:.2g}" for v in results.numbers("residual/tune_diagonal/*", "relative_deviation"))
-    why = (
-        f"On MNIST the grid chose next to no width already (R12), so that there was no room for more; {results.settings.residual.tuning[-1]} images decide by thousandths of a nat, and the "
-        f"diagonal posterior has {each} of the weight's size in the seeds"
-    )
+    why = f"On MNIST {undecided(results, 'notmnist/tune_kron/*')}, here {undecided(results, 'residual/tune_kron/*')}; the diagonal posterior has {each} of the weight's size"
     return Verdict.of("R18", conditions, ours, f"{reason}. {why}", len(results.among("residual/tune_kron/*")))
 
 

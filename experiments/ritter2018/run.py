@@ -53,7 +53,8 @@ def verdicts(results: Results) -> list[Verdict]:
 
 def tables(results: Results) -> str:
     """What goes below the table of claims."""
-    return "\n\n".join(filter(None, [notmnist.tables(results), toy.tables(results)]))
+    parts = [notmnist.tables(results), adversarial.tables(results), toy.tables(results)]
+    return "\n\n".join(filter(None, parts))
 
 
 def figures(results: Results, folder: Path) -> dict[str, str]:
