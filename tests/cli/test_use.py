@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from aftermap.cli.sources import DataFormat, open_source
 from aftermap.cli.store import load_fitted, save_fitted
+from aftermap.errors import StatisticalWarning
 from aftermap.evaluation import Results
 from aftermap.laplace.saving import read_extras
 from tests.cli.common import Files, answer, invoke, words
@@ -130,6 +131,18 @@ def test_tune_replaces_the_prior(files: Files, posterior: Path, tmp_path: Path) 
     by_evidence = answer("tune", str(posterior), "--method", "evidence", "--force")
     fixed = answer("tune", str(posterior), "--prior-precision", "50")  # nothing is left that validation data chose
     assert by_evidence["log_evidence"] > fixed["log_evidence"]
+
+
+def test_tune_without_labels_takes_the_rule_of_fit_or_says_which_it_takes(
+    files: Files, posterior: Path, tmp_path: Path
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", StatisticalWarning)
+        found = invoke("tune", str(posterior), "-o", str(tmp_path / "alone"))
+    assert "'evidence' takes the place of 'self_consistent'" in words(found.stderr)
+    found = invoke("tune", str(posterior), "--train", str(files.train), "-o", str(tmp_path / "with"))
+    assert "without held-out labels: the covariance is" in words(found.stdout)
+    assert "self-check on training data" in words(found.stdout)
 
 
 # Predict

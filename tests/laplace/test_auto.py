@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -133,6 +134,20 @@ def test_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:the best point lies at the edge")
+def test_a_regression_takes_the_cheaper_form_of_the_full_matrix_and_both_are_equal() -> None:
+    data = regression(40)
+    model = trained(mlp(1, 501, 1), data, nn.MSELoss(reduction="sum"), decay=0.1, steps=50)  # 1,504 weights
+    dual, primal = (am.fit(model, data, likelihood="regression", structure=s, verbose=False) for s in (None, "full"))
+    assert (dual.structure, primal.structure) == ("subset", "full")
+    assert dual.report.tuning.noise == pytest.approx(primal.report.tuning.noise, rel=1e-6)
+    x = torch.linspace(-3, 3, 50, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(dual.predict(x).total, primal.predict(x).total, rtol=1e-5, atol=0)
+    # As many data as weights have no dual form that is cheaper.
+    costs = dual.report.costs
+    more = [replace(c, n_rows=1600) for c in costs]
+    assert auto._choose(more, None, 2**32, None, regression=True).structure == "full"
+
+
 def test_regression() -> None:
     data = regression(noise=0.3)
     model = trained(mlp(1, 6, 1), data, gaussian_nll(0.3))

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import aftermap as am
-from aftermap.errors import DataError, InputError
+from aftermap.errors import DataError, InputError, StatisticalWarning
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.faults.sealing import edit
-from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded
+from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded, trained
 
 STRUCTURES = ["kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset"]
 
@@ -68,6 +68,22 @@ def test_a_loaded_posterior_can_be_fitted_further_and_tuned(tmp_path: Path) -> N
     for found in (again, whole):
         found.tune(method="evidence")
     assert float(again.log_evidence()) == pytest.approx(float(whole.log_evidence()), abs=1e-4)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_loaded_regression_is_tuned_by_the_rule_of_the_fit_or_says_so(labels: bool, tmp_path: Path) -> None:
+    def network() -> nn.Module:
+        return trained(mlp(1, 6, 1), regression(), nn.MSELoss(reduction="sum"), decay=0.1, steps=200)
+
+    held_out = regression(30, seed=8) if labels else None
+    laplace = Laplace(network(), "regression", structure="full").fit(regression(), progress=False).tune(held_out)
+    place, expected = laplace.save(tmp_path / "posterior"), str(laplace.tune(held_out).tuning)
+    assert str(am.load(place, network(), train_loader=regression()).tune(held_out).tuning) == expected
+    alone = am.load(place, network())
+    taken, rule = ("grid", "validation") if labels else ("evidence", "leave_one_out")
+    with pytest.warns(StatisticalWarning, match=f"not at hand .*'{taken}' takes the place of '{rule}'"):
+        alone.tune(held_out)
+    assert str(alone.tune(held_out, train_loader=regression()).tuning) == expected
 
 
 @pytest.mark.parametrize("params", ["last_layer", ["0"], r".*bias"])

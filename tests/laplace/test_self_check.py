@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
+import aftermap as am
 from aftermap.batches import Batch, iterate
-from aftermap.errors import DataError
+from aftermap.errors import DataError, StatisticalWarning
 from aftermap.laplace import Laplace, SelfCheck, check_predictive
-from aftermap.laplace.self_check import _compare
+from aftermap.laplace.self_check import _compare, network_at_chance
+from aftermap.likelihoods import Bernoulli
 from aftermap.predictive import Prediction
 from tests.laplace.problems import Data, classes, generator, mlp, new_classes, normal, regression, trained
 
@@ -263,3 +266,33 @@ def test_the_same_result_every_time() -> None:
         one, two = (check_predictive(laplace, batches(classes()), kind=kind, samples=7) for _ in range(2))
         assert one == two
     assert_close(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", ["classification", "binary", "regression"])
+def test_a_network_at_chance_on_its_training_data_is_noticed_without_labels(kind: str) -> None:
+    x = normal(200, 3, seed=1)
+    y = {
+        "classification": (x[:, 0] > 0.5).long() + (x[:, 1] > 0).long(),
+        "binary": (x[:, :1] > 0.3).double(),
+        "regression": x[:, :1] + 0.1 * normal(200, 1, seed=2),
+    }[kind]
+    loss = {"classification": F.cross_entropy, "binary": F.binary_cross_entropy_with_logits, "regression": F.mse_loss}
+    outputs = 3 if kind == "classification" else 1
+    untrained = mlp(3, 6, outputs, seed=5)
+    with torch.no_grad():  # far from the labels, as outputs of a network whose weights were not loaded can be
+        untrained[-1].weight.mul_(-1.0).add_(normal(outputs, 6, seed=3))
+    good = trained(mlp(3, 6, outputs), [(x, y)], lambda f, t: len(f) * loss[kind](f, t), decay=0.1, steps=100)
+    with pytest.warns(StatisticalWarning, match="no better than always answering .*: did you load the trained weights"):
+        check = am.fit(untrained, kind, [(x, y)], verbose=False).report.check
+    assert check.at_chance
+    assert check.state == "FAILED"
+    check = am.fit(good, kind, [(x, y)], verbose=False).report.check
+    assert not check.at_chance
+
+
+def test_a_network_that_is_right_no_more_often_but_knows_the_rare_class_is_not_at_chance() -> None:
+    # Never above one half, and far too unsure of itself: only at a lower temperature does its likelihood beat the frequencies.
+    y = (torch.arange(400) % 20 == 0).double()[:, None]
+    outputs = 0.6 * y - 0.9 + 0.01 * normal(400, 1)
+    assert network_at_chance(Bernoulli(), outputs, y) is None
+    assert "the most frequent class" in str(network_at_chance(Bernoulli(), 0 * outputs, y))

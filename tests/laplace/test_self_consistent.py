@@ -366,17 +366,34 @@ def test_binary_and_counts(kind: str) -> None:
 
 
 def test_data_that_are_not_at_hand(tmp_path: Path) -> None:
-    loaded = am.load(fitted().save(tmp_path / "posterior"), network())
     expected, streamed = fitted().tune(), fitted()
+    loaded = am.load(expected.save(tmp_path / "posterior"), network())
     streamed._fitted = replace(streamed.fitted, data=None)
     for laplace in (loaded, streamed):
-        assert isinstance(laplace.tune().tuning, EvidenceResult)
+        with pytest.warns(StatisticalWarning, match=r"not at hand .*'evidence' takes the place of 'self_consistent'"):
+            laplace.tune()
+        assert isinstance(laplace.tuning, EvidenceResult)
         before = laplace.posterior
-        with pytest.raises(InputError, match=r"not at hand .*tune\(train_loader, method='self_consistent'\)"):
+        with pytest.raises(InputError, match=r"not at hand .*tune\(train_loader=..., method='self_consistent'\)"):
             laplace.tune(method="self_consistent")
         assert laplace.posterior is before
-        laplace.tune(classes(150), method="self_consistent")
-        assert laplace.data_scale == pytest.approx(expected.data_scale, rel=1e-3)
+        laplace.tune(method="evidence")  # asked for: there is nothing to say
+        for found in (laplace.tune(train_loader=classes(150)), laplace.tune(classes(150), method="self_consistent")):
+            assert isinstance(found.tuning, SelfConsistentResult)
+            assert found.data_scale == pytest.approx(expected.data_scale, rel=1e-3)
+
+
+def test_a_loaded_posterior_with_its_data_is_tuned_like_the_fit(tmp_path: Path) -> None:
+    first = fitted().tune()
+    again = am.load(first.save(tmp_path / "posterior"), network(), train_loader=classes(150))
+    first.tune(), again.tune()
+    assert str(again.tuning) == str(first.tuning)
+    for name, values in first.posterior.marginal_variance().items():
+        torch.testing.assert_close(again.posterior.marginal_variance()[name], values, rtol=1e-9, atol=0)
+    with pytest.raises(InputError, match="train_loader is a generator"):
+        am.load(tmp_path / "posterior", network(), train_loader=iter(classes(150)))
+    with pytest.raises(InputError, match="train_loader is a generator"):
+        again.tune(train_loader=iter(classes(150)))
 
 
 def test_what_it_is_not_for() -> None:

@@ -219,6 +219,10 @@ def test_a_saved_posterior_comes_back_as_what_it_was(tmp_path: Path) -> None:
     assert read_extras(tmp_path / "run") == {"threshold": 0.25}
     with pytest.raises(DataError, match="VOGN built"):
         load_laplace(tmp_path / "run", net)
+    with pytest.raises(
+        InputError, match="VOGN built in training, which is not tuned afterwards: leave out train_loader"
+    ):
+        load(tmp_path / "run", net, train_loader=[(x, y)])
 
 
 def test_predictions_with_a_gradient_in_the_inputs() -> None:

@@ -139,8 +139,10 @@ class TuneOptions:
     ] = None
     method: Annotated[
         str,
-        o.option("How the prior is tuned. auto takes validation with --val, and otherwise the evidence."),
-        o.OneOf(("auto", "validation", "evidence", "lbfgs", "grid")),
+        o.option(
+            "How the prior is tuned. auto takes the rule of fit; where that needs the training data, and there is no --train, it says what it takes instead."
+        ),
+        o.OneOf(("auto", "validation", "self_consistent", "evidence", "lbfgs", "grid")),
     ] = "auto"
     false_alarms: _FalseAlarms = 0.05
 
@@ -434,7 +436,7 @@ def _describe(laplace: Laplace) -> dict[str, Any]:
     }
 
 
-@o.command(without=("train", "data", "score"))
+@o.command(without=("data", "score"))
 def tune(
     saved: o.SavedPosterior,
     output: Annotated[
@@ -452,9 +454,10 @@ def tune(
     predictive: o.PredictiveOptions,
     run: o.RunOptions,
 ) -> int:
-    """Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or by the evidence.
+    """Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or on its training data.
 
-    No pass over the training data and no new decomposition: seconds.
+    No new curvature and no new decomposition. A regression, and classes without --val, are tuned on the training data (--train) by the rule
+    of fit; without them the evidence decides, or a grid on --val, and a warning says so.
     """
     reporter = run.reporter
     overwrite = confirmed(output, force=run.force, what="tune")
@@ -473,14 +476,16 @@ def tune(
     before = prior_in_words(laplace)
     data_format = fitted.complete(data.format())
     validation = None if sets.val is None else open_source(sets.val, "validation", data_format, what="--val")
+    train = None if sets.train is None else open_source(sets.train, "train", data_format, what="--train")
     options = fitted.predict_options(predictive.kind, predictive.samples)
     if tuning.prior_precision is not None:
         laplace.with_prior(tuning.prior_precision)
     else:
-        by_evidence = validation is None or tuning.method in ("evidence", "lbfgs")
+        unlabelled = validation is None or tuning.method in ("self_consistent", "evidence", "lbfgs")
         say_tuning_cost(laplace, validation, options, reporter)
         laplace.tune(
-            None if by_evidence or validation is None else validation.batches,
+            None if unlabelled or validation is None else validation.batches,
+            train_loader=None if train is None else train.batches,
             method=None if tuning.method == "auto" else tuning.method,
             kind=options["kind"],
         )

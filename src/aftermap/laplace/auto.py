@@ -109,7 +109,8 @@ def fit(
             several outputs its own noise, in the ratio of their residuals.
         train_loader: The training data.
         val_loader: Held-out data, if there are any.
-        structure: None chooses by the cost estimate: full for small networks, kron otherwise.
+        structure: None chooses by the cost estimate: full for small networks, kron otherwise. Where a regression has fewer data than weights, the
+            full matrix takes its dual form: structure="subset" with all data.
         params: Which weights are uncertain. "all" leaves the choice: all layers, or the last block with its head in a network that is
             made of blocks, where predictions are several times cheaper and unusual inputs are found at least as well; the last
             layer where memory or time forbid more.
@@ -310,8 +311,9 @@ def _choose(
     full = by_key[("full", "all")]
     order = [full] if full.n_params <= (_SMALL_REGRESSION if regression else _SMALL) else []
     if regression and full.n_rows <= _SMALL_REGRESSION:
-        # The full matrix again, by the Gram matrix of the data: cheap where these are few.
-        order.append(by_key[("subset", "all")])
+        # The same posterior from the Gram matrix of the data; the smaller of the two matrices is the cheaper one.
+        cheaper = _SMALL < full.n_params and full.n_rows < full.n_params
+        order.insert(0 if cheaper else len(order), by_key[("subset", "all")])
     # A diagonal over all layers is worse than Kronecker factors of the last one.
     preferred = (("kron", "last_block"), ("kron", "all"), ("kron", "last_layer"), ("diagonal", "all"))
     order += [by_key[k] for k in preferred if k in by_key]

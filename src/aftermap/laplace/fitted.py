@@ -168,6 +168,19 @@ class Fitted:
         posterior = hyperparameters.applied_to(self.posterior, self.factors.curvature)
         return replace(self, posterior=posterior, hyperparameters=hyperparameters, narrowing=1.0)
 
+    def with_data(self, train_loader: Iterable[Any] | None) -> Fitted:
+        """Returns the same fit with training data that were handed over; as it is where there are none.
+
+        Raises:
+            InputError: They are a generator.
+        """
+        if isinstance(train_loader, Iterator):
+            raise InputError(
+                "train_loader is a generator, which is empty after one pass; tuning goes through the training data several times. Pass a "
+                "list or a DataLoader"
+            )
+        return self if train_loader is None else replace(self, data=train_loader)
+
 
 @dataclass(frozen=True)
 class ChainedBatches:

@@ -386,6 +386,7 @@ class Laplace(NotebookView):
         self,
         val_loader: Iterable[Any] | None = None,
         *,
+        train_loader: Iterable[Any] | None = None,
         method: str | None = None,
         kind: str = "linearised",
         link: str = "auto",
@@ -408,6 +409,7 @@ class Laplace(NotebookView):
             val_loader: Held-out data for method="validation" or "grid"; for method="self_consistent" and "dimension" the training data, if
                 not those of the fit. A network that was trained on augmented data can also be tuned on its own training data
                 under stronger augmentation, handed over here.
+            train_loader: The training data where they are not at hand: of a loaded posterior, or of a fit on a generator. None takes those of the fit.
             method: "validation" (the rule for labels of classes, and for residuals), "self_consistent" (the rule without labels, for classes and
                 counts; fit on all data that the network was trained on, or on a part with ``data_scale``), "leave_one_out" (the rule
                 without labels for regressions), "evidence" (its maximum on the training
@@ -430,7 +432,8 @@ class Laplace(NotebookView):
         Warns:
             StatisticalWarning: What was found is not to be relied on; the message says why.
         """
-        fitted, likelihood, on_grid = self.fitted, self.base_likelihood, precisions is not None or scales is not None
+        fitted, likelihood = self.fitted.with_data(train_loader), self.base_likelihood
+        on_grid = precisions is not None or scales is not None
         chosen = choose_method(fitted, likelihood, val_loader, method, kind=kind, on_grid=on_grid, noise=noise)
         start = replace(fitted.hyperparameters, output_temperature=self._initial.output_temperature)
         fitted = replace(fitted, hyperparameters=start)

@@ -32,6 +32,7 @@ from aftermap.laplace.regression_rule import (
     match_width,
     misfits,
 )
+from aftermap.laplace.self_check import network_at_chance
 from aftermap.laplace.subnetwork import is_subnetwork
 from aftermap.likelihoods import Gaussian, Likelihood
 from aftermap.likelihoods.base import aligned
@@ -100,7 +101,7 @@ def tune_regression(
     if data is None:
         raise InputError(
             "tuning a regression passes over the training data again, and they are not at hand (a loaded posterior, or a fit on "
-            "a generator). Use tune(method='evidence'), or fit on a list or a DataLoader"
+            "a generator). Hand them over with tune(train_loader=...), or use tune(method='evidence')"
         )
     plain = fitted.without_narrowing()
     model = predictor.model
@@ -129,6 +130,12 @@ def tune_regression(
         validation = iterate(val_data, device=device, dtype=dtype, unpack=fitted.unpack)
         result = _with_labels(result, tuned, plain, likelihood, predictor, validation, seed)
         tuned = _applied(plain, result)
+    else:
+        with torch.no_grad():
+            outputs = torch.cat([call_model(model, b.inputs) for b in sample.batches])
+        targets = torch.cat([b.targets for b in sample.batches]).reshape(outputs.shape)
+        result = replace(result, chance=network_at_chance(likelihood, outputs, targets))
+        tuned = replace(tuned, result=result)
     agreed = _agreed(result)
     if agreed is not result:
         result, tuned = agreed, _applied(plain, agreed)
@@ -510,7 +517,7 @@ def _agreed(result: RegressionResult) -> RegressionResult:
 
 
 def _warn(result: RegressionResult) -> None:
-    if (result.alarm and not result.n_labels) or result.uneven:
+    if (result.alarm and not result.n_labels) or result.uneven or result.chance is not None:
         warn_caller(result.sentence(), StatisticalWarning)
     elif 0 < result.n_labels < _FEW_LABELS:
         only = f"there {'is' if result.n_labels == 1 else 'are'} only {result.n_labels} validation {'example' if result.n_labels == 1 else 'examples'}"

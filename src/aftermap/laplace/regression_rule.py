@@ -71,6 +71,7 @@ class RegressionResult:
         width: The share of the posterior's variance that validation labels left; None without labels.
         n_labels: How many validation examples were used.
         misfits: The root mean square residual of each output, in units of what is predicted for it; 1 where its noise is right.
+        chance: A sentence where the network knows no more of its training data than their mean; None else, and with labels.
     """
 
     precision: float
@@ -90,6 +91,7 @@ class RegressionResult:
     width: float | None = None
     n_labels: int = 0
     misfits: tuple[float, ...] = ()
+    chance: str | None = None
 
     @property
     def uneven(self) -> bool:
@@ -111,7 +113,9 @@ class RegressionResult:
         """The comparison of these variances with one variance for all data, when each datum is left out."""
         difference = self.loo_nll - self.constant_nll
         message = f"{difference:+.3f} nats against one variance for all data, when each of {self.n_data:,} training data is left out"
-        return CavityCheck(difference, math.nan, 0.0, self.n_data, not self.alarm, message)
+        message += "" if self.chance is None else f"; {self.chance}"
+        passed = not self.alarm and self.chance is None
+        return CavityCheck(difference, math.nan, 0.0, self.n_data, passed, message, self.chance is not None)
 
     def __str__(self) -> str:
         return self.sentence()
@@ -150,7 +154,9 @@ class RegressionResult:
                 f"{self.misfits[narrow]:.2g} in output {narrow}, whose are too narrow. Give each output its own noise: "
                 "likelihood=Gaussian(noise=...), the deviations of residuals on held-out data"
             )
-        return "; ".join(parts) + "."
+        if self.chance is not None:
+            parts.append(f"beware: {self.chance.removesuffix('?')}")
+        return "; ".join(parts) + ("." if self.chance is None else "?")
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from aftermap.batches import Unpack
 from aftermap.curvature.structures.eigenbasis import DAMPINGS
 from aftermap.errors import AftermapError, DataError, InputError, NumericalWarning, UnsupportedError
 from aftermap.laplace.laplace import Laplace
@@ -121,7 +123,12 @@ def read_extras(folder: str | Path) -> dict[str, Any]:
 
 
 def load(
-    folder: str | Path, model: nn.Module, *, device: torch.device | str | None = None
+    folder: str | Path,
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    train_loader: Iterable[Any] | None = None,
+    unpack: Unpack | None = None,
 ) -> Laplace | TrainedPosterior:
     """Reads a saved posterior for a model with the same architecture and weights.
 
@@ -129,12 +136,16 @@ def load(
         folder: A folder that `Laplace.save` wrote, or `save` of an optimiser's posterior.
         model: The network, with the weights of the fit; it is not changed.
         device: The device that the posterior goes to. None means the model's.
+        train_loader: The data of the fit, which a folder does not hold. Tuning without labels, and that of every regression, passes over them
+            again; without them `Laplace.tune` says that it takes another method.
+        unpack: What turns a batch of these data, or of later ones, of an unusual form into (inputs, targets).
 
     Returns:
         A `Laplace`, or the `TrainedPosterior` of the optimiser that built it.
 
     Raises:
-        InputError: The model has other parameters, shapes, dtypes or weights; every mismatch is named.
+        InputError: The model has other parameters, shapes, dtypes or weights; every mismatch is named. Or the training data are a generator, or
+            for a posterior that cannot be tuned.
         DataError: The folder is damaged or foreign.
     """
     parameters = named_parameters(model)
@@ -152,13 +163,19 @@ def load(
         damping = config.get("damping", {})
         if damping and set(damping) != set(loaded.posterior.names):
             raise DataError(f"{folder}: damping does not have one entry for each parameter. {ADVICE}")
+        if train_loader is not None:
+            raise InputError(
+                f"{folder} holds a posterior that {method} built in training, which is not tuned afterwards: leave out train_loader="
+            )
         return TrainedPosterior(model, loaded.posterior, loaded.factors, likelihood, method, damping)
     if config["params"] != list(loaded.posterior.names):
         raise DataError(f"{folder}: params are not the parameters of the posterior. {ADVICE}")
     try:
-        return _restored(model, loaded, config, likelihood, folder)
+        laplace = _restored(model, loaded, config, likelihood, folder)
     except InputError as error:
         raise DataError(f"{folder} holds what cannot be: {error}. {ADVICE}") from error
+    laplace.fitted = replace(laplace.fitted.with_data(train_loader), unpack=unpack)
+    return laplace
 
 
 def _likelihood(config: Mapping[str, Any] | None, folder: str | Path) -> Likelihood | None:

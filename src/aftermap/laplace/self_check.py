@@ -18,19 +18,22 @@ from torch import Tensor
 from aftermap.batches import Batch
 from aftermap.errors import DataError
 from aftermap.laplace.examples import FiniteExamples
+from aftermap.likelihoods import Likelihood, at_temperature, temperature_of
 from aftermap.predictive import PosteriorPredictor, Prediction, TrainedPosterior
+from aftermap.predictive.links import gaussian_prediction
 from aftermap.progress import progress
 
 if TYPE_CHECKING:
     from aftermap.laplace.laplace import Laplace
 
-__all__ = ["SelfCheck", "check_predictive"]
+__all__ = ["SelfCheck", "check_predictive", "network_at_chance"]
 
 # A fall in accuracy, and a rise of the negative log-likelihood in nats per label, that is a collapse where it is more than chance.
 _ACCURACY_DROP = 0.02
 _NLL_RISE = {"classification": 0.05, "binary": 0.05}
 _OTHER_NLL_RISE = 0.2  # of regressions and counts
 _FEW = 20  # labelled data, below which nobody can tell chance from knowledge
+_TEMPERATURES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # at which training data may show that a network knows something
 _NOTHING = 1e-3  # a change of probabilities, or of a standard deviation relative to the noise, that nobody notices
 
 
@@ -143,10 +146,7 @@ def _compare(plain: Prediction, bayes: Prediction, targets: Tensor) -> SelfCheck
         message = f"accuracy {right[0]:.3f} -> {right[1]:.3f}, {message}, mean confidence {confidence[0]:.3f} -> {confidence[1]:.3f}"
     at_chance = _at_chance(plain, targets, min(map_nll, bayes_nll))
     if at_chance:
-        answer = "the most frequent class" if plain.kind in _NLL_RISE else "the mean of the targets"
-        message += (
-            f"; the network itself is no better than always answering with {answer}: did you load the trained weights?"
-        )
+        message += f"; {_chance_in_words(plain)}"
     nothing = _adds_nothing(plain, bayes)
     if nothing:
         message += "; the posterior adds nothing to the network's own answers; another structure, or more layers, may add something"
@@ -202,6 +202,26 @@ def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
         shares = torch.unique(labels, return_counts=True)[1].double() / max(1, len(labels))
         right, entropy = float(shares.max()), float(torch.special.entr(shares).sum()) * len(labels) / len(targets)
     return entropy > 0 and float(hits.double().mean()) <= right and nll >= entropy
+
+
+def _chance_in_words(prediction: Prediction) -> str:
+    answer = "the most frequent class" if prediction.kind in _NLL_RISE else "the mean of the targets"
+    return f"the network itself is no better than always answering with {answer}: did you load the trained weights?"
+
+
+def network_at_chance(likelihood: Likelihood, outputs: Tensor, targets: Tensor) -> str | None:
+    """Returns a sentence where a network knows no more of its training data than how frequent the classes are, or the mean of the targets; else None.
+
+    Args:
+        likelihood: The likelihood; classes count by their likelihood at the best of some temperatures.
+        outputs: The network's outputs [M, ..., C].
+        targets: Their targets.
+    """
+    warmth = temperature_of(likelihood)
+    variants = [likelihood] if warmth is None else [at_temperature(likelihood, warmth * t) for t in _TEMPERATURES]
+    plain = [gaussian_prediction(v, outputs, latent_var=torch.zeros_like(outputs)) for v in variants]
+    nll = min(-float(p.log_prob(targets).double().mean()) / _labels_of_an_example(p, targets) for p in plain)
+    return _chance_in_words(plain[0]) if _at_chance(plain[0], targets, nll) else None
 
 
 def _adds_nothing(plain: Prediction, bayes: Prediction) -> bool:

@@ -65,6 +65,7 @@ class CavityCheck:
         n_data: The number of data.
         passed: Whether the predictive may be trusted as far as training data can tell.
         message: The comparison in one sentence.
+        at_chance: Whether the network knows no more of its training data than how frequent the classes are, or the mean of the targets.
     """
 
     difference: float
@@ -73,6 +74,7 @@ class CavityCheck:
     n_data: int
     passed: bool
     message: str
+    at_chance: bool = False
 
     @property
     def state(self) -> str:

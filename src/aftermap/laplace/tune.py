@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 from aftermap import checks
 from aftermap.batches import Batch, iterate
 from aftermap.curvature import Factors
-from aftermap.distributed import fail_together, rank, world_size
+from aftermap.distributed import fail_together, gathered, rank, world_size
 from aftermap.errors import InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.dimension import match_dimension
 from aftermap.laplace.evidence import EvidenceResult, maximise_evidence
@@ -26,7 +26,7 @@ from aftermap.laplace.grid import search_grid
 from aftermap.laplace.latents import output_gaussians
 from aftermap.laplace.overlap import warn_if_trained_on
 from aftermap.laplace.regression import tune_regression
-from aftermap.laplace.self_check import SelfCheck, check_predictive
+from aftermap.laplace.self_check import SelfCheck, check_predictive, network_at_chance
 from aftermap.laplace.self_consistent import (
     Cavities,
     SelfConsistentResult,
@@ -83,16 +83,31 @@ def choose_method(
 
     Raises:
         InputError: The method is not known, needs data that are not there, or is not for this likelihood or posterior.
+
+    Warns:
+        StatisticalWarning: The default needs training data that are not at hand, so that another method takes its place.
     """
     in_blocks = isinstance(fitted.posterior, GaussianPosterior)
-    regression = has_noise(likelihood) and noise and fitted.data is not None
     if method is None or (method == "validation" and val_loader is not None):
-        if val_loader is not None:
-            rule = (temperature_of(likelihood) is not None or regression) and kind == "linearised" and not on_grid
-            return "validation" if rule else "grid"
-        if averages_curvature(likelihood) and in_blocks and fitted.data is not None:
-            return "self_consistent"
-        return "leave_one_out" if regression else "evidence"
+        grid = kind != "linearised" or on_grid
+
+        def rule(training_data: bool) -> str:
+            regression = has_noise(likelihood) and noise and training_data
+            if val_loader is not None:
+                return "validation" if not grid and (temperature_of(likelihood) is not None or regression) else "grid"
+            if averages_curvature(likelihood) and in_blocks and training_data:
+                return "self_consistent"
+            return "leave_one_out" if regression else "evidence"
+
+        chosen, at_hand = rule(True), rule(fitted.data is not None)
+        if at_hand != chosen:
+            warn_caller(
+                f"the training data are not at hand (a loaded posterior, or a fit on a generator), so that method={at_hand!r} takes the place of "
+                f"{chosen!r}, by which a new fit is tuned; the result may be much worse. Hand them over: tune(train_loader=...), "
+                f"am.load(folder, model, train_loader=...), or aftermap tune --train DATA. Ask for method={at_hand!r} if it is meant",
+                StatisticalWarning,
+            )
+        return at_hand
     method = "evidence" if method == "mackay" else method
     checks.choice("method", method, METHODS)
     if method in ("validation", "grid") and val_loader is None:
@@ -227,7 +242,7 @@ def _training_data(fitted: Fitted, data: Iterable[Any] | None, method: str) -> I
     if data is None:
         raise InputError(
             f"method={method!r} passes over the training data again, and they are not at hand (a loaded posterior, or a fit on a "
-            f"generator): tune(train_loader, method={method!r})"
+            f"generator): tune(train_loader=..., method={method!r}), or am.load(folder, model, train_loader=...)"
         )
     return data
 
@@ -440,10 +455,15 @@ def tune_self_consistently(
     cavities = Cavities.of(gaussians, likelihood, dimension * curvature, share)
     narrower, sharper = cavities.corrected(likelihood, curvature)
     check = cavities.check(likelihood, curvature, narrower, sharper)
+    chance = network_at_chance(likelihood, gaussians.mean, gaussians.targets)
+    if all(gathered(chance is not None)):
+        check = replace(check, passed=False, at_chance=True, message=f"{check.message}; {chance}")
     temperature = hyperparameters.output_temperature * sharper
     narrowing = dimension * curvature * narrower
     hyperparameters = replace(hyperparameters.narrowed(narrowing), output_temperature=temperature)
-    if not check.passed:
+    if check.at_chance:
+        warn_caller(f"check FAILED on the training data: {check.message}", StatisticalWarning)
+    elif not check.passed:
         _warn_of_cavities(check.message)
     precision = {k: float(hyperparameters.prior.precision[names[0]].mean()) for k, names in posterior.layers.items()}
     result = SelfConsistentResult(
