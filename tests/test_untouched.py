@@ -23,11 +23,19 @@ from aftermap.optim import IVON, VOGN
 from aftermap.testing import ModelSnapshot, check_unchanged
 
 
+class Signs(nn.Module):
+    """Multiplies by a tensor that is made anew in every call, which torch.fx keeps in the network that it traces."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
+
+
 def network() -> nn.Module:
-    """With BatchNorm statistics that have moved, dropout, a frozen weight, a hook and a gradient of the user's own."""
+    """With BatchNorm statistics that have moved, dropout, a layer that has two names, a frozen weight, a hook and a gradient of the user's own."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 4)).double()
+        first, twice, last = nn.Linear(3, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+        net = nn.Sequential(first, nn.BatchNorm1d(6), nn.Tanh(), nn.Dropout(0.3), twice, Signs(), twice, last).double()
         net(torch.randn(20, 3, dtype=torch.float64)).square().sum().backward()
     net[0].bias.requires_grad_(False)  # type: ignore[union-attr]
     net[2].register_forward_hook(lambda module, inputs, output: None)

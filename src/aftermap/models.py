@@ -28,7 +28,7 @@ from aftermap.batches import Unpack, describe, iterate, tensors_of
 from aftermap.distributed import is_sharded
 from aftermap.errors import AftermapError, InputError, ShapeError, UnsupportedError
 from aftermap.linalg import all_finite
-from aftermap.params import Params
+from aftermap.params import Params, places_by_name
 
 __all__ = [
     "WeightsFingerprint",
@@ -396,10 +396,13 @@ def functional_outputs(
         buffers = {name: tensors.get(name, b) for name, b in model.named_buffers()}
         tensors.update({name: b.detach().clone() for name, b in buffers.items() if _is_copied(b)})
     inner, prefix = without_wrappers(model)
-    tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    places = places_by_name(inner)
+    given = ((name.removeprefix(prefix), tensor) for name, tensor in tensors.items())
+    tensors = {place: tensor for name, tensor in given for place in places.get(name, (name,))}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return torch.func.functional_call(inner, tensors, args, kwargs)
+        # With tie_weights=True a module that has two names would keep the other tensors.
+        return torch.func.functional_call(inner, tensors, args, kwargs, tie_weights=False)
 
     return call_model(call, inputs)
 

@@ -22,6 +22,7 @@ __all__ = [
     "describe_names",
     "flatten",
     "named_parameters",
+    "places_by_name",
     "select",
     "swapped",
     "unflatten",
@@ -35,6 +36,22 @@ Selection = str | Sequence[str] | Callable[[str, nn.Parameter], bool]
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns every parameter once, under the first of its names, in the order of registration."""
     return dict(model.named_parameters())
+
+
+def places_by_name(model: nn.Module) -> dict[str, list[str]]:
+    """Returns every place where the model holds a parameter or buffer, by its name; a module that has several names is one place.
+
+    >>> layer, tied = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    >>> tied.weight = layer.weight
+    >>> places_by_name(nn.Sequential(layer, layer, tied))
+    {'0.weight': ['0.weight', '2.weight']}
+    """
+    places: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+    return {names[0]: names for names in places.values()}
 
 
 def by_module(names: Iterable[str]) -> dict[str, list[str]]:

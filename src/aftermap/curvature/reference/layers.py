@@ -83,11 +83,14 @@ def forward(model: nn.Module, params: Params, inputs: Inputs) -> Tensor:
     """Returns the model's output with `params` in place; buffers are copied so that nothing of the model changes."""
     state = {name: b.detach().clone() for name, b in model.named_buffers()}
     state.update(params)
-    if isinstance(inputs, Mapping):
-        outputs = torch.func.functional_call(model, state, (), dict(inputs))
-    else:
-        args = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-        outputs = torch.func.functional_call(model, state, args)
+    args = () if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    own = [(table, dict(table)) for m in model.modules() for table in (m._parameters, m._buffers)]
+    try:
+        outputs = torch.func.functional_call(model, state, args, dict(inputs) if isinstance(inputs, Mapping) else {})
+    finally:
+        # PyTorch leaves other tensors in a module that has two names.
+        for table, tensors in own:
+            table.update(tensors)
     return outputs if isinstance(outputs, Tensor) else outputs.logits
 
 

@@ -124,6 +124,13 @@ def trace(model: nn.Module) -> fx.Graph:
         ) from error
 
 
+def _shallow_copy(model: nn.Module) -> nn.Module:
+    """Returns a model with the same modules and tensors, in which torch.fx may keep the constants that it meets."""
+    copied = object.__new__(type(model))
+    copied.__dict__.update(model.__dict__)
+    return copied
+
+
 def run(graph: fx.Graph, model: nn.Module, inputs: Any) -> Values:
     """Runs the graph with inputs (a tensor, a tuple or a mapping) and keeps all results."""
     placeholders = _bind(graph, inputs)
@@ -286,6 +293,7 @@ def kfra_factors(
     if batch.size == 0:
         raise InputError("got no examples; pass inputs whose first dimension is at least 1")
     with evaluating(model), unchanged_buffers(model), torch.no_grad():
+        model = _shallow_copy(model)
         graph = trace(model)
         calls = _calls(graph, model, module_names)
         _check_independence(graph, model)
