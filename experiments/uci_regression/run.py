@@ -213,7 +213,7 @@ def _coverage(results: Results) -> Verdict:
     by_level = ", ".join(f"{close[level]} at {level:.0%}" for level in LEVELS)
     reason = f"farther on {', '.join(outside)}. Level by level {by_level} of {count} sets are within .03; too much is covered on {above[0.5]} at 50 %, on {above[0.95]} at 95 %"
     if above[0.5] > above[0.95]:
-        reason += ": errors have heavier tails than the Gaussian whose width is fitted to them, so that its middle is too wide where its ends are right"
+        reason += ", as where errors have heavier tails than the Gaussian whose width is fitted to them: its middle is too wide where its ends are right"
     return Verdict.of("U2", enough, ours, reason, results.settings.splits)
 
 
