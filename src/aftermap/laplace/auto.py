@@ -312,7 +312,7 @@ def _choose(
     order = [full] if full.n_params <= (_SMALL_REGRESSION if regression else _SMALL) else []
     if regression and full.n_rows <= _SMALL_REGRESSION:
         # The same posterior from the Gram matrix of the data; the smaller of the two matrices is the cheaper one.
-        cheaper = _SMALL < full.n_params and full.n_rows < full.n_params
+        cheaper = full.n_params > _SMALL and full.n_rows < full.n_params
         order.insert(0 if cheaper else len(order), by_key[("subset", "all")])
     # A diagonal over all layers is worse than Kronecker factors of the last one.
     preferred = (("kron", "last_block"), ("kron", "all"), ("kron", "last_layer"), ("diagonal", "all"))
