@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import html
 import json
+import math
 import re
 import warnings
 from pathlib import Path
@@ -332,12 +333,12 @@ def test_regression_has_intervals(tmp_path: Path) -> None:
         assert (lower, upper) == pytest.approx((mean - 1.96 * sd, mean + 1.96 * sd), abs=2e-3 * sd)
         assert epistemic**2 + noise**2 == pytest.approx(sd**2, rel=1e-3)
         assert noise == pytest.approx(content["noise"], rel=1e-3)
-        assert float(row["score"]) == pytest.approx(epistemic**2, rel=1e-3)
-    assert load_fitted(tmp_path / "p").score_name("auto") == "variance"
+        assert float(row["score"]) == pytest.approx(0.5 * math.log1p((epistemic / noise) ** 2), rel=1e-3)
+    assert load_fitted(tmp_path / "p").score_name("auto") == "mutual_information"
     refused = invoke("evaluate", str(tmp_path / "p"), "--score", "max_probability", code=2)
     assert "--score max_probability is not defined for the task regression" in words(refused.stderr)
     said = words(invoke("evaluate", str(tmp_path / "p")).stdout)
-    assert "An input is flagged if its variance is above" in said
+    assert "An input is flagged if its mutual information is above" in said
     assert "Root mean squared error" in said
     assert "95 % interval" in said
 

@@ -326,3 +326,26 @@ def test_parts_of_the_uncertainty_are_compared():
     x, y = torch.randn(50, 3, dtype=torch.float64, generator=seeded()), torch.zeros(50, 2, dtype=torch.float64)
     la = Laplace(make_net(2), Gaussian(noise=0.8)).fit([(x, y)])
     assert name not in evaluate(la, [(x, y)], n_resamples=0).metrics
+
+
+def test_the_units_of_several_outputs_do_not_matter():
+    x, y, *parts = torch.randn(4, 80, 2, dtype=torch.float64, generator=seeded())
+    epistemic, aleatoric = (v.square() for v in parts)
+
+    class Units:
+        def __init__(self, units):
+            self.units = torch.tensor(units, dtype=torch.float64)
+
+        def predict(self, inputs):
+            place = [int((x == row).all(1).nonzero()) for row in inputs]
+            e, a = (v[place] * self.units**2 for v in (epistemic, aleatoric))
+            return Prediction("regression", 0 * e, e, a, e + a)
+
+    plain, other = (
+        evaluate(Units(units), [(x, y * torch.tensor(units, dtype=torch.float64))], n_resamples=0)
+        for units in ((1.0, 1.0), (1.0, 1000.0))
+    )
+    name = "epistemic_aleatoric_correlation"
+    assert other[name] == pytest.approx(plain[name], abs=1e-12)
+    risks = [r.curves["risk_coverage"]["risk"] for r in (plain, other)]
+    assert risks[0] == pytest.approx(risks[1], rel=1e-9)

@@ -175,13 +175,23 @@ def test_batches_of_predictions_are_joined():
     assert parts.to_dict() == Reference.from_predictions(usual).to_dict()
 
 
-def test_numbers_are_flagged_by_their_variance():
+def test_numbers_are_flagged_by_their_variance_against_the_noise():
     variance = torch.rand(99, 1, generator=seeded())
     usual = Prediction("regression", variance, variance, torch.ones(99, 1), variance + 1)
     reference = Reference.from_predictions(usual)
-    assert reference.default == "variance"
+    assert reference.default == "mutual_information"
     assert set(reference.thresholds) == {"entropy", "mutual_information", "variance"}
     assert torch.equal(reference.flag(usual), variance[:, 0] > choose_threshold(variance[:, 0]).value)
+    # The units of an output do not matter, however large its variance is in them.
+    other = torch.rand(99, 1, generator=seeded(1))
+
+    def both(unit: float) -> Prediction:
+        epistemic, noise = torch.cat([variance, unit * other], 1), torch.tensor([1.0, unit]).expand(99, 2)
+        return Prediction("regression", epistemic, epistemic, noise, epistemic + noise)
+
+    small, large = (Reference.from_predictions(both(unit)).flag(both(unit)) for unit in (1.0, 1e6))
+    assert torch.equal(small, large)
+    assert small.any()
     with pytest.raises(InputError, match="score='either' is not known"):
         reference.score(usual, "either")
     of_classes = Reference.from_predictions(classes(*torch.rand(2, 99, generator=seeded())))
@@ -220,7 +230,7 @@ def test_what_a_threshold_says():
     "names, expected",
     [
         (("entropy", "max_probability", "variance"), "entropy"),
-        (("entropy", "mutual_information", "variance"), "variance"),
+        (("entropy", "mutual_information", "variance"), "mutual_information"),
         (("variance",), "variance"),
     ],
 )

@@ -203,10 +203,24 @@ def test_labels_set_the_scale_and_leave_the_width_they_cannot_judge() -> None:
     assert factor == pytest.approx(4.0, rel=0.1)
     assert width == 1.0
     factor, width = fit_scale(0.5 * normal(4000, 1, seed=2), 100 * h, 0.5)
-    assert factor == pytest.approx(1.0, rel=0.1)
     assert width <= 0.01
-    # Five labels with residuals of zero beside ten that are believed.
-    assert fit_scale(torch.zeros(5, 1, dtype=DOUBLE), h[:5], 1.0)[0] == pytest.approx(10 / 15)
+    assert float((factor * (1 + width * 100 * h)).mean()) == pytest.approx(1.0, rel=0.05)
+    # Five labels beside ten examples that are believed; many labels that are far off leave nothing of the belief.
+    believed = (1 + h).sqrt()
+    assert fit_scale(believed[:5], h[:5], 1.0) == pytest.approx((1.0, 1.0), rel=1e-6)
+    assert fit_scale(0.3 * believed[:5], h[:5], 1.0)[0] == pytest.approx((5 * 0.09 + 10) / 15, rel=0.05)
+    assert fit_scale(0.1 * believed[:300], h[:300], 1.0)[0] == pytest.approx(0.01, rel=0.05)
+
+
+@pytest.mark.parametrize("wrong", [100.0, 0.01])
+def test_labels_correct_a_variance_that_is_wrong_by_orders_of_magnitude(wrong: float) -> None:
+    h = 10 * normal(150, 1).square()
+    residuals = normal(150, 1, seed=1)
+    factor, width = fit_scale(residuals, h, math.sqrt(wrong))
+    variance = factor * wrong * (1 + width * h)
+    best = 0.5 * residuals.square().mean().log() + 0.5
+    nll = (0.5 * variance.log() + residuals.square() / (2 * variance)).mean()
+    assert float(nll - best) < 0.1
 
 
 def test_repeated_labels_with_smaller_weights_say_the_same() -> None:

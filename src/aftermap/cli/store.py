@@ -116,10 +116,11 @@ class Fitted:
             InputError: The task has no such score, or it needs a threshold that the folder does not hold.
         """
         kind, known = self.predictor.likelihood.kind, self.extras.get("thresholds") or {}
-        classes = kind in ("classification", "binary")
         if score == "auto":
             if not known:
-                return "entropy" if classes else "variance"
+                return {"counts": "variance", "custom": "variance", "regression": "mutual_information"}.get(
+                    kind, "entropy"
+                )
             return default_score({s: Threshold.from_dict(t) for s, t in known.items()})
         defined = {"counts": ("variance",), "custom": ("variance",), "regression": SCORES[:3]}.get(kind, FLAG_SCORES)
         if score not in defined:

@@ -191,7 +191,7 @@ def regression_curves(prediction: Prediction, targets: Tensor) -> dict[str, dict
     mean, total = prediction.mean.double(), prediction.total.double()
     y = aligned(mean, targets, mean.shape[-1], "evaluate")
     calibration = m.interval_calibration(mean, total, y)
-    risk = m.risk_coverage(prediction.score("entropy"), (y - mean).square().flatten(1).mean(1))
+    risk = m.risk_coverage(prediction.score("entropy"), _over_outputs(prediction, (y - mean).square()))
     return {
         "interval_calibration": {"level": calibration.levels.tolist(), "coverage": calibration.observed.tolist()},
         "risk_coverage": {"coverage": _thin(risk.coverage), "risk": _thin(risk.risk)},
@@ -431,10 +431,20 @@ def _detected_errors(inside: PredictedData, scores: Mapping[str, Tensor], boot: 
     return metrics
 
 
+def _over_outputs(prediction: Prediction, squares: Tensor) -> Tensor:
+    """Returns the mean over the outputs [N]; squares of several outputs of numbers count in units of each output's mean variance."""
+    squares = squares.double()
+    if prediction.kind not in ("classification", "binary") and squares.shape[-1] > 1:
+        squares = squares / prediction.total.double().flatten(0, -2).mean(0)
+    return squares.reshape(len(prediction), -1).mean(1)
+
+
 def _parts_compared(key: str, prediction: Prediction, boot: Bootstrap) -> dict[str, Metric]:
     """Returns the rank correlation of epistemic and aleatoric uncertainty; none where one of them is the same for all inputs."""
-    rounding = 4 * torch.finfo(prediction.total.dtype).eps * float(prediction.total.abs().max())
-    parts = [v.double().reshape(len(prediction), -1).mean(1) for v in (prediction.epistemic, prediction.aleatoric)]
+    rounding = (
+        4 * torch.finfo(prediction.total.dtype).eps * float(_over_outputs(prediction, prediction.total).abs().max())
+    )
+    parts = [_over_outputs(prediction, v) for v in (prediction.epistemic, prediction.aleatoric)]
     if any(float(v.max() - v.min()) <= rounding for v in parts):
         return {}
     name = "epistemic_aleatoric_correlation"

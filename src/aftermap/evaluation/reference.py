@@ -65,7 +65,8 @@ def default_score(thresholds: Mapping[str, Threshold]) -> str:
     """Returns the score by which inputs are flagged unless another one is asked for.
 
     For classes it is "either" where its threshold is finite, which takes 2 / rate − 1 held-out inputs, and "entropy" where it
-    is not; for a regression and for counts it is "variance".
+    is not. For a regression it is "mutual_information", which compares the variance of each output with its noise, so that the units of
+    several outputs do not matter; for counts it is "variance".
 
     >>> default_score(
     ...     {
@@ -78,7 +79,9 @@ def default_score(thresholds: Mapping[str, Threshold]) -> str:
     either = thresholds.get(EITHER)
     if either is not None and math.isfinite(either.value):
         return EITHER
-    return "entropy" if either is not None or "max_probability" in thresholds else "variance"
+    if either is not None or "max_probability" in thresholds:
+        return "entropy"
+    return "mutual_information" if "mutual_information" in thresholds else "variance"
 
 
 def either_threshold(scores: Sequence[Tensor], false_alarm_rate: float) -> Threshold:

@@ -44,7 +44,9 @@ _BY_HEART = 0.8  # share of determined numbers above which 95 % intervals covere
 _FEW = 20  # examples below which residuals say little of each output
 _UNEVEN = 2.0  # a factor between the noises of two outputs at which 95 % intervals cover some 86 and 99.8 %
 _WIDTHS = (1.0, 0.3, 0.1, 0.03, 0.01, 0.001)
-_PSEUDO = 10.0  # how many labelled examples the values found without labels count for
+_PSEUDO = 10.0  # how many labelled examples the values found without labels count for, where they are right
+_DOUBTED = (1.0, 0.1, 0.01)  # the same where labels say that they are wrong: the farther off, the less
+_RIGHT = 0.9  # how often they are right, before labels are seen
 _BUDGET = 0.01  # nats of validation likelihood that a wider posterior may cost
 
 
@@ -470,8 +472,8 @@ def misfits(residuals: Tensor, variance: Tensor, weights: Tensor, outputs: int) 
 def fit_scale(residuals: Tensor, leverage: Tensor, noise: float, weights: Tensor | None = None) -> tuple[float, float]:
     """Finds what labels say of a predictive variance s²(1 + h): a factor for all of it, and the share of h to keep.
 
-    The labels are smoothed towards what is believed without them: beside n examples with squared residuals ρ² there are ten whose
-    expected squares are s²(1 + h). For each share k of h the factor is the minimum of this smoothed negative log-likelihood, and the
+    The labels are smoothed towards what is believed without them: beside n examples with squared residuals ρ² there are m whose
+    expected squares are s²(1 + h). m is ten, or fewer where the labels say that this belief is wrong (`_pseudo_examples`). For each share k of h the factor is the minimum of this smoothed negative log-likelihood, and the
     largest k is taken that costs no more than a hundredth of a nat.
 
     Args:
@@ -487,7 +489,8 @@ def fit_scale(residuals: Tensor, leverage: Tensor, noise: float, weights: Tensor
     share = (weights / weights.sum())[:, None] / residuals.shape[1]
     examples = float(weights.sum().square() / weights.square().sum())
     believed = noise**2 * (1 + leverage)
-    squares = (examples * residuals.square() + _PSEUDO * believed) / (examples + _PSEUDO)
+    pseudo = _pseudo_examples(examples, float((share * residuals.square() / believed).sum()))
+    squares = (examples * residuals.square() + pseudo * believed) / (examples + pseudo)
     candidates = []
     for width in _WIDTHS:
         base = noise**2 * (1 + width * leverage)
@@ -495,3 +498,25 @@ def fit_scale(residuals: Tensor, leverage: Tensor, noise: float, weights: Tensor
         candidates.append((0.5 * math.log(factor) + 0.5 * float((share * base.log()).sum()), factor, width))
     best = min(nll for nll, _, _ in candidates)
     return next((factor, width) for nll, factor, width in candidates if nll <= best + _BUDGET)
+
+
+def _pseudo_examples(examples: float, ratio: float) -> float:
+    r"""Returns how many examples a believed variance counts for beside so many labels, whose squares are ``ratio`` of it on average.
+
+    A variance that was believed with m examples is φ times the true one, with φ from an inverse gamma of m degrees of freedom. The
+    labels' probability under it,
+
+    .. math::
+        \log p(\rho\mid m) = \log\Gamma\big(\tfrac{n+m}2\big) - \log\Gamma\big(\tfrac m2\big) + \tfrac m2\log m - \tfrac{n+m}2\log(m + n\,\text{ratio}),
+
+    decides between a belief of ten examples and weaker ones; the mean of m is returned.
+    """
+
+    def log_probability(m: float) -> float:
+        half = (examples + m) / 2
+        return math.lgamma(half) - math.lgamma(m / 2) + m / 2 * math.log(m) - half * math.log(m + examples * ratio)
+
+    counts = (_PSEUDO, *_DOUBTED)
+    prior = (_RIGHT, *[(1 - _RIGHT) / len(_DOUBTED)] * len(_DOUBTED))
+    logs = torch.tensor([math.log(p) + log_probability(m) for p, m in zip(prior, counts, strict=True)])
+    return float(torch.softmax(logs, 0) @ torch.tensor(counts))

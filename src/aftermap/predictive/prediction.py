@@ -252,7 +252,8 @@ class Prediction:
         ``max_probability``       1 − max p                                   not defined
         ========================  ==========================================  =================================
 
-        For counts and custom only ``variance`` is defined, and is ``epistemic``.
+        For counts and custom only ``variance`` is defined, and is ``epistemic``. The mean over several outputs is taken; only of ``variance`` does
+        it depend on the units of the outputs.
 
         Args:
             kind: The score, one of ``SCORES``.

@@ -169,7 +169,10 @@ def most_uncertain(
     if columns[0] is None or columns[1] is None or count < 1:
         return []
     epistemic, aleatoric = columns[0], columns[1]
-    order = np.argsort(-(epistemic if epistemic.max() > 0 else aleatoric), kind="stable")[:count].tolist()
+    # Of a regression in nats: the variances of several outputs may have units of their own.
+    informative = column(results, "mutual_information")
+    ranked = epistemic if informative is None else informative
+    order = np.argsort(-(ranked if epistemic.max() > 0 else aleatoric), kind="stable")[:count].tolist()
     shown = as_images(images, len(epistemic)) if images is not None else None
     if features is not None and len(features.values) != len(epistemic):
         raise ShapeError(
