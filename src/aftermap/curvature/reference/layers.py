@@ -84,7 +84,8 @@ def forward(model: nn.Module, params: Params, inputs: Inputs) -> Tensor:
     state = {name: b.detach().clone() for name, b in model.named_buffers()}
     state.update(params)
     args = () if isinstance(inputs, Mapping) else (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    own = [(table, dict(table)) for m in model.modules() for table in (m._parameters, m._buffers)]
+    tables: list[Any] = [table for m in model.modules() for table in (m._parameters, m._buffers)]
+    own = [(table, dict(table)) for table in tables]
     try:
         outputs = torch.func.functional_call(model, state, args, dict(inputs) if isinstance(inputs, Mapping) else {})
     finally:
