@@ -457,10 +457,10 @@ def chosen(results: Results) -> str:
 
 
 def undecided(results: Results, pattern: str) -> str:
-    """How many points of a grid are as good as its best one, seed by seed: what its choice is worth."""
+    """How many points of a grid are within 0.001 nats of its best one, seed by seed: what its choice is worth."""
     rows = [value["tables"][0] for _, value in sorted(results.among(pattern).items())]
     counts = [sum(row[2] <= min(other[2] for other in table) + 0.001 for row in table) for table in rows]
-    return f"{', '.join(map(str, counts))} of {len(rows[0])} points are within 0.001 nats of the best in the seeds"
+    return f"{', '.join(map(str, counts))} of the grid's {len(rows[0])} points"
 
 
 def _order(results: Results) -> Verdict:
