@@ -188,7 +188,8 @@ def _groups(prediction: Prediction, targets: object) -> dict[str, Tensor]:
     predicted = prediction.labels.reshape(-1).cpu()
     groups = {"predicted": predicted}
     if isinstance(targets, Tensor) and targets.numel() == len(predicted):
-        groups = {"true": targets.reshape(-1).cpu().long(), **groups}
+        true = targets.reshape(-1).cpu().long()
+        groups = {"true": torch.where(prediction.has_label(true), true, -1), **groups}
     return groups
 
 

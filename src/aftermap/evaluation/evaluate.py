@@ -80,20 +80,20 @@ def _mean(values: Tensor) -> float:
     return values.mean().item()
 
 
-def as_classes(prediction: Prediction, targets: Tensor, ignore_index: int = -100) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns probabilities [M, C], labels [M] and entropy [M] of every position that counts; a binary output is two classes."""
+def as_classes(prediction: Prediction, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns probabilities [M, C], labels [M] and the places [M] of the positions that have a label; a binary output is two classes."""
     if prediction.kind == "binary":
         p = prediction.mean.double()
         y = aligned(p, targets, p.shape[-1], "evaluate")
         if not bool(((y == 0) | (y == 1)).all()):
             raise DataError("evaluate needs binary targets that are 0 or 1, got others")
         probs, labels = torch.stack([1 - p, p], -1).reshape(-1, 2), y.reshape(-1).long()
-        return probs, labels, prediction.total.reshape(-1)
+        return probs, labels, torch.arange(len(labels))
     probs, labels = prediction.mean.reshape(-1, prediction.mean.shape[-1]), targets.reshape(-1)
-    keep = labels != ignore_index
-    if not bool(keep.any()):
-        raise DataError(f"every target is {ignore_index}, the index of positions to leave out")
-    return probs[keep], labels[keep], prediction.total.reshape(-1)[keep]
+    known = prediction.has_label(labels).nonzero()[:, 0]
+    if not len(known):
+        raise DataError(f"every target is {prediction.ignore_index}, the index of positions to leave out")
+    return probs[known], labels[known], known
 
 
 def class_metrics(probs: Tensor, labels: Tensor, uncertainty: Tensor, boot: Bootstrap) -> dict[str, Metric]:
@@ -420,14 +420,14 @@ def _detected_errors(inside: PredictedData, scores: Mapping[str, Tensor], boot: 
     one = prediction.kind == "classification" or (prediction.kind == "binary" and prediction.mean.shape[1] == 1)
     if not scores or not one or targets is None:
         return {}
-    probs, labels, _ = as_classes(prediction, targets)
-    wrong, keep = m.misclassified(probs, labels), targets.reshape(-1) != -100  # as `as_classes`
+    probs, labels, known = as_classes(prediction, targets)
+    wrong = m.misclassified(probs, labels)
     if not 0 < int(wrong.sum()) < len(wrong):
         return {}
     metrics: dict[str, Metric] = {}
     for name, values in scores.items():
-        metrics[f"auroc_errors_{name}"] = boot(m.auroc, values[keep], wrong, strata=wrong)
-        metrics[f"fpr95_errors_{name}"] = _point(m.fpr_at_tpr(values[keep], wrong))
+        metrics[f"auroc_errors_{name}"] = boot(m.auroc, values[known], wrong, strata=wrong)
+        metrics[f"fpr95_errors_{name}"] = _point(m.fpr_at_tpr(values[known], wrong))
     return metrics
 
 
@@ -477,9 +477,10 @@ def _measure(inside: PredictedData, boot: Bootstrap) -> tuple[dict[str, Metric],
     if prediction.kind in ("classification", "binary"):
         if prediction.kind == "classification" and targets.is_floating_point():
             raise InputError(f"class labels must be integers, got {targets.dtype}; use labels.long()")
-        probs, labels, uncertainty = as_classes(prediction, targets)
+        probs, labels, known = as_classes(prediction, targets)
+        uncertainty, information = (v.reshape(-1)[known] for v in (prediction.total, prediction.epistemic))
         numbers = class_metrics(probs, labels, uncertainty, boot)
-        numbers["mutual_information"] = boot(_mean, prediction.score("mutual_information").double())
+        numbers["mutual_information"] = boot(_mean, information.double())
         return numbers, dict(class_curves(probs, labels, uncertainty))
     return regression_metrics(prediction, targets, boot), dict(regression_curves(prediction, targets))
 

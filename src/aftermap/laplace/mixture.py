@@ -363,6 +363,7 @@ def mix(predictions: Sequence[Prediction], weights: Sequence[float]) -> Predicti
         sample_variance=variances,
         weights=sample_weights,
         link="mixture",
+        ignore_index=parts[0].ignore_index,
     )
 
 

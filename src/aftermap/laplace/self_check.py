@@ -171,7 +171,7 @@ def _labels_of_an_example(prediction: Prediction, targets: Tensor) -> float:
     """Returns how many labels an example has, on average: its positions, or its outputs where each has a target."""
     if prediction.kind != "classification":
         return max(1.0, targets.numel() / len(targets))
-    return max(1.0, float(((targets >= 0) & (targets < prediction.mean.shape[-1])).sum()) / len(targets))
+    return max(1.0, float(prediction.has_label(targets).sum()) / len(targets))
 
 
 def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
@@ -198,7 +198,7 @@ def _at_chance(prediction: Prediction, targets: Tensor, nll: float) -> bool:
             float(torch.special.entr(shares).sum()) * len(hits) / len(targets) / len(ones),
         )
     else:
-        labels = targets[(targets >= 0) & (targets < prediction.mean.shape[-1])]
+        labels = targets[prediction.has_label(targets)]
         shares = torch.unique(labels, return_counts=True)[1].double() / max(1, len(labels))
         right, entropy = float(shares.max()), float(torch.special.entr(shares).sum()) * len(labels) / len(targets)
     return entropy > 0 and float(hits.double().mean()) <= right and nll >= entropy
@@ -236,8 +236,7 @@ def _hits(prediction: Prediction, targets: Tensor) -> Tensor:
     if prediction.kind == "binary":
         return ((prediction.mean > 0.5) == (targets.reshape(prediction.mean.shape) > 0.5)).reshape(-1)
     labels = prediction.mean.argmax(-1)
-    known = (targets >= 0) & (targets < prediction.mean.shape[-1])
-    return (labels == targets)[known]
+    return (labels == targets)[prediction.has_label(targets)]
 
 
 def _significant(plain: Tensor, bayes: Tensor) -> bool:

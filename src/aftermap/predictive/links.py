@@ -210,7 +210,8 @@ def gaussian_prediction(
         prediction = _moments("counts", rate, torch.expm1(latent.var) * rate.square(), rate)
     else:
         prediction = _drawn(likelihood, latent, samples, generator)
-    return replace(prediction, latent_mean=latent.mean, latent_cov=latent.cov, latent_var=latent.var)
+    prediction = replace(prediction, latent_mean=latent.mean, latent_cov=latent.cov, latent_var=latent.var)
+    return _with_ignore_index(prediction, likelihood)
 
 
 def log_probabilities(likelihood: Likelihood, latent: Latent, link: str, drawn: Tensor | None) -> Tensor:
@@ -301,7 +302,14 @@ def samples_prediction(likelihood: Likelihood, outputs: Tensor, *, weights: Tens
         outputs, likelihood = outputs / likelihood.temperature, _at_one(likelihood)
     share = _check_weights(weights, outputs)
     prediction = _mixture(likelihood, outputs, shares(outputs, share))
-    return replace(prediction, link="samples", weights=share)
+    return _with_ignore_index(replace(prediction, link="samples", weights=share), likelihood)
+
+
+def _with_ignore_index(prediction: Prediction, likelihood: Likelihood) -> Prediction:
+    """Returns the prediction with the class index that the likelihood leaves out."""
+    return (
+        replace(prediction, ignore_index=likelihood.ignore_index) if isinstance(likelihood, Categorical) else prediction
+    )
 
 
 def _at_one(likelihood: Likelihood) -> Likelihood:

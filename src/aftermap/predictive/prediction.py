@@ -65,6 +65,7 @@ class Prediction:
         weights: The mixture weights [S] of the samples, summing to one; None means equal weights.
         concentration: The Dirichlet parameters α [N, ..., C] of the Laplace bridge.
         link: The way in which ``mean`` was made.
+        ignore_index: The class index that marks positions without a label, that of the likelihood.
 
     Raises:
         InputError: The kind is unknown.
@@ -99,6 +100,7 @@ class Prediction:
     weights: Tensor | None = None
     concentration: Tensor | None = None
     link: str = "samples"
+    ignore_index: int = -100
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -386,7 +388,11 @@ class Prediction:
             inner = td.Normal(components, noise.movedim(0, -1).expand(components.shape).sqrt())
         return td.MixtureSameFamily(td.Categorical(probs=share), inner)
 
-    def log_prob(self, targets: Tensor, *, ignore_index: int = -100) -> Tensor:
+    def has_label(self, targets: Tensor) -> Tensor:
+        """Tells which positions [N, ...] have a label: not those whose class index is ``ignore_index``."""
+        return targets != self.ignore_index
+
+    def log_prob(self, targets: Tensor, *, ignore_index: int | None = None) -> Tensor:
         """Returns the log-density of targets under the predictive, summed over positions and outputs.
 
         For classification and binary outputs it is the log of the mean probability, at least 1e-12; for regression that
@@ -397,7 +403,7 @@ class Prediction:
         Args:
             targets: The class indices [N, ...] for classification, otherwise targets [N, ..., D] (or [N, ...] if D is
                 1).
-            ignore_index: The class index of positions to leave out.
+            ignore_index: The class index of positions to leave out. None takes that of the prediction.
 
         Returns:
             The log-density of each example [N].
@@ -411,8 +417,9 @@ class Prediction:
         """
         self._need("log_prob", *KINDS[:-1])
         if self.kind == "classification":
-            Categorical(ignore_index=ignore_index).check(self.mean, targets)
-            ignored = (targets == ignore_index).unsqueeze(-1)
+            index = self.ignore_index if ignore_index is None else ignore_index
+            Categorical(ignore_index=index).check(self.mean, targets)
+            ignored = (targets == index).unsqueeze(-1)
             picked = self.mean.gather(-1, torch.where(ignored, 0, targets.unsqueeze(-1)).long())
             values = torch.where(ignored, 0.0, picked.double().clamp_min(PROBABILITY_FLOOR).log())
         else:
