@@ -192,3 +192,48 @@ def test_copies_of_an_eigenvalue_beyond_the_rank_are_not_looked_for() -> None:
         pairs = lanczos_eigh(lambda v, A=A: A @ v, 40, 3, generator=generator(seed))
         assert_close(pairs.values, torch.full((3,), 5.0, dtype=torch.float64))
         assert pairs.matvecs == 4
+
+
+def test_one_step_of_lanczos_is_the_rayleigh_quotient():
+    A = symmetric(decaying(9))
+    start = torch.randn(9, generator=generator(), dtype=torch.float64)
+    result = lanczos(lambda v: A @ v, 5 * start, 1)
+    assert result.basis.shape == (9, 1)
+    assert_close(result.basis[:, 0], start / start.norm())
+    assert_close(result.diagonal, (start @ A @ start / (start @ start))[None])
+    assert result.off_diagonal.shape == (0,)
+    assert not result.exhausted
+    residual = A @ result.basis[:, 0] - result.diagonal * result.basis[:, 0]
+    assert result.remainder == pytest.approx(float(residual.norm()))
+
+
+@pytest.mark.parametrize("columns", [None, 3])
+def test_conjugate_gradients_need_as_many_products_as_there_are_eigenvalues(columns: int | None):
+    A, products = symmetric([4.0] * 5 + [1.0] * 3 + [9.0]), []
+    shape = (9,) if columns is None else (9, columns)
+    rhs = torch.randn(shape, generator=generator(), dtype=torch.float64)
+
+    def matvec(v: Tensor) -> Tensor:
+        products.append(v)
+        return A @ v
+
+    result = conjugate_gradient(matvec, rhs, tolerance=1e-10)
+    assert result.iterations == 3
+    assert len(products) == 4  # and one to check
+    assert result.converged
+    assert_close(A @ result.solution, rhs)
+    # With a limit it ends there, and tells the residual that is left.
+    short = conjugate_gradient(matvec, rhs, tolerance=1e-10, max_iterations=1)
+    assert short.iterations == 1
+    assert not short.converged
+    assert_close(short.residual, (rhs - A @ short.solution).norm(dim=0) / rhs.norm(dim=0))
+    # The first step is the steepest descent that goes as far as it falls.
+    step = rhs.square().sum(0) / (rhs * (A @ rhs)).sum(0)
+    assert_close(short.solution, step * rhs)
+    exact = conjugate_gradient(lambda v: A @ v, rhs, preconditioner=lambda v: torch.linalg.solve(A, v))
+    assert exact.iterations == 1
+    nothing = conjugate_gradient(matvec, torch.zeros_like(rhs))
+    assert nothing.iterations == 0
+    assert nothing.converged
+    assert_close(nothing.solution, torch.zeros_like(rhs))
+    assert_close(nothing.residual, torch.zeros(shape[1:], dtype=torch.float64))

@@ -144,9 +144,13 @@ MUTANTS_TEXT = """
 ## Errors that the tests must find
 
 `make mutants` changes one thing in one file of the numerical core: a sign, a factor, a number, a limit, a transposed matrix, a term or a root that is left out. Then it runs the
-tests that belong to the file, until one fails. Of {all:,} such mutants in all {core} files of the core, {tried} in {tried_files} files, drawn with seed {seed} and each as likely as any other,
-have been tried so far, some in an earlier state of the code. {equivalent} of them cannot be told from the original. The tests found {found_at_first} at first, {share_at_first:.1%} of those that can be found, and {found}
-({share:.1%}) after tests had been written for what they had missed: the first share says what to expect of mutants that were not drawn. Errors that the program does not make itself are written out in `tests/mutants/by_hand.json`.
+tests that belong to the file, until one fails. Of {all:,} such mutants in all {core} files of the core, {tried} in {tried_files} files have been tried so far, each as likely as any other, some in an
+earlier state of the code. {equivalent} of them cannot be told from the original{deleted}. The tests found {found_at_first} at first, {share_at_first:.1%} of those that can be found, and {found}
+({share:.1%}) after tests had been written for what they had missed. Errors that the program does not make itself are written out in `tests/mutants/by_hand.json`.
+
+The mutants were drawn in {draws}, one after the other. What the tests found of a sample at first says what to expect of mutants that were not drawn, with the tests of that time:
+
+{samples}
 
 {table}
 
@@ -305,14 +309,22 @@ def _mutants(results: dict[str, Any]) -> str:
     if counted["explained"]:
         text += "\nWhy some cannot be told from the original (`tests/mutants/equivalent.json`):\n\n"
         text += "".join(f"- `{n}`: {_change(results, n)}. {why}\n" for n, why in counted["explained"].items())
-    table = "\n".join(["| kind of error | tried | found | equivalent |", "|---|---|---|---|", *rows])
+    table = "\n".join(["| kind of error | tried | found | equivalent or deleted |", "|---|---|---|---|", *rows])
+    samples = [
+        f"| {seed} | {e['tried']} | {e['equivalent'] + e['deleted']} | {e['found_at_first']} ({e['share_at_first']:.1%}) | {e['found']} ({e['share']:.1%}) |"
+        for seed, e in counted["samples"].items()
+    ]
+    head = ["| seed | tried | equivalent or deleted | found at first | found |", "|---|---|---|---|---|"]
     shown = {
         "table": table,
+        "samples": "\n".join([*head, *samples]),
+        "draws": f"{len(samples)} random {'sample' if len(samples) == 1 else 'samples'}",
         "survivors": text.rstrip(),
         "all": results["of"],
-        "seed": results["seed"],
         "core": len(TESTS),
     }
+    gone = counted["deleted"]
+    shown["deleted"] = f"; {gone} were in code that did nothing, which was deleted" if gone else ""
     shown["tried_files"] = len(counted["files"])
     if counted["tried"] < ENOUGH:
         found, tried, _ = counted["by_operator"].get(BY_HAND, (0, 0, 0))

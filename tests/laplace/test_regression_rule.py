@@ -489,3 +489,55 @@ def test_constant_targets_give_a_small_positive_noise() -> None:
     result = tuned_by(Laplace(trained(x, y, decay=1e-6), "regression", structure="full").fit([(x, y)])).result
     assert 0 < result.noise < 0.1
     assert math.isfinite(result.precision)
+
+
+@pytest.mark.parametrize(
+    ("most", "outputs", "positions"), [(50, [0, 1], [0, 1, 2]), (4, [0, 1], [0, 1]), (1, [0], [0])]
+)
+def test_numbers_of_an_output_with_positions(
+    most: int, outputs: list[int], positions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The linear model of a network with [N, 3, 2] outputs, whitened by the noise of each, against its dense Jacobian."""
+    monkeypatch.setattr(regression, "_OUTPUTS", most)
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 6, dtype=DOUBLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.inner(x)).reshape(len(x), 3, 2)
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Positions()
+    x, y = (
+        torch.randn(7, 2, generator=generator(1), dtype=DOUBLE),
+        torch.randn(7, 3, 2, generator=generator(2), dtype=DOUBLE),
+    )
+    noise = torch.tensor([0.5, 2.0], dtype=DOUBLE)
+    likelihood = Gaussian(noise)
+    chosen = regression._Chosen.of(model(x), likelihood)
+    assert (chosen.outputs, chosen.positions) == (outputs, positions)
+    assert chosen.count == len(outputs) * len(positions) <= max(most, 1)
+    expected = (y[:, positions][..., outputs] / noise[outputs]).flatten(1)
+    torch.testing.assert_close(chosen.whitened(y), expected)
+    weight = torch.linspace(0.5, 2.0, 7, dtype=DOUBLE)
+    fit = Laplace(model, likelihood, structure="full", prior_mean=0.2, data_scale=1.5).fit([(x, y, weight)])
+    names = list(fit.posterior.names)
+    sample = draw_examples([Batch(x[:3], y[:3], weight[:3], 3), Batch(x[3:], y[3:], weight[3:], 4)], 10, 0)
+    linear, scale = regression.linear_model(sample, likelihood, model, names, fit.fitted)
+    jacobian = torch.autograd.functional.jacobian(
+        lambda *p: (
+            torch.func.functional_call(model, dict(zip(names, p, strict=True)), (x,))[:, positions][..., outputs]
+            / noise[outputs]
+        ),
+        tuple(dict(model.named_parameters())[n].detach() for n in names),
+    )
+    rows = torch.cat([j.flatten(3).flatten(0, 2) for j in jacobian], 1)
+    kernel = (linear.vectors * linear.values) @ linear.vectors.T
+    whole = linear.weights.repeat_interleave(linear.outputs).sqrt()
+    torch.testing.assert_close(linear.weights, 1.5 * weight)
+    torch.testing.assert_close(kernel, whole[:, None] * (rows @ rows.T) * whole, rtol=1e-6, atol=1e-9)
+    assert scale == pytest.approx(float(expected.square().mean().sqrt()))
+    assert linear.outputs == len(outputs) * len(positions)

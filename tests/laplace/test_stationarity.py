@@ -172,3 +172,45 @@ def test_an_evidence_needs_a_value_of_the_likelihood() -> None:
     other = Laplace(mlp(1, 6, 1), "regression").fit(regression(), progress=False)
     with pytest.raises(InputError, match="0 outputs"):
         log_evidence(other.posterior, replace(other.factors, n_outputs=0), other.base_likelihood, other.hyperparameters)
+
+
+def test_copies_weights_and_a_data_scale_are_the_same() -> None:
+    """Every datum twice, with a weight of two, and under a data scale of two."""
+    net = nn.Linear(3, 4).double().eval()
+    with torch.no_grad():
+        net.weight.copy_(normal(4, 3, seed=8))
+        net.bias.copy_(normal(4, seed=9))
+    once = classes()
+    weighted = [(x, y, torch.full((len(x),), 2.0, dtype=torch.float64)) for x, y in once]
+    same = []
+    for data, scale in ((once + once, 1.0), (weighted, 1.0), (once, 2.0)):
+        options = {"structure": "full", "prior_precision": 0.6, "prior_mean": 0.3, "data_scale": scale}
+        la = Laplace(net, "classification", **options).fit(data, progress=False)
+        same.append((la, check_stationarity(la), refined_evidence(la)))
+    (_, first, mode), *others = same
+    for la, found, refined in others:
+        for name in ("gradient_norm", "relative", "gain"):
+            assert getattr(found, name) == pytest.approx(getattr(first, name), rel=1e-9), name
+        assert refined.gain == pytest.approx(mode.gain, rel=1e-6)
+        assert refined.log_evidence == pytest.approx(mode.log_evidence, rel=1e-7)
+        torch.testing.assert_close(refined.mean["weight"], mode.mean["weight"], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(refined.posterior.to_dense(), mode.posterior.to_dense(), rtol=1e-3, atol=1e-3)
+        assert la.n_data in (60, 120)
+    # Relative to its two parts: that of the data, and that of the prior.
+    x, y = (torch.cat(part) for part in zip(*once, strict=True))
+    loss = 2 * nn.functional.cross_entropy(net(x), y, reduction="sum")
+    data = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+    pull = torch.cat([0.6 * (p.detach() - 0.3).flatten() for p in net.parameters()])
+    assert first.gradient_norm == pytest.approx(float((data + pull).norm()), rel=1e-9)
+    assert first.relative == pytest.approx(float((data + pull).norm() / (data.norm() + pull.norm())), rel=1e-9)
+
+
+def test_many_data_forgive_more_and_any_positive_limit_is_taken() -> None:
+    net = nn.Linear(3, 4).double().eval()
+    for count, limit in ((60, 1.0), (150, 1.5)):
+        la = Laplace(net, "classification", structure="diagonal").fit(classes(count), progress=False)
+        assert check_stationarity(la).limit == limit
+    found = check_stationarity(la, limit=1e-3)
+    assert found.limit == 1e-3
+    assert replace(found, gain=1e-3).stationary
+    assert not replace(found, gain=1.001e-3).stationary

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from aftermap.batches import Batch
 from aftermap.errors import DataError, InputError, NumericalError, StatisticalWarning
 from aftermap.laplace import GridResult, Laplace
 from aftermap.laplace import grid as module
@@ -194,3 +196,27 @@ def test_a_grid_point_that_is_not_finite_is_never_the_best(monkeypatch: pytest.M
     monkeypatch.setattr(module, "_linearised", lambda *a: table)
     laplace.tune(held_out(), precisions=[1.0, 2.0], scales=[1.0, 5.0])
     assert (laplace.tuning.data_scale, laplace.tuning.precision) == (5.0, 10.0)
+
+
+@pytest.mark.parametrize(("ratio", "scale"), [(1.3, 0.6), (-3.4, 2.2), (-2.0, -0.9)])
+def test_two_stages_come_as_near_as_the_steps_of_the_second(
+    ratio: float, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bowl over the logarithms of ratio and data scale: the first stage looks at some of the data, the second at all."""
+    seen = []
+
+    def stage(_: Any, validation: Any, base: float, ratios: list[float], cs: list[float], *__: Any) -> GridResult:
+        table = [(c, r * c, (math.log10(r) - ratio) ** 2 + (math.log10(c) - scale) ** 2) for r in ratios for c in cs]
+        seen.append(sum(b.size for b in validation))
+        return GridResult(*min(table, key=lambda row: row[2]), table, seen[-1])
+
+    monkeypatch.setattr(module, "_stage", stage)
+    batches = [Batch(torch.zeros(200, 1), torch.zeros(200), None, 200) for _ in range(5)]
+    found = module.search_grid(None, batches, 1.0)  # type: ignore[arg-type]
+    assert seen == [600, 1000]  # five hundred, in whole batches
+    assert abs(math.log10(found.precision / found.data_scale) - ratio) <= 0.125 + 1e-9
+    assert abs(math.log10(found.data_scale) - scale) <= 0.125 + 1e-9
+    only = module.search_grid(None, batches, 1.0, scales=[3.0, 30.0])  # type: ignore[arg-type]
+    assert only.data_scale in (3.0, 30.0)
+    assert abs(math.log10(only.precision / only.data_scale) - ratio) <= 0.125 + 1e-9
+    assert {row[0] for row in only.table} == {3.0, 30.0}

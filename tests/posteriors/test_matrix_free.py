@@ -18,6 +18,7 @@ from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical
 from aftermap.params import flatten
 from aftermap.posteriors import GaussianPosterior, MatrixFreePosterior, MatrixFreeSettings
+from aftermap.posteriors.solver import Preconditioner, log_det_quadrature
 from tests.posteriors.matrix_free_cases import CASES, PRIOR, SCALE, Case, generator, randn
 
 ALL = pytest.mark.parametrize("kind", list(CASES))
@@ -362,3 +363,37 @@ def test_a_solve_that_stops_early_is_told() -> None:
     rows = split_flat(randn(3, posterior.n_params, seed=5), posterior.shapes)
     with pytest.warns(NumericalWarning, match="conjugate gradients stopped after 1 iterations.*Raise max_iterations"):
         posterior.covariance_mv(rows)
+
+
+@pytest.mark.parametrize(("probes", "steps"), [(1, 1), (1, 7), (3, 1)])
+def test_quadrature_of_a_log_determinant_by_hand(probes: int, steps: int) -> None:
+    """Gauss quadrature from the starting vector alone: with as many steps as rows it is the quadratic form of the matrix logarithm."""
+    prior = torch.linspace(0.5, 2.0, 7, dtype=torch.float64)
+    root = randn(7, 7, seed=3)
+    matrix = root @ root.T + torch.diag(prior)
+    preconditioner = Preconditioner(None, {"w": (7,)}, prior)
+    found = log_det_quadrature(
+        lambda rows: rows @ matrix, preconditioner, probes=probes, steps=steps, generator=generator(2)
+    )
+    start = preconditioner.draw(probes, generator(2)) * prior.sqrt()
+    start = start / start.norm(dim=1, keepdim=True)
+    white = matrix / prior.sqrt() / prior.sqrt()[:, None]
+    values, vectors = torch.linalg.eigh(white)
+    forms = (start @ white * start).sum(1).log() if steps == 1 else (start @ vectors).square() @ values.log()
+    estimates = float(prior.log().sum()) + 7 * forms
+    assert found.value == pytest.approx(float(estimates.mean()), rel=1e-6)
+    if probes == 1:
+        assert math.isnan(found.standard_error)
+    else:
+        assert found.standard_error == pytest.approx(float(estimates.std()) / math.sqrt(probes), rel=1e-6)
+
+
+def test_marginal_variances_are_the_mean_of_squares_of_draws_and_come_with_its_error() -> None:
+    posterior = CASES["mlp gaussian"]().matrix_free("kron", samples=20)
+    squares = posterior.fixed_samples().square()
+    value, error = posterior.estimate_marginal_variance()
+    assert_close(flatten(value), squares.mean(0))
+    assert_close(flatten(error), squares.std(0) / math.sqrt(20))
+    assert_close(flatten(posterior.marginal_variance()), squares.mean(0))
+    one = posterior.with_settings(samples=1).estimate_marginal_variance()[1]
+    assert bool(flatten(one).isnan().all())

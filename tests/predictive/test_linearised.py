@@ -14,6 +14,7 @@ from aftermap.curvature import reference
 from aftermap.errors import InputError
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Gaussian
+from aftermap.predictive import differentiable_latent
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.curvature.layer_cases import CASES, randomise
 from tests.curvature.models import MODELS
@@ -327,3 +328,24 @@ def test_joint_covariance_is_for_plain_outputs() -> None:
     model, inputs = seeded_model("pixels")
     with pytest.raises(InputError, match=r"over outputs \[N, C\]; this model returns"):
         made(model, inputs, "kron").joint(inputs)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_chosen_outputs_can_be_differentiated_in_the_inputs_too(count: int) -> None:
+    laplace = Laplace(mlp(), "classification", structure="full").fit(classes(), progress=False)
+    x = normal(count, 3, seed=6)
+    whole = differentiable_latent(laplace.model, laplace.posterior, x)
+    assert whole.cov is not None
+    plain = laplace.predict(x)
+    torch.testing.assert_close(whole.cov, plain.latent_cov, **CLOSE)
+    torch.testing.assert_close(whole.var, plain.latent_cov.diagonal(dim1=1, dim2=2), **CLOSE)
+    for outputs in ([3], [2, 0]):
+        some = differentiable_latent(laplace.model, laplace.posterior, x, outputs=outputs)
+        torch.testing.assert_close(some.mean, whole.mean)
+        torch.testing.assert_close(some.cov, whole.cov[:, outputs][:, :, outputs])
+        only = differentiable_latent(laplace.model, laplace.posterior, x, diagonal=True, outputs=outputs)
+        assert only.cov is None
+        torch.testing.assert_close(only.var, whole.var[:, outputs])
+    for wrong in ([4], [-1], []):
+        with pytest.raises(InputError, match=r"must name some of the 4 outputs, 0 to 3"):
+            differentiable_latent(laplace.model, laplace.posterior, x, outputs=wrong)

@@ -104,3 +104,42 @@ def test_other_dampings_and_grouped_convolutions_are_exact() -> None:
     data = [(normal(30, 6, seed=3), y)]
     factored = Laplace(wide, "classification", damping="factored").fit(data, progress=False)
     assert_close(*margin_variances(factored, data[0][0]))
+
+
+def sketched_widths(laplace: Laplace) -> list[tuple[int, int]]:
+    found = [block._sketch for block in laplace.posterior.blocks]  # type: ignore[attr-defined]
+    return [(sketch[0].shape[2], sketch[1].shape[2]) for sketch in found]
+
+
+def test_what_the_prior_drowns_shares_one_group_of_directions() -> None:
+    laplace = fitted(120)
+    # A prior that the data hardly change has all eigenvalues in one octave, a weak one as many as there are.
+    widths = sketched_widths(laplace.with_prior(1e9))
+    assert widths == [(DIRECTIONS, 7), (DIRECTIONS, DIRECTIONS), (4, DIRECTIONS)]
+    several = sketched_widths(laplace.with_prior(1e-3))
+    assert all(o >= p and i >= j for (o, i), (p, j) in zip(several, widths, strict=True))
+    assert several[1][0] > DIRECTIONS
+    assert several[1][1] > DIRECTIONS
+
+
+@pytest.mark.parametrize("prior", [0.02, 1.0, 50.0])
+def test_prior_and_curvature_in_other_units_have_the_same_directions(prior: float) -> None:
+    """Four times the data under four times the prior: a quarter of the covariance, by the same arithmetic."""
+    one = Laplace(fitted(120).model, "classification", prior_precision=prior)
+    four = Laplace(one.model, "classification", prior_precision=4 * prior, data_scale=4.0)
+    x, y = normal(60, 6, seed=1), torch.arange(60) % 4
+    for laplace in (one, four):
+        laplace.fit([(x, y)], progress=False)
+    assert sketched_widths(one) == sketched_widths(four)
+    found, quarter = (margin_variances(laplace, normal(20, 6, seed=5))[0] for laplace in (one, four))
+    assert_close(4 * quarter, found)
+    blocks = zip(one.posterior.blocks, four.posterior.blocks, strict=True)
+    for first, second in blocks:
+        table = [b.precision.detach().rsqrt() for b in (first, second)]  # type: ignore[attr-defined]
+        informed = [b._informed(t) for b, t in zip((first, second), table, strict=True)]  # type: ignore[attr-defined]
+        assert (informed[0] is None) == (informed[1] is None)
+        if informed[0] is not None:
+            assert informed[0].change.shape == informed[1].change.shape
+        drawn = [b.sample(2, torch.Generator().manual_seed(0)) for b in (first, second)]
+        for name in drawn[0]:
+            assert_close(2 * drawn[1][name], drawn[0][name])

@@ -163,11 +163,10 @@ class GGNOperator:
     def n_data(self) -> int:
         """The number of examples seen in a pass, counted now if there has been none."""
         if self._n_data is None:
-            seen = 0
             with fail_together("counting the data"):
                 seen = sum(batch.size for batch in self._batches())
-            self._count(seen)
-        return self._n_data or 0
+            return self._count(seen)
+        return self._n_data
 
     @autograd_errors_explained()
     def mv(self, v: Tensor) -> Tensor:
@@ -249,7 +248,8 @@ class GGNOperator:
         fixed = {n: t.detach().to(self.dtype) for n, t in others.items() if n not in params and t.is_floating_point()}
         return functional_outputs(self._model, {**fixed, **params}, in_dtype(batch.inputs, self.dtype))
 
-    def _count(self, here: int) -> None:
+    def _count(self, here: int) -> int:
+        """Returns how many examples all processes saw in a pass in which this one saw ``here``: as many as in the pass before."""
         counted = torch.tensor([here])
         all_reduce_([counted])
         seen = int(counted)
@@ -259,6 +259,7 @@ class GGNOperator:
                 "needs the same data every time: pass a list or a DataLoader, not a generator"
             )
         self._n_data = seen
+        return seen
 
     def _batch_product(self, batch: Batch, columns: Tensor) -> Tensor:
         """Returns one batch's sum of w_n J_n^T Lambda_n J_n V for V [P, k]."""
