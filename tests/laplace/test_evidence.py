@@ -297,3 +297,48 @@ def test_the_noise_of_several_blocks_leaves_a_tenth_of_the_data_to_it(outputs: i
     ends = torch.tensor([99.0, 99.0], dtype=torch.float64)
     torch.testing.assert_close(objective.inside(ends).exp(), upper)
     torch.testing.assert_close(objective.inside(-ends).exp(), torch.full_like(upper, 1e-8))
+
+
+@pytest.mark.parametrize("curvature", ["exact", "empirical"])
+@pytest.mark.parametrize("per_layer", [True, False])
+@pytest.mark.parametrize("structure", ["kron", "diagonal", "full"])
+def test_slopes_by_determined_parameters_are_those_of_the_evidence(
+    structure: str, per_layer: bool, curvature: str
+) -> None:
+    """Away from the maximum, for data that count 1.7 times at a temperature, and two outputs."""
+    laplace = regressor(structure, outputs=2, curvature=curvature, data_scale=1.7, temperature=0.8, prior_mean=0.1)
+    fitted = laplace.fitted
+    posterior = fitted.posterior
+    groups = {k: list(v) for k, v in posterior.layers.items()} if per_layer else {"all": list(posterior.names)}
+    objective = evidence._Objective(
+        posterior, fitted.factors, laplace.base_likelihood, fitted.hyperparameters, groups, True, 1e-3
+    )
+    for logs in (torch.tensor([0.4, -1.2, -0.5]), torch.tensor([2.0, 1.0, 0.3])):
+        logs = (logs if per_layer else logs[1:]).double().requires_grad_()
+        at, value = objective.evaluate(logs)
+        (gradient,) = torch.autograd.grad(value, logs)
+        found = objective.slopes(at, logs.detach())
+        torch.testing.assert_close(found.gradient, gradient, rtol=1e-6, atol=1e-8)
+        assert torch.equal(found.step.sign(), gradient.sign())
+        # MacKay's step goes from λ to γ / ‖θ − μ₀‖².
+        gammas = at.effective_parameters()
+        for place, names in enumerate(groups.values()):
+            gamma = sum(g for layer, g in gammas.items() if posterior.layers[layer][0] in names)
+            target = gamma / posterior.prior.squared_distance(posterior.mean, names)
+            assert float((logs.detach()[place] + found.step[place]).exp()) == pytest.approx(target, rel=1e-6)
+            # A derivative is as large as its terms where one of them is far below the other.
+            share = float(found.gradient[place].abs() / found.size[place])
+            terms = sorted([gamma, float(logs.detach()[place].exp()) * gamma / target])
+            assert share == pytest.approx(1 - terms[0] / terms[1], rel=1e-6)
+
+
+def test_slopes_that_point_out_of_their_range_do_not_count() -> None:
+    low, high = evidence._RANGE
+    upper = torch.tensor([high, 1.0, high, 1.0, high], dtype=torch.float64)
+    logs = torch.tensor([low, 1.0, low, 1.0, 0.0], dtype=torch.float64)
+    slopes = torch.tensor([-2.0, 3.0, 4.0, -5.0, 6.0], dtype=torch.float64)
+    found = evidence._Slopes(slopes, 0.1 * slopes, torch.full_like(slopes, 10.0)).within(logs, upper)
+    assert found.gradient.tolist() == [0.0, 0.0, 4.0, -5.0, 6.0]
+    torch.testing.assert_close(found.step, 0.1 * found.gradient)
+    assert found.are_flat(0.6)
+    assert not found.are_flat(0.59)

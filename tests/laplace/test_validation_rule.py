@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from aftermap.baselines import TemperatureScaling
 from aftermap.laplace import ValidationResult
 from aftermap.laplace.latents import OutputGaussians
-from aftermap.laplace.validation import RATIOS, search_family
+from aftermap.laplace.validation import RATIOS, _cheapest_temperature, search_family
 from aftermap.likelihoods import Bernoulli, Categorical
 from aftermap.predictive.latent import normal_points
 from tests.laplace.problems import contrast_root, generator, normal
@@ -340,3 +341,25 @@ def test_what_it_says(difference: float, error: float, deterministic: bool, said
     )
     assert said in str(found)
     assert "of 1,234 validation labels: 0.5000 by the network alone, 0.4000 with a temperature" in str(found)
+
+
+def test_the_cheapest_temperature_is_the_vertex_of_a_parabola() -> None:
+    asked: list[float] = []
+
+    def cost(best: float) -> Callable[[float], float]:
+        def bowl(t: float) -> float:
+            asked.append(t)
+            return 0.3 + 2 * (math.log(t) - best) ** 2
+
+        return bowl
+
+    for best in (-0.4, 0.0, 0.33, 0.69):
+        asked.clear()
+        found = _cheapest_temperature(cost(best), 0.5, 2.0)
+        assert found == (pytest.approx(0.3), pytest.approx(math.exp(best)))
+        assert asked[:5] == pytest.approx([2.0 ** (k / 2 - 1) for k in range(5)])
+        assert len(asked) == 6
+    # At an end that is the best there is nothing to go to beyond it, and a flat cost has no vertex.
+    assert _cheapest_temperature(lambda t: t, 0.5, 2.0) == (0.5, pytest.approx(0.5))
+    assert _cheapest_temperature(lambda t: -math.log(t), 0.5, 2.0) == (pytest.approx(-math.log(2)), pytest.approx(2.0))
+    assert _cheapest_temperature(lambda t: 1.0, 0.5, 2.0) == (1.0, pytest.approx(0.5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,18 @@ def dense(posterior: GaussianPosterior, case: str) -> torch.Tensor:
     return lines.detach() @ torch.linalg.inv(posterior.to_dense()) @ lines.detach().transpose(1, 2)
 
 
+@pytest.fixture(params=[None, 2], ids=["memory for all", "two examples at a time"])
+def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits into the working memory at once, the numbers are the same."""
+    if request.param is None:
+        return
+    users = [m for n, m in sys.modules.items() if n.startswith("aftermap.") and hasattr(m, "examples_per_chunk")]
+    assert len(users) > 8
+    for module in users:
+        monkeypatch.setattr(module, "examples_per_chunk", lambda *_: request.param)
+
+
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("case", CASES)
 def test_functional_covariance(case: str) -> None:
     model, _ = made(case)
@@ -46,6 +60,7 @@ def test_functional_covariance(case: str) -> None:
         torch.testing.assert_close(torch.cat(variances[place]), wanted.diagonal(dim1=1, dim2=2), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("case", ["kron", "full", "diagonal"])
 def test_every_posterior_contracts_per_example_gradients(case: str) -> None:
     model, _ = made(case)
@@ -108,6 +123,7 @@ class Sequences(nn.Module):
         return self.head(torch.tanh(self.narrow(x.unflatten(-1, (3, 2)))).mean((1, 2)))
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("structure", ["kron", "ekfac", "diagonal"])
 @pytest.mark.parametrize("length", [4, 20])  # fewer and more tokens than there are in the vocabulary, and than features
 def test_layers_that_share_their_weights(structure: str, length: int) -> None:

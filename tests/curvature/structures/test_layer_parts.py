@@ -88,3 +88,26 @@ def test_a_block_of_one_layer_is_that_layer(structure: str) -> None:
         assert list(part.layers) == [layer]
         assert not part.has_cross_terms
         assert part.kind == block.source.kind
+
+
+@pytest.mark.parametrize("structure", ["full", "low_rank"])
+@pytest.mark.parametrize("diagonal", [False, True])
+@pytest.mark.parametrize("inherited", [False, True])
+def test_few_examples_at_a_time_change_nothing(
+    structure: str, diagonal: bool, inherited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, posterior = posterior_of(structure)
+    block = posterior.blocks[0]
+    parts = (BlockPosterior if inherited else type(block)).split_by_layer(block, LAYERS, posterior.prior)
+    batch = Batch(torch.randn(7, 3, dtype=torch.float64), None, None, 7)
+    (gradients,) = [g for _, _, _, g in output_gradients(CheckedPlan(model, posterior.names, batch), batch)]
+    whole = parts.covariances(gradients, diagonal)
+    for module in (layer_parts, low_rank):
+        if hasattr(module, "examples_per_chunk"):
+            monkeypatch.setattr(module, "examples_per_chunk", lambda *_: 3)
+    found = parts.covariances(gradients, diagonal)
+    for kind in ("own", "cross", "conditional"):
+        assert set(getattr(found, kind)) == set(getattr(whole, kind))
+        for layer, value in getattr(whole, kind).items():
+            assert value.shape == ((7, 2) if diagonal else (7, 2, 2))
+            assert_close(getattr(found, kind)[layer], value)

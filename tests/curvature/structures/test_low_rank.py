@@ -12,10 +12,11 @@ from torch.testing import assert_close
 
 from aftermap.curvature import reference
 from aftermap.curvature.passes.products import GGNOperator
-from aftermap.curvature.structures.low_rank import low_rank_ggn
+from aftermap.curvature.structures.low_rank import LowRankBlock, LowRankBlockPosterior, low_rank_ggn
 from aftermap.errors import NumericalWarning
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical, Gaussian
+from aftermap.prior import Prior
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -113,3 +114,19 @@ def test_a_budget_that_is_too_small_warns_without_advising_what_nobody_can_set()
     with pytest.warns(NumericalWarning, match="after 13 products") as caught:
         low_rank_ggn(operator, 9, max_matvecs=13, generator=generator())
     assert "method" not in str(caught[0].message)
+
+
+def test_marginal_variances_keep_their_digits_where_data_inform_an_entry_almost_alone():
+    """Of the third entry a share of 1e-10 is left to the prior, which is so weak that this share is nearly all of its variance."""
+    direction = torch.zeros(6, dtype=torch.float64)
+    direction[2], direction[4] = 1.0, 1e-5
+    direction = direction / direction.norm()
+    block = LowRankBlock("all", {"w": (2, 3)}, direction[:, None], torch.tensor([1e3], dtype=torch.float64))
+    factors = [1e-8, 1e-2]
+    for prior in factors:
+        given = Prior.make(prior, 0.0, {"w": ("w",)}, {"w": (2, 3)})
+        posterior = LowRankBlockPosterior.of(block, given, torch.tensor(2.0, dtype=torch.float64), torch.float64)
+        found = posterior.marginal_variance()["w"].flatten()
+        inside = direction.square() / (prior + 2e3)
+        away = torch.tensor([1, 1, direction[4] ** 2, 1, direction[2] ** 2, 1], dtype=torch.float64)
+        torch.testing.assert_close(found, away / prior + inside, rtol=1e-9, atol=0)

@@ -105,8 +105,8 @@ def test_estimates_are_the_spread_of_variances_under_random_rounding(
     x, asked, scale, prior = weak_prior_problem()
     eye, draws, unit = torch.eye(5, dtype=torch.float64), 20_000, 1e-6
     net = torch.nn.Linear(5, 1, bias=False).double()
-    laplace = Laplace(net, "regression", structure=structure, prior_precision=prior, data_scale=scale)
-    laplace.fit([(x, torch.zeros(3, 1, dtype=torch.float64))], progress=False)
+    laplace = Laplace(net, "regression", structure=structure, prior_precision=1.0, data_scale=scale)
+    laplace.fit([(x, torch.zeros(3, 1, dtype=torch.float64))], progress=False).with_prior(prior)
     seen: list[VarianceErrors] = []
     monkeypatch.setattr(VarianceErrors, "may_matter", lambda *_: True)
     monkeypatch.setattr(VarianceErrors, "warn", lambda self, *_: seen.append(self))
@@ -188,3 +188,26 @@ def test_no_data_bound_is_below_an_error_that_data_make() -> None:
     data = (errors.errors["gradients"] - gradients.errors["gradients"]) / errors.variance
     bound = size.data_rounding(torch.float32)
     assert 0.05 * bound < float(data.max()) <= bound
+
+
+def test_residuals_of_eigenpairs_are_estimated_where_layers_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In single precision, under a prior that leaves the data's rounding harmless and that of eigenpairs not."""
+    x, asked, scale, prior = *weak_prior_problem()[:3], 1e-6
+    net = torch.nn.Linear(5, 1, bias=False)
+    laplace = Laplace(net, "regression", structure="low_rank", prior_precision=1.0, data_scale=scale)
+    laplace.fit([(x.float(), torch.zeros(3, 1))], progress=False).with_prior(prior)
+    seen: list[VarianceErrors] = []
+    monkeypatch.setattr(VarianceErrors, "warn", lambda self, *_: seen.append(self))
+    variance = laplace.predict(asked[None].float(), diagonal=True).latent_var
+    assert variance is not None
+    (found,) = seen
+    white = asked.float().double() / prior**0.5
+    values, vectors = torch.linalg.eigh(scale / prior * x.T @ x)
+    inside, outside, values = vectors[:, 2:], vectors[:, :2], values[2:]
+    exact = (white @ outside).square().sum() + ((white @ inside).square() / (1 + values)).sum()
+    assert float(variance) == pytest.approx(float(exact), rel=1e-4)
+    unit, generator = torch.finfo(torch.float32).eps / 2, torch.Generator().manual_seed(0)
+    residuals = unit * torch.randn(20_000, 3, 2, generator=generator, dtype=torch.float64)
+    residuals = residuals * (3 * values * values[-1] / 2).sqrt()[:, None]
+    off = 2 * (residuals @ (white @ outside) * (white @ inside / (1 + values))).sum(1)
+    assert float(found.errors["eigenpairs"] / found.variance) == pytest.approx(spread(off) / float(exact), rel=0.03)
