@@ -165,6 +165,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "laplace/rehearsal.py": ("tests/laplace/test_rehearsal.py", "tests/laplace/test_cost.py"),
 }  # fmt: skip
 
+# What a file refuses is tested in one place for many of them.
+LIMITS = "tests/test_limits.py"
+LIMITED = {
+    "batches.py", "krylov.py", "prior.py", "curvature/passes/products.py", "curvature/passes/vectors.py", "curvature/structures/hessian.py",
+    "laplace/fitted.py", "likelihoods/base.py", "likelihoods/discrete.py", "likelihoods/gaussian.py", "metrics/regression.py",
+    "metrics/scoring.py", "optim/base.py", "optim/options.py", "posteriors/base.py", "posteriors/dual.py", "posteriors/matrix_free.py",
+    "predictive/links.py", "predictive/prediction.py", "predictive/trained.py",
+}  # fmt: skip
+
 
 def all_mutations() -> list[Mutation]:
     """Every mutation of the numerical core, in the order of `TESTS`."""
@@ -196,7 +205,8 @@ def _forget_compiled(source: Path) -> None:
 
 def _test_files(file: str) -> list[str]:
     """The test files that belong to a file of the library, with folders opened."""
-    found = (p for t in TESTS[file] for p in (sorted((ROOT / t).rglob("test_*.py")) or [ROOT / t]))
+    besides = (LIMITS,) if file in LIMITED else ()
+    found = (p for t in (*besides, *TESTS[file]) for p in (sorted((ROOT / t).rglob("test_*.py")) or [ROOT / t]))
     return list(dict.fromkeys(p.relative_to(ROOT).as_posix() for p in found))
 
 
