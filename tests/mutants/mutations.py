@@ -117,10 +117,31 @@ OPERATORS: dict[str, Callable[[ast.AST], ast.AST | None]] = {
 }
 
 
-def _places(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.AST, str, int | None]]:
-    """Every node inside a function, with the function's name, and where it hangs in the tree."""
+@dataclass(frozen=True)
+class _Place:
+    """A node inside a function, and where it hangs in the tree.
 
-    def walk(node: ast.AST, function: str, inside: bool) -> Iterator[tuple[str, ast.AST, ast.AST, str, int | None]]:
+    Attributes:
+        function: The function that it is in, with its class.
+        node: The node.
+        parent: The node that it hangs on.
+        field: The field of the parent.
+        place: Its place in the field, where that is a list.
+        is_memory: Whether it belongs to a number of examples that go at once into the working memory: no result depends on it.
+    """
+
+    function: str
+    node: ast.AST
+    parent: ast.AST
+    field: str
+    place: int | None
+    is_memory: bool
+
+
+def _places(tree: ast.Module) -> Iterator[_Place]:
+    """Every node inside a function."""
+
+    def walk(node: ast.AST, function: str, inside: bool, is_memory: bool) -> Iterator[_Place]:
         for field, value in ast.iter_fields(node):
             children = value if isinstance(value, list) else [value]
             for place, child in enumerate(children):
@@ -136,11 +157,24 @@ def _places(tree: ast.Module) -> Iterator[tuple[str, ast.AST, ast.AST, str, int 
                 names = ast.FunctionDef | ast.ClassDef
                 below = f"{function}.{child.name}".lstrip(".") if isinstance(child, names) else function
                 within = inside or isinstance(child, ast.FunctionDef)
+                memory = is_memory or _is_of_memory(child)
                 if inside:
-                    yield function, child, node, field, place if isinstance(value, list) else None
-                yield from walk(child, below, within)
+                    yield _Place(function, child, node, field, place if isinstance(value, list) else None, memory)
+                yield from walk(child, below, within, memory)
 
-    return walk(tree, "", False)
+    return walk(tree, "", False, False)
+
+
+def _is_of_memory(node: ast.AST) -> bool:
+    """Tells whether a call says how many examples go at once: `examples_per_chunk`, or max(1, SOME_NUMBERS // of each)."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    if node.func.id == "examples_per_chunk":
+        return True
+    shares = (
+        n.left for a in node.args for n in ast.walk(a) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.FloorDiv)
+    )
+    return node.func.id == "max" and any(isinstance(n, ast.Name) and n.id.endswith("_NUMBERS") for n in shares)
 
 
 def _is_warning(call: ast.Call) -> bool:
@@ -149,23 +183,27 @@ def _is_warning(call: ast.Call) -> bool:
 
 
 def mutations_of(source: str, file: str) -> list[Mutation]:
-    """Every mutation of a source.
+    """Every mutation of a source, but for those of its working memory.
 
     >>> [m.after for m in mutations_of("def f(a, b):\\n    return 0.5 * a - b", "f.py")]
     ['0.5 * a + b', '0.5 * a', '0.5 / a', '1.0']
+    >>> mutations_of("def f(a):\\n    return examples_per_chunk(2 * a), max(1, _NUMBERS // (3 * a))", "f.py")
+    []
     """
     tree = ast.parse(source)
     count: Counter[tuple[str, str]] = Counter()
     found = []
-    for function, node, *_ in _places(tree):
+    for place in _places(tree):
         for operator, change in OPERATORS.items():
-            after = change(node)
+            after = change(place.node)
             if after is None:
                 continue
-            number = count[function, operator]
-            count[function, operator] += 1
-            texts = (ast.unparse(ast.fix_missing_locations(copy.deepcopy(n))) for n in (node, after))
-            found.append(Mutation(file, function, operator, number, getattr(node, "lineno", 0), *texts))
+            number = count[place.function, operator]
+            count[place.function, operator] += 1
+            if place.is_memory:
+                continue
+            texts = (ast.unparse(ast.fix_missing_locations(copy.deepcopy(n))) for n in (place.node, after))
+            found.append(Mutation(file, place.function, operator, number, getattr(place.node, "lineno", 0), *texts))
     return found
 
 
@@ -185,17 +223,17 @@ def mutate(source: str, mutation: Mutation) -> str:
         return source.replace(mutation.before, mutation.after)
     tree = ast.parse(source)
     number = 0
-    for function, node, parent, field, place in _places(tree):
-        if function != mutation.function:
+    for place in _places(tree):
+        if place.function != mutation.function:
             continue
-        after = OPERATORS[mutation.operator](node)
+        after = OPERATORS[mutation.operator](place.node)
         if after is None:
             continue
         if number == mutation.number:
-            if place is None:
-                setattr(parent, field, after)
+            if place.place is None:
+                setattr(place.parent, place.field, after)
             else:
-                getattr(parent, field)[place] = after
+                getattr(place.parent, place.field)[place.place] = after
             return ast.unparse(ast.fix_missing_locations(tree))
         number += 1
     raise LookupError(f"{mutation.name} is not in the source any more")
