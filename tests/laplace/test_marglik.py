@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.errors import DataError, InputError, NumericalError, ShapeError, StatisticalWarning
+from aftermap.laplace import marglik
 from aftermap.laplace.marglik import train_by_evidence
 from aftermap.likelihoods import Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
@@ -215,3 +216,56 @@ def test_bad_data() -> None:
         train_by_evidence(mlp(), iter(classes()), "classification", progress=False)
     with pytest.raises(DataError, match="the data are empty"):
         train_by_evidence(mlp(), [], "classification", progress=False)
+
+
+@quiet
+def test_an_epoch_is_a_step_down_the_mean_loss_with_the_prior_in_it() -> None:
+    """Plain descent on (σ²/Σw) Σ w nll + ½ (σ² τ / (p N)) ‖θ‖², where N counts weights; a second batch starts where the first ended."""
+    model = mlp(1, 3, 2)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    x, y = normal(7, 1, seed=1), normal(7, 2, seed=2)
+    weight = torch.linspace(0.5, 2.0, 7, dtype=torch.float64)
+    data = [(x[:3], y[:3], weight[:3]), (x[3:], y[3:], weight[3:])]
+    noise, power, precision, lr = 0.5, 1.7, 2.5, 0.05
+    found = train_by_evidence(
+        model, data, Gaussian(noise), epochs=1, lr=99.0, optimizer=lambda p: torch.optim.SGD(p, lr), structure="full",
+        prior_precision=precision, likelihood_power=power, hyper_steps=1, progress=False,
+    )  # fmt: skip
+    expected = mlp(1, 3, 2)
+    parameters = list(expected.parameters())
+    total = 0.0
+    for xs, ys, ws in data:
+        losses = 0.5 * ((ys - expected(xs)) / noise).square().sum(1) + 2 * math.log(noise * math.sqrt(2 * math.pi))
+        total += float((ws * losses).sum().detach())
+        decay = sum(p.square().sum() for p in parameters)
+        loss = noise**2 * ((ws * losses).sum() / ws.sum() + 0.5 * precision / (power * weight.sum()) * decay)
+        slopes = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for p, slope in zip(parameters, slopes, strict=True):
+                p -= lr * slope
+    for name, p in expected.named_parameters():
+        torch.testing.assert_close(dict(model.named_parameters())[name].detach(), p.detach())
+        assert not torch.equal(p, before[name])
+    assert found.losses == [pytest.approx(total / float(weight.sum()))]
+    assert found.best.temperature == pytest.approx(1 / power)
+    assert found.best.effective_parameters == pytest.approx(
+        sum(found.laplace.posterior.effective_parameters().values())
+    )
+    assert found.best.noise == pytest.approx(float(found.laplace.hyperparameters.noise))
+    assert (found.best.epoch, len(found.history)) == (1, 1)
+
+
+@quiet
+@pytest.mark.parametrize(("inputs", "count", "structure"), [(2, 9, "full"), (3, 3, "low_rank"), (3, 4, "kron")])
+def test_small_networks_and_few_data_have_the_exact_matrix(
+    inputs: int, count: int, structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to twelve parameters here, or twelve data times outputs."""
+    monkeypatch.setattr(marglik, "_SMALL", 12)
+    x, y = normal(count, inputs, seed=1), torch.arange(count) % 4
+    found = train_by_evidence(
+        nn.Linear(inputs, 4).double(), [(x[:1], y[:1]), (x[1:], y[1:])], "classification", epochs=1, progress=False
+    )
+    assert found.laplace.structure == structure
+    if structure == "low_rank":
+        assert found.laplace.rank == 12

@@ -12,7 +12,7 @@ import aftermap as am
 from aftermap.batches import Batch, iterate
 from aftermap.errors import DataError, StatisticalWarning
 from aftermap.laplace import Laplace, SelfCheck, check_predictive
-from aftermap.laplace.self_check import _compare, network_at_chance
+from aftermap.laplace.self_check import _compare, _significant, network_at_chance
 from aftermap.likelihoods import Bernoulli
 from aftermap.predictive import Prediction
 from tests.laplace.problems import Data, classes, generator, mlp, new_classes, normal, regression, trained
@@ -296,3 +296,38 @@ def test_a_network_that_is_right_no_more_often_but_knows_the_rare_class_is_not_a
     outputs = 0.6 * y - 0.9 + 0.01 * normal(400, 1)
     assert network_at_chance(Bernoulli(), outputs, y) is None
     assert "the most frequent class" in str(network_at_chance(Bernoulli(), 0 * outputs, y))
+
+
+@pytest.mark.parametrize(("count", "said"), [(19, False), (20, True)])
+def test_chance_is_told_from_knowledge_by_twenty_labels(count: int, said: bool) -> None:
+    y = torch.arange(count) % 2
+    even = torch.full((count, 2), 0.5, dtype=torch.float64)
+    assert compared(even, even, y).at_chance is said
+    single = torch.full((count, 1), 0.5, dtype=torch.float64)
+    assert compared(single, single, y[:, None].double()).at_chance is said
+    values = normal(count, 1, seed=1)
+    answer = Prediction("regression", 0 * values, *(torch.ones_like(values) for _ in range(3)))
+    assert _compare(answer, answer, values).at_chance is said
+
+
+@pytest.mark.parametrize(("change", "nothing"), [(0.9e-3, True), (1.1e-3, False)])
+def test_what_nobody_notices(change: float, nothing: bool) -> None:
+    """A thousandth of a probability, of a nat, or of the standard deviation of an answer."""
+    y = torch.arange(2).repeat(20)
+    sure = torch.tensor([[0.7, 0.3]], dtype=torch.float64).repeat(40, 1)
+    moved = sure.clone()
+    moved[7] += torch.tensor([change, -change], dtype=torch.float64)
+    assert compared(sure, moved, y, epistemic=1e-6).adds_nothing is nothing
+    assert compared(sure, sure, y, epistemic=change).adds_nothing is nothing
+    one = torch.ones(40, 1, dtype=torch.float64)
+    plain, bayes = (Prediction("regression", one, v * one, one, one) for v in (0.0, change**2))
+    assert _compare(plain, bayes, normal(40, 1)).adds_nothing is nothing
+
+
+def test_fewer_hits_are_chance_up_to_two_deviations_of_those_that_changed() -> None:
+    plain = torch.ones(100, dtype=torch.bool)
+    for lost, gained, significant in ((4, 0, False), (5, 0, True), (13, 3, True), (12, 4, False), (3, 13, False)):
+        one, two = plain.clone(), plain.clone()
+        one[:gained] = False
+        two[gained : gained + lost] = False
+        assert _significant(one, two) is significant, (lost, gained)
