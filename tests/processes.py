@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn, start_processes
 
+from aftermap.distributed import process_group
+
 __all__ = ["free_port", "from_processes", "from_two_processes"]
 
 
@@ -44,9 +46,8 @@ def from_processes(
 
 
 def _run(rank: int, world: int, port: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
-    torch.save(work(*arguments), os.path.join(folder, f"{rank}.pt"))
-    dist.barrier()  # nobody leaves while others still speak
-    dist.destroy_process_group()
+    with process_group():
+        torch.save(work(*arguments), os.path.join(folder, f"{rank}.pt"))
+        dist.barrier()  # nobody leaves while others still speak

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -61,6 +62,9 @@ def process_group(device: torch.device | str = "cpu") -> Iterator[None]:
     on_cards = torch.device(device).type == "cuda"
     if on_cards:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    # What PyTorch imports with an optimiser keeps the group that exists at its import, as a default of arguments, and gloo's threads with
+    # it. One that still gives back a tensor while the interpreter ends is aborted, and the process, too; so it is imported before.
+    importlib.import_module("torch.distributed.nn.functional")
     with _talking():
         store, own_rank, world = next(iter(rendezvous("env://")))
         # After `torchrun --max-restarts` the store may still hold addresses of the processes of an earlier attempt.

@@ -82,18 +82,18 @@ def test_residuals_of_the_first_source_that_has_enough() -> None:
     wanted = ((weight[:, None] * squares).sum(0) / weight.sum()).sqrt()
     before = torch.get_rng_state()
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 20, shuffle=True)
-    torch.testing.assert_close(residual_noise(model, 3, [None, [(x[:10], y[:10])], batches]), wanted)
-    torch.testing.assert_close(residual_noise(model, 3, [loader]), squares.mean(0).sqrt())
+    torch.testing.assert_close(residual_noise(model, 3, [(x[:10], y[:10])], batches), wanted)
+    torch.testing.assert_close(residual_noise(model, 3, None, loader), squares.mean(0).sqrt())
     assert torch.equal(torch.get_rng_state(), before)
     # What has no finite answer is left out here, as in the check; an empty source gives way to the next.
     broken = x.clone()
     broken[:2] = 1e308
     kept = [(broken, y)]
-    torch.testing.assert_close(residual_noise(model, 3, [[], kept]), squares[2:].mean(0).sqrt())
+    torch.testing.assert_close(residual_noise(model, 3, [], kept), squares[2:].mean(0).sqrt())
     once = iter(batches)
-    assert residual_noise(model, 3, [once]) is None
+    assert residual_noise(model, 3, None, once) is None
     assert len(list(once)) == 2
-    assert residual_noise(model, 3, [[(x, y[:, :2])]]) is None
+    assert residual_noise(model, 3, None, [(x, y[:, :2])]) is None
 
 
 def test_outputs_that_are_reproduced_exactly() -> None:
@@ -104,7 +104,7 @@ def test_outputs_that_are_reproduced_exactly() -> None:
     y = torch.stack([y[:, 0], exact[:, 1], torch.full_like(y[:, 2], 5.0)], 1)
     model[0].weight.data[2] = 0.0  # type: ignore[index,union-attr]
     model[0].bias.data[2] = 5.0  # type: ignore[index,union-attr]
-    noise = residual_noise(model, 3, [[(x, y)]])
+    noise = residual_noise(model, 3, [(x, y)], None)
     assert noise is not None
     assert float(noise[1]) == pytest.approx(1e-3 * float(exact[:, 1].std(correction=0)), rel=1e-6)
     assert 0 < float(noise[2]) <= float(noise[:2].min())

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from aftermap.distributed import process_group
 from aftermap.optim import IVON, KFAC, OGN, VOGN, NoisyKFAC
 from tests.optim.problems import classifier, make_regression
 
@@ -124,10 +125,20 @@ def uneven_data(kind: type[nn.Module]) -> tuple[nn.Module, list[Tensor], Tensor]
 
 
 def work(rank: int, world: int, port: int, folder: str) -> None:
-    """Runs every case of two processes and saves what rank ``rank`` ends with."""
+    """Runs every case of two processes and saves what rank ``rank`` ends with, and which threads are left."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     torch.set_num_threads(1)
+    assert "torch.distributed.nn.functional" not in sys.modules  # else `process_group` would have nothing to do
+    with process_group():
+        found = cases(rank)
+        dist.barrier()
+    threads = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").glob("*")]
+    found["threads of gloo"] = {"weights": torch.tensor(sum("gloo" in name for name in threads)), "losses": []}
+    torch.save(found, Path(folder) / f"rank{rank}.pt")
+
+
+def cases(rank: int) -> dict[str, Any]:
+    """What rank ``rank`` of two processes ends with in every case."""
     found: dict[str, Any] = {}
     for name, make in PRESETS.items():
         for wrapped in ("plain", "ddp", "ddp, own backward"):
@@ -169,9 +180,7 @@ def work(rank: int, world: int, port: int, folder: str) -> None:
     part.all_reduce(opt._trained(), [])
     found["half"] = {"weights": torch.tensor(part.size, dtype=torch.float64), "losses": []}
     found["reparametrised"] = {"weights": reparametrised_mean(1500, sample_groups=2), "losses": []}
-    torch.save(found, Path(folder) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    return found
 
 
 if __name__ == "__main__":

@@ -123,6 +123,13 @@ def test_the_reparametrised_estimate_is_unbiased_on_one_and_two_processes(ranks:
         assert_close(found["reparametrised"]["weights"], expected, rtol=0, atol=0.12 * float(hessian.max()))
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs a system that lists the threads of a process")
+def test_no_thread_is_left_when_the_group_is_left(ranks: list[dict[str, Any]]) -> None:
+    # One of gloo that needs Python while the interpreter ends would abort the process.
+    for found in ranks:
+        assert int(found["threads of gloo"]["weights"]) == 0
+
+
 @pytest.mark.slow
 def test_a_killed_process_resumes_and_ends_where_an_uninterrupted_run_ends(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS, "PYTHONWARNINGS": "ignore"}

@@ -252,8 +252,8 @@ def likelihood_of(task: str, noise: float | None, estimate: Callable[[], float |
 def _residual(model: nn.Module, validation: Source | None, train: Source) -> float | torch.Tensor:
     """Returns the root mean squared error of the network, by output where there are several; 1 where it cannot be known."""
     outputs = try_model(model, train)[1].shape[-1]
-    sources = [None if source is None else source.batches.named("") for source in (validation, train)]
-    noise = residual_noise(model, outputs, sources)
+    held_out = None if validation is None else validation.batches.named("")
+    noise = residual_noise(model, outputs, held_out, train.batches.named("", shared=True))
     return 1.0 if noise is None else noise if outputs > 1 else float(noise)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from aftermap.batches import Batch, Unpack, iterate, unpack_batch
 from aftermap.curvature.passes.stream import first_batch
-from aftermap.distributed import broadcast_number, fail_together
+from aftermap.distributed import broadcast_number, fail_together, gathered
 from aftermap.errors import InputError, StatisticalWarning
 from aftermap.laplace.cost import Cost, FirstLook, describe_costs, rehearsed_candidate, rehearsed_cost, shape_costs
 from aftermap.laplace.fitted import TuningResult
@@ -149,7 +149,7 @@ def fit(
     drawn = options.get("subset_size", _SMALL_REGRESSION if regression else 300)
     look = FirstLook.at(model, train_loader, unpack)
     if regression and by_word:
-        by_output = _with_noise_by_output(model, look.batch, (val_loader, train_loader), unpack)
+        by_output = _with_noise_by_output(model, look.batch, val_loader, train_loader, unpack)
         if by_output is not None:
             parsed = by_output
             notes.append(
@@ -253,23 +253,29 @@ def _arranged(
 
 
 def _inferred(model: nn.Module, data: Iterable[Any], unpack: Unpack | None) -> str:
-    """Returns the word for the likelihood that the first targets show."""
+    """Returns the word for the likelihood that the first targets show, those of the first process for all."""
     check_modes(model)  # before the first forward pass, which would move BatchNorm's statistics
-    batch = first_batch(model, data, unpack)
-    with explain_model_errors(model, lambda: batch.inputs), torch.no_grad():
-        outputs = call_model(model, batch.inputs)
-    return infer_task(batch.targets, outputs)
+    batch = first_batch(model, data, unpack, together=True)
+    with fail_together("inferring the likelihood"):
+        with explain_model_errors(model, lambda: batch.inputs), torch.no_grad():
+            outputs = call_model(model, batch.inputs)
+        task = infer_task(batch.targets, outputs)
+    return gathered(task)[0]
 
 
 def _with_noise_by_output(
-    model: nn.Module, batch: Batch, sources: Iterable[Iterable[Any] | None], unpack: Unpack | None
+    model: nn.Module,
+    batch: Batch,
+    held_out: Iterable[Any] | None,
+    training: Iterable[Any],
+    unpack: Unpack | None,
 ) -> Likelihood | None:
     """Returns a Gaussian likelihood with the residuals of several outputs as their noise; None where there is one output."""
     with explain_model_errors(model, lambda: batch.inputs), torch.no_grad():
         outputs = call_model(model, batch.take(torch.arange(1)).inputs)
     if outputs.dim() < 2 or outputs.shape[-1] == 1:
         return None
-    noise = residual_noise(model, outputs.shape[-1], sources, unpack=unpack)
+    noise = residual_noise(model, outputs.shape[-1], held_out, training, unpack=unpack)
     return None if noise is None else Gaussian(noise)
 
 

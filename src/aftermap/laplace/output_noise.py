@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aftermap.batches import Unpack, iterate
-from aftermap.distributed import all_reduce_, fail_together
+from aftermap.distributed import all_reduce_, fail_together, world_size
 from aftermap.models import call_model, check_device, explain_model_errors
 
 __all__ = ["residual_noise"]
@@ -20,25 +20,32 @@ _LEAST = 1e-3  # the least noise as a share of the targets' deviation: a network
 
 
 def residual_noise(
-    model: nn.Module, outputs: int, sources: Iterable[Iterable[Any] | None], *, unpack: Unpack | None = None
+    model: nn.Module,
+    outputs: int,
+    held_out: Iterable[Any] | None,
+    training: Iterable[Any] | None,
+    *,
+    unpack: Unpack | None = None,
 ) -> Tensor | None:
-    """Returns the root mean square residual of each output [C], of the first source that holds enough examples.
+    """Returns the root mean square residual of each output [C], on held-out data or, if these are too few, on training data.
 
-    At most the first 1,000 examples of a source are looked at, by each process; processes agree. Neither random numbers nor a source
+    At most the first 1,000 examples of either are looked at, by each process; processes agree. Neither random numbers nor data
     that can be read only once are used up.
 
     Args:
         model: The network.
         outputs: The number C of outputs.
-        sources: Batches with targets, the best ones first, such as held-out data and then the training data.
+        held_out: Batches with targets, the same on every process; None for none.
+        training: Batches with targets, of which every process has its part; None for none.
         unpack: What turns a batch of an unusual form into (inputs, targets).
 
     Returns:
         Positive numbers in float64; None where residuals cannot tell: targets of another form, too few examples, or a network that
         reproduces all of them.
     """
-    for source in sources:
+    for source, copies in ((held_out, world_size()), (training, 1)):
         count, noise = _of_source(model, source, outputs, unpack)
+        count /= copies
         if count >= _FEW:
             # For an output that never changes and is reproduced exactly any noise will do that is not too large.
             return torch.where(noise > 0, noise, noise[noise > 0].min()) if bool((noise > 0).any()) else None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from aftermap.batches import Batch, iterate, tensors_of
+from aftermap.distributed import all_reduce_, fail_together, is_distributed, world_size
 from aftermap.errors import StatisticalWarning, warn_caller
 from aftermap.laplace.fitted import Fitted
 
@@ -16,7 +17,7 @@ _LOOKED_AT = 5000  # training data that validation inputs are looked for among
 
 
 def warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
-    """Looks for validation inputs among the first training data, where these are at hand.
+    """Looks for validation inputs among the first training data, where these are at hand; among those of all processes.
 
     Args:
         validation: The validation data.
@@ -25,21 +26,28 @@ def warn_if_trained_on(validation: Sequence[Batch], fitted: Fitted) -> None:
     Warns:
         StatisticalWarning: Many of the inputs are there.
     """
-    if fitted.data is None or not validation:
+    if fitted.data is None:
         return
-    wanted = [key for batch in validation for key in _keys(batch)]
-    among: set[int] = set()
-    seen = 0
-    for batch in iterate(fitted.data, device=torch.device("cpu"), unpack=fitted.unpack):
-        among.update(_keys(batch))
-        seen += batch.size
-        if seen >= _LOOKED_AT:
-            break
-    shared = sum(key in among for key in wanted)
-    expected = min(1.0, seen / max(fitted.factors.n_data, 1.0)) * len(wanted)
+    with fail_together("looking for validation data among training data"):
+        wanted = [key for batch in validation for key in _keys(batch)]
+        among: set[int] = set()
+        seen = 0
+        for batch in iterate(
+            fitted.data, device=torch.device("cpu"), unpack=fitted.unpack, may_be_empty=is_distributed()
+        ):
+            among.update(_keys(batch))
+            seen += batch.size
+            if seen >= _LOOKED_AT:
+                break
+        counts = torch.tensor([sum(key in among for key in wanted), seen, len(wanted)])
+    # Every process has the same validation data, and its own part of the training data.
+    all_reduce_([counts])
+    count = int(counts[2]) // world_size()
+    shared, seen = min(int(counts[0]), count), int(counts[1])
+    expected = min(1.0, seen / max(fitted.factors.n_data, 1.0)) * count
     if shared >= 3 and shared > 0.5 * expected:
         warn_caller(
-            f"{shared} of {len(wanted)} validation inputs are among the first {seen} training inputs: the validation data are training data. "
+            f"{shared} of {count} validation inputs are among the first {seen} training inputs: the validation data are training data. "
             "What they say of the predictive is too good, and the posterior will be too sure. Hold out data that the network has not seen",
             StatisticalWarning,
         )

@@ -465,9 +465,10 @@ def _with_labels(
     seed: int,
 ) -> RegressionResult:
     """Returns the result after validation labels have set the scale of the predictive variance."""
-    sample = draw_examples(validation, _LABELS, seed)
-    if not sample.size:
-        raise DataError("no validation example has a positive weight")
+    with fail_together("reading validation data"):
+        sample = draw_examples(validation, _LABELS, seed)
+        if not sample.size:
+            raise DataError("no validation example has a positive weight")
     warn_if_trained_on(sample.batches, fitted)
     batches = list(FiniteExamples(predictor.model, sample.batches, "validation"))
     chosen = _Chosen.of(call_outputs(predictor.model, batches[0]), likelihood)

@@ -339,9 +339,10 @@ def tune_by_validation(
     samples = checks.count("samples", samples)
     device, dtype = check_device(predictor.model)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
-    chosen = random_examples(
-        iterate(val_loader, device=device, dtype=dtype, unpack=fitted.unpack), _VALIDATION_INPUTS, generator
-    )
+    with fail_together("reading validation data"):
+        chosen = random_examples(
+            iterate(val_loader, device=device, dtype=dtype, unpack=fitted.unpack), _VALIDATION_INPUTS, generator
+        )
     warn_if_trained_on(chosen, fitted)
     hyperparameters = fitted.hyperparameters
     scale = replace(hyperparameters, data_scale=1.0).curvature_scale(fitted.factors.curvature)
@@ -529,7 +530,8 @@ def tune_by_grid(
     # Not the likelihood of the last tuning: its noise and its temperature are not those that the grid starts from.
     predictor = PosteriorPredictor(predictor.model, posterior, hyperparameters.likelihood(likelihood), predictor)
     device, dtype = check_device(predictor.model)
-    batches = list(iterate(val_loader, device=device, dtype=dtype, unpack=fitted.unpack))
+    with fail_together("reading validation data"):
+        batches = list(iterate(val_loader, device=device, dtype=dtype, unpack=fitted.unpack))
     warn_if_trained_on(batches, fitted)
     result = search_grid(
         predictor,
