@@ -89,7 +89,8 @@ class Part:
     def data(self, seed: int) -> Pair:
         """The training images of a seed."""
         x, y = labelled(self.data_dir, self.name, "train")
-        kept = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: self.settings.train]
+        count = self.settings.train if self.name == "mnist" else self.settings.clothes_train
+        kept = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
         return x[kept], y[kept]
 
     @property

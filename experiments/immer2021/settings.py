@@ -42,7 +42,8 @@ class Images:
 
     Attributes:
         seeds: The number of seeds.
-        train: Training images, others for every seed.
+        train: Training images of digits, others for every seed where there are more.
+        clothes_train: Training images of clothes.
         epochs: Passes over them.
         validation: Held-out images of the official training set that choose the precision.
         test: Test images.
@@ -59,7 +60,8 @@ class Images:
     """
 
     seeds: int = 3
-    train: int = 10_000
+    train: int = 54_000
+    clothes_train: int = 10_000
     epochs: int = 12
     validation: int = 1000
     test: int = 3000
@@ -162,6 +164,7 @@ BUDGETS = {
         images=Images(
             seeds=1,
             train=300,
+            clothes_train=300,
             epochs=2,
             validation=100,
             test=100,
