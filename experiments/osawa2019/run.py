@@ -35,7 +35,7 @@ def scale(settings: Settings) -> str:
     """How much smaller everything is."""
     lenet, wide, residual = settings.pictures()
     return (
-        f"LeNet-5 is trained on {lenet.train:,} images for {lenet.epochs} epochs, by Adam, VOGN and OGN also on {settings.large.train:,} (the paper: 50,000 for about 210), a wide convolutional network on {wide.train:,} and a small residual "
+        f"LeNet-5 is trained on {lenet.train:,} images and on {settings.large.train:,} for {lenet.epochs} epochs (the paper: 50,000 for about 210), a wide convolutional network on {wide.train:,} and a small residual "
         f"network on {residual.train:,}, with one draw of the weights in a step and {lenet.seeds} seeds; these networks are far from trained."
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
 
 from experiments.framework import NOT_TESTABLE, Paired, Results, Verdict, judged, mean_and_error, not_met, paired
@@ -33,20 +33,20 @@ def verdicts(results: Results) -> list[Verdict]:
     def lenets(*methods: str) -> dict[str, int]:
         return need("large", *methods) | need("lenet", *methods)
 
-    every = need("lenet") | need("wide") | need("residual")
+    every = lenets() | need("wide") | need("residual")
     costs = {f"cost/{part.network}/*": part.seeds for part in results.settings.pictures()}
     slow = need("residual", "vogn", "no_momentum", "no_momentum_scaled", "no_norm")
     return [
         *judged(results, lenets("adam", "vogn"), ("V1", "V2"), lambda r: [_convergence(r), _likelihood(r)]),
         *judged(results, both("wide"), ("V3",), lambda r: [_overfitting(r)]),
-        *judged(results, need("lenet", "vogn", "bbb"), ("V4",), lambda r: [_backprop(r)]),
+        *judged(results, lenets("vogn", "bbb"), ("V4",), lambda r: [_backprop(r)]),
         *judged(results, every, ("V5", "V6"), lambda r: [_dropout(r), _ranks(r)]),
         *judged(results, both("residual"), ("V7",), lambda r: [_residual(r)]),
         *judged(results, slow, ("V8",), lambda r: [_speed(r)]),
         *judged(results, need("residual", "vogn", "rho1", "rho5"), ("V9",), lambda r: [_augmentation(r)]),
         *judged(results, costs, ("V10",), lambda r: [_cost(r)]),
         *judged(results, lenets("vogn", "ogn"), ("V11",), lambda r: [_no_noise(r)]),
-        *judged(results, need("lenet", "kfac", "noisy_kfac"), ("V12",), lambda r: [_kronecker(r)]),
+        *judged(results, lenets("kfac", "noisy_kfac"), ("V12",), lambda r: [_kronecker(r)]),
         *judged(
             results,
             lenets("adam", "vogn") | both("wide") | both("residual"),
@@ -161,49 +161,68 @@ def _trials(results: Results, network: str, methods: Sequence[str]) -> str:
     return f"NLL and accuracy on held-out images: {'; '.join(told)}"
 
 
-def _backprop(results: Results) -> Verdict:
-    taken, whole, seeds = [], [], results.settings.lenet.seeds
+def _sooner(results: Results, network: str) -> tuple[bool, str]:
+    """Whether VOGN is sooner at the held-out accuracy that Bayes by backprop ends with, and when it is there."""
+    taken, whole, seeds = [], [], getattr(results.settings, network).seeds
     for seed in range(seeds):
-        vogn, bbb = (results.values[f"lenet/{m}/seed{seed}"]["epochs"] for m in ("vogn", "bbb"))
+        vogn, bbb = (results.values[f"{network}/{m}/seed{seed}"]["epochs"] for m in ("vogn", "bbb"))
         there = [e["seconds"] for e in vogn if e["accuracy"] >= bbb[-1]["accuracy"]]
         if there:
             taken.append(float(there[0]))
             whole.append(float(bbb[-1]["seconds"]))
-    conditions = {
-        "accuracy higher": _difference(results, "lenet", "vogn", "bbb", "accuracy").higher,
-        "NLL lower": _difference(results, "lenet", "vogn", "bbb", "nll").lower,
-        "sooner at the accuracy that Bayes by backprop ends with": len(taken) == seeds and paired(taken, whole).lower,
-    }
     there_after = f"after {mean_and_error(taken, 1)} s of {mean_and_error(whole, 1)} s" if taken else ""
     never = f"never with {seeds - len(taken)} of {seeds} seeds" if len(taken) < seeds else ""
     reached = ", and ".join(filter(None, [there_after, never]))
-    ours = (
-        f"accuracy: {_text(results, 'lenet', ('bbb', 'vogn'), 'accuracy')}; NLL: {_text(results, 'lenet', ('bbb', 'vogn'), 'nll')}; "
-        f"VOGN is where Bayes by backprop ends {reached}"
-    )
+    return len(taken) == seeds and paired(taken, whole).lower, f"VOGN is where Bayes by backprop ends {reached}"
+
+
+def _backprop(results: Results) -> Verdict:
+    conditions = {
+        "accuracy higher": _difference(results, "large", "vogn", "bbb", "accuracy").higher,
+        "NLL lower": _difference(results, "large", "vogn", "bbb", "nll").lower,
+        "sooner at the accuracy that Bayes by backprop ends with": _sooner(results, "large")[0],
+    }
+
+    def told(network: str) -> str:
+        parts = [
+            f"{title}: {_text(results, network, ('bbb', 'vogn'), n)}"
+            for n, title in (("accuracy", "accuracy"), ("nll", "NLL"))
+        ]
+        return "; ".join([*parts, _sooner(results, network)[1]])
+
     reason = (
         f"{not_met(conditions)}. Bayes by backprop starts with a standard deviation of .001 and has no time to widen it in so few steps of Adam: it learns "
         "with next to no noise, unlike the paper's"
     )
-    return Verdict.of("V4", list(conditions.values()), ours, reason, seeds)
+    return Verdict.of("V4", list(conditions.values()), _beside(results, told), reason, results.settings.large.seeds)
 
 
 def _dropout(results: Results) -> Verdict:
     conditions = {
         f"lower on the {title}": _difference(results, network, "vogn", "dropout", "ece").lower
-        for network, title in NETWORKS.items()
+        for network, title in JUDGED.items()
     }
-    parts = [f"{title}: {_text(results, n, ('dropout', 'vogn'), 'ece')}" for n, title in NETWORKS.items()]
+
+    def told(network: str) -> str:
+        return _text(results, network, ("dropout", "vogn"), "ece")
+
+    others = "; ".join(f"{NETWORKS[n]}: {told(n)}" for n in ("wide", "residual"))
+    ours = f"ECE; LeNet-5, {_beside(results, told)}; {others}"
     reason = not_met(conditions) + " by two standard errors"
-    return Verdict.of("V5", list(conditions.values()), "ECE; " + "; ".join(parts), reason, results.settings.lenet.seeds)
+    return Verdict.of("V5", list(conditions.values()), ours, reason, results.settings.large.seeds)
 
 
-def ranking(results: Results) -> dict[tuple[str, str], int]:
-    """VOGN's rank for each row of the table and each of NLL, ECE and AUROC; what is within .001 of a better one ties with it."""
-    lenet = results.settings.lenet.methods
+def ranking(results: Results, lenet: str) -> dict[tuple[str, str], int]:
+    """VOGN's rank for each row of the table and each of NLL, ECE and AUROC; what is within .001 of a better one ties with it.
+
+    Args:
+        results: The results.
+        lenet: Which set of images the rows of LeNet-5 are of: "large" or "lenet".
+    """
+    methods = next(part.methods for part in results.settings.all_pictures() if part.network == lenet)
     rows = {
-        "LeNet-5": ("lenet", tuple(m for m in lenet if m in ("adam", "bbb", "dropout", "vogn"))),
-        "LeNet-5, other optimisers": ("lenet", tuple(m for m in lenet if m != "bbb")),
+        "LeNet-5": (lenet, tuple(m for m in methods if m in ("adam", "bbb", "dropout", "vogn"))),
+        "LeNet-5, other optimisers": (lenet, tuple(m for m in methods if m != "bbb")),
         "wide": ("wide", results.settings.wide.methods),
         "residual": ("residual", results.settings.residual.methods),
     }
@@ -216,18 +235,25 @@ def ranking(results: Results) -> dict[tuple[str, str], int]:
 
 
 def _ranks(results: Results) -> Verdict:
-    found = ranking(results)
+    found = ranking(results, "large")
     best, second = (sum(r == k for r in found.values()) for k in (1, 2))
     conditions = {
         f"first on two thirds of the {len(found)} metrics": best >= 2 / 3 * len(found),
         "first or second on all": best + second == len(found),
     }
+    few = {key: rank for key, rank in ranking(results, "lenet").items() if key[0].startswith("LeNet-5")}
+    ours = (
+        f"first or tied on {best} of {len(found)}, second on {second}; rank by row: {_by_row(found)}. "
+        f"LeNet-5 on {results.settings.lenet.train:,} images: {_by_row(few)}"
+    )
+    return Verdict.of("V6", list(conditions.values()), ours, not_met(conditions), results.settings.large.seeds)
+
+
+def _by_row(ranks: Mapping[tuple[str, str], int]) -> str:
     rows: dict[str, list[str]] = {}
-    for (row, name), rank in found.items():
+    for (row, name), rank in ranks.items():
         rows.setdefault(row, []).append(f"{name.upper()} {rank}")
-    told = "; ".join(f"{row}: {', '.join(parts)}" for row, parts in rows.items())
-    ours = f"first or tied on {best} of {len(found)}, second on {second}; rank by row: {told}"
-    return Verdict.of("V6", list(conditions.values()), ours, not_met(conditions), results.settings.lenet.seeds)
+    return "; ".join(f"{row}: {', '.join(parts)}" for row, parts in rows.items())
 
 
 def _residual(results: Results) -> Verdict:
@@ -332,12 +358,14 @@ def _no_noise(results: Results) -> Verdict:
 
 def _kronecker(results: Results) -> Verdict:
     conditions = {
-        f"{n.upper()} lower": _difference(results, "lenet", "noisy_kfac", "kfac", n).lower for n in ("ece", "nll")
+        f"{n.upper()} lower": _difference(results, "large", "noisy_kfac", "kfac", n).lower for n in ("ece", "nll")
     }
-    parts = [f"{n.upper()}: {_text(results, 'lenet', ('kfac', 'noisy_kfac'), n)}" for n in ("ece", "nll")]
-    return Verdict.of(
-        "V12", list(conditions.values()), "; ".join(parts), not_met(conditions), results.settings.lenet.seeds
-    )
+
+    def told(network: str) -> str:
+        return "; ".join(f"{n.upper()}: {_text(results, network, ('kfac', 'noisy_kfac'), n)}" for n in ("ece", "nll"))
+
+    ours, seeds = _beside(results, told), results.settings.large.seeds
+    return Verdict.of("V12", list(conditions.values()), ours, not_met(conditions), seeds)
 
 
 def _other_data(results: Results) -> Verdict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -88,28 +89,29 @@ def test_methods_have_as_many_trials_or_none() -> None:
 def test_a_setting_without_a_trial_is_the_one_that_was_chosen_with_fewer_images() -> None:
     values = json.loads((ROOT / "experiments" / "osawa2019" / "results.json").read_text(encoding="utf-8"))["values"]
     taken = {method: trials[0] for method, trials in TRIALS["large"].items() if len(trials) == 1}
-    assert taken == {"ogn": values["lenet/tune_ogn"]["settings"]}
+    assert taken == {method: values[f"lenet/tune_{method}"]["settings"] for method in taken}
+    assert set(TRIALS["large"]) - set(taken) == {"adam", "vogn"}
 
 
 def test_ranks_count_ties_and_epochs_count_from_one() -> None:
     settings = BUDGETS["small"]
-    settings = replace(settings, lenet=replace(settings.lenet, methods=("adam", "bbb", "dropout", "vogn")))
+    settings = replace(settings, large=replace(settings.large, methods=("adam", "bbb", "dropout", "vogn")))
 
     def row(nll: float, ece: float, auroc: float, *accuracies: float) -> dict[str, object]:
         return {"nll": nll, "ece": ece, "auroc": auroc, "epochs": [{"accuracy": a} for a in accuracies]}
 
     values = {
-        "lenet/adam/seed0": row(1.0, 0.1, 0.8),
-        "lenet/bbb/seed0": row(1.2, 0.01, 0.7),
-        "lenet/dropout/seed0": row(1.1, 0.02, 0.9),
-        "lenet/vogn/seed0": row(1.0009, 0.05, 0.85),
+        "large/adam/seed0": row(1.0, 0.1, 0.8),
+        "large/bbb/seed0": row(1.2, 0.01, 0.7),
+        "large/dropout/seed0": row(1.1, 0.02, 0.9),
+        "large/vogn/seed0": row(1.0009, 0.05, 0.85),
     }
     for network_name in ("wide", "residual"):
         for method in ("adam", "dropout", "vogn"):
             values[f"{network_name}/{method}/seed0"] = row(1.0, 0.1, 0.8, 0.1, 0.45, 0.5)
     values["residual/no_norm/seed0"] = row(1.0, 0.1, 0.8, 0.1, 0.2, 0.3)
     results = Results(values, settings)
-    found = ranking(results)
+    found = ranking(results, "large")
     assert [found["LeNet-5", n] for n in ("nll", "ece", "auroc")] == [1, 3, 2]
     assert {found[r, n] for r in ("wide", "residual") for n in ("nll", "ece", "auroc")} == {1}
     assert epochs_to(results, "vogn") == [2.0]
@@ -118,13 +120,14 @@ def test_ranks_count_ties_and_epochs_count_from_one() -> None:
 
 @pytest.mark.parametrize(("reached", "verdict"), [(0.5, "holds"), (0.3, "holds in part")])
 def test_an_accuracy_that_is_never_reached_is_not_reached_sooner(reached: float, verdict: str) -> None:
-    settings = replace(BUDGETS["small"], lenet=replace(BUDGETS["small"].lenet, seeds=3))
+    small = BUDGETS["small"]
+    settings = replace(small, lenet=replace(small.lenet, seeds=3), large=replace(small.large, seeds=3))
     values = {}
-    for seed in range(3):
+    for name, seed in itertools.product(("large", "lenet"), range(3)):
         first, last = {"seconds": 1.0, "accuracy": 0.2}, {"seconds": 2.0, "accuracy": reached}
-        values[f"lenet/vogn/seed{seed}"] = {"accuracy": 0.5, "nll": 1.0, "epochs": [first, last]}
+        values[f"{name}/vogn/seed{seed}"] = {"accuracy": 0.5, "nll": 1.0, "epochs": [first, last]}
         slow = [{"seconds": 9.0, "accuracy": 0.4}]
-        values[f"lenet/bbb/seed{seed}"] = {"accuracy": 0.4, "nll": 1.2, "epochs": slow}
+        values[f"{name}/bbb/seed{seed}"] = {"accuracy": 0.4, "nll": 1.2, "epochs": slow}
     found = {v.id: v for v in verdicts(Results(values, settings))}["V4"]
     assert found.verdict == verdict
     assert ("never with 3 of 3" in found.ours) == (reached < 0.4)
