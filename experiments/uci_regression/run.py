@@ -84,10 +84,10 @@ class Settings:
     rate: float = 1e-2
     decays: tuple[float, ...] = (0.03, 0.3, 3.0)
     members: int = 5
-    drops: tuple[float, ...] = (0.05,)
+    drops: tuple[float, ...] = (0.01, 0.05, 0.1)
     samples: int = 100
-    vogn_rates: tuple[float, ...] = (3e-3, 1e-2)
-    vogn_steps: int = 1000
+    vogn_rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
+    vogn_steps: int = 2500
     hfl_rows: int = 1500
     hfl_queries: int = 8
     hfl_steps: int = 150
