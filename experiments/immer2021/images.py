@@ -63,6 +63,10 @@ class Part:
         """The posteriors; the gradients of a subset of data are too many numbers for the perceptron."""
         return ("map", "kron", "damped") if self.name == "mnist" else ("map", "kron", "diagonal", "subset")
 
+    def size(self, name: str) -> Any:
+        """A setting that digits and clothes have each for themselves, such as "train" or "precisions"."""
+        return getattr(self.settings, name if self.name == "mnist" else f"clothes_{name}")
+
     def network(self) -> nn.Sequential:
         """The network before training."""
         settings = self.settings
@@ -89,22 +93,21 @@ class Part:
     def data(self, seed: int) -> Pair:
         """The training images of a seed."""
         x, y = labelled(self.data_dir, self.name, "train")
-        count = self.settings.train if self.name == "mnist" else self.settings.clothes_train
-        kept = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:count]
+        kept = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: self.size("train")]
         return x[kept], y[kept]
 
     @property
     def validation(self) -> Pair:
         """Held-out images of the official training set."""
         x, y = labelled(self.data_dir, self.name, "validation")
-        count = self.settings.validation if self.name == "mnist" else self.settings.clothes_validation
+        count = self.size("validation")
         return x[:count], y[:count]
 
     @property
     def test(self) -> Pair:
         """Test images."""
         x, y = labelled(self.data_dir, self.name, "test")
-        count = self.settings.test if self.name == "mnist" else self.settings.clothes_test
+        count = self.size("test")
         return x[:count], y[:count]
 
     @property
@@ -125,12 +128,12 @@ class Part:
         def energy() -> Tensor:
             return sum((0.5 * precision * p.square().sum() for p in model.parameters()), torch.zeros(()))
 
-        losses = train_epochs(model, optimiser, self.data(seed), self.settings.epochs, seed, energy)
+        losses = train_epochs(model, optimiser, self.data(seed), self.size("epochs"), seed, energy)
         torch.save(model.state_dict(), self._weights(seed, precision))
         return {"losses": losses}
 
     def _networks(self, seed: int) -> Iterator[tuple[float, nn.Module]]:
-        for precision in self.settings.precisions:
+        for precision in self.size("precisions"):
             if not self._weights(
                 seed, precision
             ).is_file():  # The numbers of training are kept elsewhere, the weights are not.
@@ -209,7 +212,7 @@ def jobs(settings: Images, data_dir: Path) -> Iterator[Job]:
     """Training under every precision, then a job for every posterior."""
     for part in parts(settings, data_dir):
         for seed in range(settings.seeds):
-            for precision in settings.precisions:
+            for precision in part.size("precisions"):
                 yield Job(f"{part.name}/train_{precision:g}/seed{seed}", partial(part.train, seed, precision))
             for group in part.groups:
                 yield Job(f"{part.name}/{group}/seed{seed}", partial(part.compare, seed, group))

@@ -26,7 +26,8 @@ def scale(settings: Settings) -> str:
     """How much smaller everything is."""
     images, tables = settings.images, settings.uci
     return (
-        f"networks on MNIST see {images.train:,} images and those on Fashion-MNIST {images.clothes_train:,} for {images.epochs} epochs and choose among {len(images.precisions)} precisions (the paper: 60,000, 500 and 16); "
+        f"networks on MNIST see {images.train:,} images for {images.epochs} epochs and choose among {len(images.precisions)} precisions, those on Fashion-MNIST {images.clothes_train:,} for {images.clothes_epochs} and "
+        f"{len(images.clothes_precisions)} (the paper: 60,000, 500 and 16); "
         f"those on tables have {tables.steps:,} steps and {len(tables.precisions)} precisions (10,000 and 10); {len(tables.seeds)} seeds instead of 10."
     )
 

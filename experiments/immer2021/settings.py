@@ -42,37 +42,41 @@ class Images:
 
     Attributes:
         seeds: The number of seeds.
-        train: Training images of digits, others for every seed where there are more.
-        clothes_train: Training images of clothes.
+        train: Training images of digits.
         epochs: Passes over them.
         validation: Held-out images of the official training set that choose the precision.
         test: Test images.
         other: Images of the other data set.
         precisions: The grid of prior precisions.
+        clothes_train: The same for clothes, others for every seed.
+        clothes_epochs: Passes over them.
+        clothes_precisions: Their grid of prior precisions.
+        clothes_validation: Their held-out images.
+        clothes_test: Their test images, and the digits that are shown to their network.
         widths: The hidden layers of the perceptron.
         channels: The channels of the convolutional network.
         dense: The units of its dense layer.
         samples: Weight samples.
-        clothes_validation: The validation images of clothes.
-        clothes_test: The test images of clothes, and the digits that are shown to their network.
         subset: The size of the subset of data, for the convolutional network.
         subset_test: Test images, and images of the other set, that the subset's predictive is asked about.
     """
 
     seeds: int = 3
     train: int = 54_000
-    clothes_train: int = 10_000
-    epochs: int = 12
+    epochs: int = 30
     validation: int = 1000
-    test: int = 3000
-    other: int = 3000
-    precisions: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
+    test: int = 10_000
+    other: int = 10_000
+    precisions: tuple[float, ...] = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+    clothes_train: int = 10_000
+    clothes_epochs: int = 12
+    clothes_precisions: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
+    clothes_validation: int = 500
+    clothes_test: int = 1000
     widths: tuple[int, ...] = (256, 128, 64, 32)
     channels: tuple[int, int] = (8, 16)
     dense: int = 64
     samples: int = 50
-    clothes_validation: int = 500
-    clothes_test: int = 1000
     subset: int = 100
     subset_test: int = 500
 
@@ -164,18 +168,20 @@ BUDGETS = {
         images=Images(
             seeds=1,
             train=300,
-            clothes_train=300,
             epochs=2,
             validation=100,
             test=100,
             other=100,
             precisions=(1.0, 100.0),
+            clothes_train=300,
+            clothes_epochs=2,
+            clothes_precisions=(1.0, 100.0),
+            clothes_validation=100,
+            clothes_test=100,
             widths=(16, 8),
             channels=(2, 3),
             dense=8,
             samples=5,
-            clothes_validation=100,
-            clothes_test=100,
             subset=10,
             subset_test=50,
         ),
