@@ -150,7 +150,7 @@ def bayesian(split: Split, settings: Any, name: str) -> dict[str, Numbers]:
 
 
 def others(split: Split, settings: Any, name: str) -> dict[str, Numbers]:
-    """Ensemble, dropout, VOGN, and Hessian-free Laplace where the training data are few enough."""
+    """Ensemble, dropout, VOGN, and Hessian-free Laplace on the first splits where the training data are few enough."""
     model, decay = chosen_network(split, settings, name)
     noise = _error(model, split.validation)
     found = {
@@ -158,7 +158,7 @@ def others(split: Split, settings: Any, name: str) -> dict[str, Numbers]:
         "dropout": _dropout(split, settings, decay),
         "vogn": _vogn(split, settings, decay, noise),
     }
-    if len(split.train[0]) <= settings.hfl_rows:
+    if len(split.train[0]) <= settings.hfl_rows and split.seed < settings.splits:
         found["hfl"] = _hessian_free(split, settings, model, decay, noise)
     return found
 

@@ -56,7 +56,7 @@ class Settings:
     Attributes:
         sets: The data sets.
         splits: How many of the standard splits.
-        more_splits: The same for sets whose training part is small, network and Laplace only beyond ``splits``.
+        more_splits: The same for sets whose training part is small, without Hessian-free Laplace beyond ``splits``.
         few_rows: What counts as small.
         rows: The most training rows; None takes all.
         hidden: Hidden units.
@@ -126,13 +126,11 @@ def scale(settings: Settings) -> str:
 
 
 def jobs(settings: Settings, data_dir: Path) -> Iterator[Job]:
-    """Network and Laplace on every split, then the other methods on the first ones."""
-    for name in settings.sets:
-        for number in range(_splits(settings, name)):
-            yield Job(f"laplace/{name}/split{number}", partial(_run, bayesian, settings, data_dir, name, number))
-    for name in settings.sets:
-        for number in range(settings.splits):
-            yield Job(f"others/{name}/split{number}", partial(_run, others, settings, data_dir, name, number))
+    """Network and Laplace, then the other methods on the same splits."""
+    for part, what in (("laplace", bayesian), ("others", others)):
+        for name in settings.sets:
+            for number in range(_splits(settings, name)):
+                yield Job(f"{part}/{name}/split{number}", partial(_run, what, settings, data_dir, name, number))
 
 
 def _splits(settings: Settings, name: str) -> int:
