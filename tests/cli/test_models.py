@@ -36,6 +36,10 @@ def test_a_factory_and_its_weights(files: Files) -> None:
 @pytest.mark.parametrize(
     "name, message",
     [
+        (
+            "needs",
+            r"failed: TypeError: needs\(\) missing 1 required positional argument: 'width'. The factory is called without",
+        ),
         ("broken", r"failed in .*somebodys_nets.py, line \d+: ValueError: no width is known"),
         ("other", "returned an object of type dict, but must return a torch.nn.Module"),
         ("number", "is of type int; it must be a function"),

@@ -55,6 +55,38 @@ def test_code_whose_name_is_that_of_a_part(tmp_path: Path) -> None:
     assert len(source.examples) == 4
 
 
+def test_a_part_that_a_file_does_not_have(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("a,y\n1,0\n2,1\n")
+    for name in ("val", "Train", ""):
+        with pytest.raises(InputError, match=f"has no part '{name}'; its parts are train, validation, test, all"):
+            open_source(f"{file}:{name}", "train", HOW, what="--data")
+
+
+def test_notes_of_tables(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    for target, expected in (("y", True), ("same", False)):
+        rows = "".join(f"{i},{i / 3},{i % 2},5\n" for i in range(40))
+        file.write_text("my id,a,y,same\n" + rows)
+        source = open_source(
+            f"{file}:train", "train", DataFormat(target=target, drop=("same",) if expected else ("y",))
+        )
+        assert "column 'my id' of" in source.notes()[0]
+        assert source.notes()[0].endswith("leave it out with --drop 'my id'")
+        assert expected is not any("are the same: a network learns nothing" in note for note in source.notes())
+
+
+def test_words_of_which_a_class_is_missing_may_be_numbered_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    file.write_text("a,y\n1,pear\n2,apple\n")
+    source = open_source(str(file), "train", DataFormat(target="y"))
+    assert source.note_of_outputs(2) is None
+    note = source.note_of_outputs(3)
+    assert note is not None
+    assert "no example of class 2" in note
+    assert "from 0 for 'apple': if the network was trained with more classes, its numbers may be others" in note
+
+
 def test_idx_with_labels_beside(tmp_path: Path) -> None:
     for name, shape, values in (("images-idx3", (4, 2, 3), bytes(24)), ("labels-idx1", (4,), bytes([3, 1, 2, 0]))):
         raw = bytes([0, 0, 8, len(shape)]) + struct.pack(f">{len(shape)}I", *shape) + values

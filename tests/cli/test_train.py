@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +135,31 @@ def test_adam_says_how_to_go_on(tmp_path: Path) -> None:
     said = words(invoke(*BASE, "--optimizer", "adam", "-o", str(place)).stdout)
     assert "aftermap fit --model builtin:mlp --weights" in said
     assert not (place / "posterior").exists()
+
+
+def test_a_suggested_command_can_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "R & D"
+    folder.mkdir()
+    rows = "".join(f"{i % 7 / 3},{i % 11 / 5},{i % 3}.5\n" for i in range(60))
+    (folder / "my table.csv").write_text("a b,c,the price\n" + rows)
+    data = ["--data", str(folder / "my table.csv"), "--target", "the price", "--task", "regression", "--limit", "50"]
+    place = folder / "run"
+    said = invoke("train", "--model", "builtin:mlp", *data, "--epochs", "1", "--optimizer", "adam", "-o", str(place))
+    assert "trained 1 epoch with adam" in said.stdout
+    (line,) = [line for line in said.stdout.splitlines() if line.strip().startswith("aftermap fit")]
+    words_of_line = shlex.split(line)
+    assert words_of_line[:6] == [
+        "aftermap",
+        "fit",
+        "--model",
+        "builtin:mlp",
+        "--weights",
+        str(place / "model.safetensors"),
+    ]
+    assert {*zip(data[::2], data[1::2], strict=True)} <= {*itertools.pairwise(words_of_line)}
+    output = folder / "posterior"
+    done = invoke(*words_of_line[1:-1], str(output), code=None)
+    assert f"next: aftermap report '{output}' --test DATA" in done.stdout
 
 
 def test_folders_and_settings(tmp_path: Path) -> None:

@@ -404,6 +404,14 @@ def test_select_ranks_by_evidence(files: Files, tmp_path: Path) -> None:
     assert "say which data" in words(invoke("select", files.model, code=2).stderr)
 
 
+def test_select_of_one_network_compares_nothing(files: Files) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = invoke("select", files.model, "--train", str(files.train), "--epochs", "1", "--structure", "kron")
+    assert "build alone is no comparison: name a second network" in words(found.stdout)
+    assert "the data prefer" not in found.stdout
+
+
 def test_images_of_a_folder_have_their_names(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     generator = np.random.default_rng(0)

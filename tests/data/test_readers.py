@@ -197,11 +197,81 @@ def test_csv_kinds_of_targets(tmp_path: Path) -> None:
         ("a,y\n1,1\n2,inf\n", r"row 3, column 'y': 'inf' is not a finite number"),
         ("a,y\n1,cat\n2,\n3,dog\n", r"row 3, column 'y': the cell is empty"),
         ("a,y\n1,1\n2, \n", r"row 3, column 'y': the cell is empty"),
+        # Numbers as people write them are no words.
+        (
+            "a;y\n0,125;1\n",
+            r"row 2, column 'a': '0,125' is not a finite number. Numbers have a decimal point, nothing between",
+        ),
+        ("a;y\n1.234,5;1\n", r"'1.234,5' is not a finite number. Numbers have a decimal point"),
+        ('a,y\n"65,295",1\n', r"'65,295' is not a finite number. Numbers have a decimal point"),
+        (
+            "a,y\n€6.53,1\n",
+            r"'€6.53' is not a finite number. Numbers have a decimal point, .* and no unit: write them like 1234.5",
+        ),
+        ("a,y\n6.5%,1\n", r"'6.5%' is not a finite number. Numbers have a decimal point"),
+        ("a,y\n2024-01-31,1\n", r"'2024-01-31' is not a finite number. Inputs are numbers: .* words and dates"),
+        (
+            "a;y\n" + "".join(f"{i};{i},5\n" for i in range(30)),
+            r"row 2, column 'y': '0,5' is not a finite number. Numbers have",
+        ),
+        (
+            "a,y\n" + "".join(f"{i},w{i}\n" for i in range(30)),
+            r"column 'y': 30 different words in 30 rows, such as 'w0', are hardly",
+        ),
+        # Spreadsheets leave empty columns at the right, and a first line that is no header.
+        ("a,y,\n1,2,\n", "row 2, column 3, which has no name: the cell is empty"),
+        ("# exported\na,b,y\n", "row 2: 3 cells, but the first line has one, '# exported'"),
+        ("a b y\n1 2 3\n", "has no column 'y'; it has only one, 'a b y': cells are separated by commas, semicolons"),
+        ('a,y\n"one\ntwo",1\n', r"row 2, column 'a': 'one.ntwo' is not"),
     ],
 )
 def test_csv_mistakes(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_csv(write(tmp_path, text), target="y")
+
+
+def test_csv_classes_may_hold_digits(tmp_path: Path) -> None:
+    rows = "".join(f"{i / 7},{'<50' if i % 2 else '>50'}\n" for i in range(40))
+    assert read_csv(write(tmp_path, "a,y\n" + rows), target="y").classes == ("<50", ">50")
+    words = "".join(f"{i},w{i % 30}\n" for i in range(60))  # as many as there can be, with two examples each
+    assert len(read_csv(write(tmp_path, "a,y\n" + words), target="y").classes or ()) == 30
+
+
+@pytest.mark.parametrize("start, step", [(10**12, 1), (2**24 * 1000, 3), (1e30, 1e20), (0.0, 1e-50)])
+def test_csv_refuses_numbers_whose_differences_32_bits_lose(tmp_path: Path, start: float, step: float) -> None:
+    file = write(tmp_path, "id,a,y\n" + "".join(f"{start + step * i!r},{i / 3},{i % 2}\n" for i in range(30)))
+    with pytest.raises(
+        DataError, match=r"column 'id': its numbers, from .* to .*, would change by up to .* in 32 bits"
+    ):
+        read_csv(file, target="y")
+    assert read_csv(file, target="y", drop=["id"]).columns == ("a",)
+    # What later data are read with was judged when the network was made.
+    assert read_csv(file, target="y", columns=["id", "a"]).columns == ("id", "a")
+
+
+def test_csv_keeps_numbers_that_32_bits_tell_apart(tmp_path: Path) -> None:
+    columns = {
+        "seconds": [1_700_000_000 + 86_400 * i for i in range(30)],
+        "constant": [10**12 + 1] * 30,
+        "third": [i / 3 for i in range(30)],
+        "wide": [(-1.0) ** i * 10.0**i for i in range(30)],
+    }
+    text = ",".join([*columns, "y"]) + "\n"
+    text += "".join(
+        ",".join(map(repr, row)) + f",{i % 2}\n" for i, row in enumerate(zip(*columns.values(), strict=True))
+    )
+    found = read_csv(write(tmp_path, text), target="y")
+    exact = torch.tensor(list(columns.values()), dtype=torch.float64).T
+    torch.testing.assert_close(found.inputs, exact.float(), rtol=0, atol=0)
+
+
+def test_csv_tells_what_may_number_the_rows(tmp_path: Path) -> None:
+    order = np.random.default_rng(0).permutation(30)
+    rows = [(5 * i, 100 + order[i], 31 - i, i % 7, i / 2, 3, i % 2) for i in range(30)]
+    text = "rising,shuffled,falling,repeats,halves,one,y\n" + "".join(",".join(map(str, r)) + "\n" for r in rows)
+    assert read_csv(write(tmp_path, text), target="y").counting == ("rising", "shuffled", "falling")
+    few = write(tmp_path, "\n".join(text.split("\n")[:11]) + "\n")
+    assert read_csv(few, target="y").counting == ()
 
 
 def test_csv_columns_by_number(tmp_path: Path) -> None:
@@ -221,10 +291,12 @@ def test_csv_more_mistakes(tmp_path: Path) -> None:
         read_csv(file)
     with pytest.raises(DataError, match=r"row 3, column 'kind': the class 'tulip' is not one of iris, rose"):
         read_csv(file, target="kind", classes=["iris", "rose"])
-    with pytest.raises(DataError, match="lacks the columns b"):
+    with pytest.raises(DataError, match="lacks the column b"):
         read_csv(file, target="kind", columns=["a", "b"])
     (tmp_path / "latin.csv").write_bytes("größe,y\n1,2\n".encode("latin-1"))
-    with pytest.raises(DataError, match="not text in UTF-8"):
+    with pytest.raises(
+        DataError, match="not text in UTF-8 .*; save it in this encoding, which spreadsheets call CSV UTF-8"
+    ):
         csv_rows(tmp_path / "latin.csv")
 
 

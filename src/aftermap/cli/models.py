@@ -85,8 +85,11 @@ def _named(error: BaseException) -> str:
 
 
 def _where(error: BaseException) -> str:
+    """Says in which line of its user an error arose; nothing where it was already refused by the call in this file."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+    if not frames or frames[-1].filename == __file__:
+        return ""
+    return f" in {frames[-1].filename}, line {frames[-1].lineno}"
 
 
 def check_device(name: str) -> torch.device:
@@ -105,7 +108,7 @@ def check_device(name: str) -> torch.device:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(
-            f"--device {name}: {str(error).splitlines()[0]}; use cpu, cuda, cuda:1, mps or auto"
+            f"--device {name}: {str(error).splitlines()[0]}; use cpu, or auto, which takes a graphics card if there is one"
         ) from error
     return device
 

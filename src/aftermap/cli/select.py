@@ -96,10 +96,13 @@ def select(
     )
     reporter.table(_table(ranking))
     best = ranking.best
-    reporter.line(
-        f"the data prefer {best.name}: probability {ranking.probabilities[best.name]:.3g} if all were equally likely before",
-        style="bold green",
-    )
+    if len(candidates) > 1:
+        reporter.line(
+            f"the data prefer {best.name}: probability {ranking.probabilities[best.name]:.3g} if all were equally likely before",
+            style="bold green",
+        )
+    else:
+        reporter.line(f"{best.name} alone is no comparison: name a second network to compare it with")
     if output is not None:
         save_weights(best.training.model, output)
         reporter.line(f"its weights are in {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,6 +159,16 @@ class Source:
                 f"a column of {self.spec} has no name and is taken as an input; if it only counts the rows, leave it out by its "
                 "number, such as --drop 1"
             )
+        notes.extend(
+            f"column {name!r} of {self.spec} holds another whole number in each row, as an identifier does, and is taken as an input; "
+            f"if it is one, leave it out with --drop {shlex.quote(name)}"
+            for name in examples.counting
+            if name
+        )
+        if examples.targets is not None and bool((examples.targets == examples.targets[:1]).all()):
+            notes.append(
+                f"all targets of {self.spec} are the same: a network learns nothing from them, and its uncertainty means nothing"
+            )
         if examples.is_classes and examples.targets is not None and examples.targets.dim() == 1:
             missing = self.missing_classes(int(examples.targets.max()) + 1)
             if missing == [0]:
@@ -238,7 +249,13 @@ class Source:
         above = [c for c in self.missing_classes(outputs) if c > int(examples.targets.max())]
         if not above:
             return None
-        return f"{self.spec} holds no example of {_named_classes(above)}, of which the network has an output"
+        note = f"{self.spec} holds no example of {_named_classes(above)}, of which the network has an output"
+        if examples.classes:
+            note += (
+                f". Words are numbered in alphabetical order, from 0 for {examples.classes[0]!r}: if the network was trained with more "
+                "classes, its numbers may be others"
+            )
+        return note
 
 
 def _named_classes(classes: list[int]) -> str:
@@ -294,6 +311,8 @@ def _open(spec: str, part: str, data_format: DataFormat, need_targets: bool, wha
                 if _exists(spec)
                 else _part_of_path(Path(stem).expanduser(), named_part, data_format, need_targets)
             )
+    elif not before.endswith(".py") and _exists(before) and Path(before).expanduser().is_file():
+        raise InputError(f"{what} {spec}: {before} has no part {ending!r}; its parts are {', '.join(_PARTS)}")
     elif ":" in spec and not spec.endswith((".npz", *_TABLES)):
         loader = _from_code(spec, what)
         if not isinstance(loader, Examples):

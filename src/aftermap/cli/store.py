@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -243,7 +244,7 @@ def finish(
     reporter.line(_when_flagged(threshold, None if validation is None else validation.name))
     if rank() == 0:
         save_fitted(predictor, folder, extras, reference, overwrite=overwrite)
-    reporter.line(f"saved in {folder}; next: aftermap report {folder} --test DATA")
+    reporter.line(f"saved in {folder}; next: aftermap report {shlex.quote(str(folder))} --test DATA")
     return code, {"posterior": str(folder), **{k: extras.get(k) for k in ("self_check", "thresholds")}}
 
 

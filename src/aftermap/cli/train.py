@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, Standardise
-from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, check_writable
+from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, check_writable, counted
 from aftermap.cli.fit import build_for, check_before_data, likelihood_of, resolve_task
 from aftermap.cli.models import save_weights
 from aftermap.cli.sources import Source, open_parts
@@ -148,7 +149,7 @@ def train(
             every=training.checkpoint_seconds,
         )
         last = _epoch_in_words(progress.history[-1]).partition(": ")[2] if progress.history else "no epoch ended"
-        reporter.line(f"trained {recipe.epochs} epochs with {recipe.optimizer}: {last}")
+        reporter.line(f"trained {counted(recipe.epochs, 'epoch')} with {recipe.optimizer}: {last}")
         weights, code = output / "model.safetensors", GOOD
         content: dict[str, Any] = {"run": str(output), "steps": progress.step, "history": progress.history}
         with fail_together("saving"):
@@ -156,7 +157,7 @@ def train(
                 save_weights(network, weights)
             if not isinstance(optimizer, VariationalOptimizer):
                 reporter.line(f"weights in {weights}; next:")
-                reporter.line(f"  {_fit_command(recipe.model, weights, sets, data)}")
+                reporter.line(f"  {_fit_command(model, weights, sets, data)}")
             else:
                 extras = describe_fit(model_config, source, data_format, task, run.seed)
                 fitted = Fitted(optimizer.posterior(likelihood), network, extras, {})
@@ -172,7 +173,7 @@ def train(
                 content |= saved
                 if code == CHECK_FAILED:
                     reporter.line("more --epochs or a lower --temperature may help, or a posterior of these weights:")
-                    reporter.line(f"  {_fit_command(recipe.model, weights, sets, data)}")
+                    reporter.line(f"  {_fit_command(model, weights, sets, data)}")
     reporter.result(content)
     return code
 
@@ -183,11 +184,17 @@ def _tell(reporter: Reporter, numbers: Mapping[str, float], epochs: int, lines: 
         reporter.note(_epoch_in_words(numbers, epochs))
 
 
-def _fit_command(model: str, weights: Path, sets: o.TrainData, data: o.DataOptions) -> str:
-    """Returns the command that makes the trained network Bayesian with the same data."""
-    named = {"train": sets.train, "val": sets.val, "data": sets.data, "target": data.target, "drop": data.drop}
-    same = "".join(f" --{flag} {value}" for flag, value in named.items() if value is not None)
-    return f"aftermap fit --model {model} --weights {weights}{same} -o posterior/"
+def _fit_command(model: o.ModelOptions, weights: Path, sets: o.TrainData, data: o.DataOptions) -> str:
+    """Returns the command that makes the trained network Bayesian with the same data; it can be pasted into a shell."""
+    words = ["aftermap", "fit", "--model", model.model, "--weights", str(weights)]
+    if model.task != "auto":
+        words += ["--task", model.task]
+    for options in (sets, data):
+        for item in fields(options):
+            value = getattr(options, item.name)
+            if value != item.default and item.name not in ("batch_size", "download"):
+                words += [f"--{item.name.replace('_', '-')}", str(value)]
+    return f"{shlex.join(words)} -o posterior/"
 
 
 def _epoch_in_words(numbers: Mapping[str, float], epochs: int | None = None) -> str:
@@ -211,7 +218,7 @@ def _start(run: Run, network: nn.Module, likelihood: Likelihood, force: bool, re
     recipe, output = run.recipe, run.folder
     n_params = sum(p.numel() for p in network.parameters())
     reporter.note(
-        f"{recipe.optimizer}, {n_params:,} parameters, {recipe.n_data:,} examples, {recipe.steps:,} steps"
+        f"{recipe.optimizer}, {n_params:,} parameters, {counted(recipe.n_data, 'example')}, {counted(recipe.steps, 'step')}"
         + (f" on {world_size()} processes" if world_size() > 1 else "")
     )
     with fail_together("preparing the run"):

@@ -13,7 +13,8 @@ from aftermap.data.named import (
     named,
     photograph_patches,
 )
-from aftermap.data.readers import csv_rows, own_parts, read_csv, read_idx, read_image_folder, read_npz
+from aftermap.data.readers import own_parts, read_idx, read_image_folder, read_npz
+from aftermap.data.tables import csv_rows, read_csv
 
 __all__ = [
     "BUILTIN",

@@ -34,6 +34,7 @@ class Examples:
         identifiers: What says which example is which, by name, one text per example: the file of an image, and the columns of a
             table that are neither inputs nor targets.
         rescaled: Whether the inputs were bytes, which were taken as pixels and divided by 255.
+        counting: The input columns of a table that may only number its rows, as identifiers do.
     """
 
     inputs: Tensor
@@ -43,6 +44,7 @@ class Examples:
     columns: tuple[str, ...] | None = None
     identifiers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rescaled: bool = False
+    counting: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.inputs.dim() == 0 or len(self.inputs) == 0:

@@ -1,19 +1,15 @@
-"""Readers of the usual formats: tables (.csv, .tsv), .npz files, the idx format of MNIST, and folders of images."""
+"""Readers of the usual formats: .npz files, the idx format of MNIST, and folders of images."""
 
 from __future__ import annotations
 
-import csv
 import gzip
 import io
 import math
-import re
 import struct
 import warnings
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +26,13 @@ from aftermap.progress import announce
 __all__ = [
     "about_bytes",
     "array_names",
-    "csv_rows",
     "own_parts",
     "read_arrays",
-    "read_csv",
     "read_idx",
     "read_image_folder",
     "read_npz",
 ]
 
-_DELIMITERS = ",;\t|"
 _INPUTS = ("x", "X", "inputs", "images", "data", "features", "arr_0")
 _TARGETS = ("y", "Y", "targets", "labels", "target", "label", "arr_1")
 _SUFFIXES = {"train": ("_train", "_tr"), "validation": ("_val", "_validation"), "test": ("_test", "_te")}
@@ -48,252 +41,6 @@ _LARGEST = float(np.finfo(np.float32).max)
 _MOST_DIMENSIONS = 16
 _PACKED = 1100  # No byte of a compressed file stands for more: deflate, which gzip and zip use, reaches 1,032.
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
-
-
-def csv_rows(path: str | Path) -> tuple[list[str], list[list[str]], list[int]]:
-    r"""Returns header, rows and their line numbers in the file; columns without a header are called column_1, column_2, ...
-
-    The first line is the header if none of its cells is a number. The delimiter (comma, semicolon, tab or bar) is the one
-    that occurs most often in the first line, outside quotes.
-
-    >>> import tempfile
-    >>> place = Path(tempfile.mkdtemp()) / "table.csv"
-    >>> _ = place.write_text("a;b\n1;2\n")
-    >>> csv_rows(place)
-    (['a', 'b'], [['1', '2']], [2])
-    """
-    table = _open_table(path, quick=False)
-    return table.header, [table.cells(row) for row in table.rows], table.numbers
-
-
-@dataclass(frozen=True)
-class _Table:
-    """A table whose rows are lines as they stand in the file, where nothing is quoted, or lists of cells."""
-
-    file: Path
-    delimiter: str
-    header: list[str]
-    rows: list[Any]  # of str or of list[str]
-    numbers: list[int]
-
-    def cells(self, row: str | Sequence[str]) -> list[str]:
-        return row.split(self.delimiter) if isinstance(row, str) else list(row)
-
-    def column(self, k: int) -> list[str]:
-        right = len(self.header) - k  # From the right end, where targets mostly stand.
-        return [
-            (r.rsplit(self.delimiter, right)[1 if k else 0] if isinstance(r, str) else r[k]).strip() for r in self.rows
-        ]
-
-    def numeric(self, columns: list[int]) -> np.ndarray:
-        """Returns the values of some columns [rows, columns] in float32; the first cell that is no finite number is named."""
-        # A number that float32 cannot hold becomes infinite, and is then named as well.
-        with np.errstate(over="ignore"):
-            values = self._parsed(columns).astype(np.float32)
-        if np.isfinite(values).all():
-            return values
-        # NumPy does not say which cell it was, and reads fewer ways to write a number than Python.
-        for i, row in enumerate(self.rows):
-            cells = self.cells(row)
-            for j, k in enumerate(columns):
-                values[i, j] = _cell(self.file, self.numbers[i], self.header[k], cells[k])
-        return values
-
-    def _parsed(self, columns: list[int]) -> np.ndarray:
-        """Returns the values in float64, by NumPy; not a number where some cell is none."""
-        shape = (len(self.rows), len(columns))
-        try:
-            if isinstance(self.rows[0], str):
-                values = np.loadtxt(
-                    self.rows,
-                    np.float64,
-                    delimiter=self.delimiter,
-                    comments=None,
-                    usecols=columns,
-                    ndmin=2,
-                    encoding=None,
-                )
-            else:
-                values = np.array([[row[k] for k in columns] for row in self.rows], dtype=np.float64)
-        except ValueError:
-            return np.full(shape, np.nan)
-        return values if values.shape == shape else np.full(shape, np.nan)
-
-
-def _open_table(path: str | Path, *, quick: bool) -> _Table:
-    """Reads a table and checks its form; ``quick`` leaves rows without quotes as lines, for NumPy to parse."""
-    file = existing_file(path)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not text in UTF-8: {error}") from error
-    except MemoryError as error:
-        raise DataError(f"{file} does not fit into memory") from error
-    first = re.sub('"[^"]*"', "", text.lstrip("\n").split("\n", 1)[0])
-    delimiter = max(_DELIMITERS, key=first.count)
-    numbered: list[tuple[int, Any]]
-    if quick and '"' not in text:
-        lines = enumerate(text.split("\n"), 1)
-        numbered = [(number, line) for number, line in lines if line.replace(delimiter, " ").strip()]
-    else:
-        numbered = [(number, row) for number, row in _lines(file, text, delimiter) if any(cell.strip() for cell in row)]
-    if not numbered:
-        raise DataError(f"{file} is empty")
-    top = numbered[0][1]
-    header = [cell.strip() for cell in (top.split(delimiter) if isinstance(top, str) else top)]
-    has_header = not any(_number(cell) is not None for cell in header)
-    if has_header:
-        numbered = numbered[1:]
-    else:
-        header = [f"column_{i + 1}" for i in range(len(header))]
-    if not numbered:
-        raise DataError(f"{file} has a header, but no rows")
-    twice = sorted(name for name, times in Counter(header).items() if times > 1)
-    if twice:
-        raise DataError(f"{file} has two columns called {twice[0]!r}; give each its own name")
-    for number, row in numbered:
-        width = row.count(delimiter) + 1 if isinstance(row, str) else len(row)
-        if width != len(header):
-            raise DataError(f"{file}, row {number}: {width} cells, but there are {len(header)} columns")
-    return _Table(file, delimiter, header, [row for _, row in numbered], [number for number, _ in numbered])
-
-
-def _lines(file: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]]:
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    try:
-        return [(reader.line_num, row) for row in reader]
-    except csv.Error as error:
-        raise DataError(f"{file}, row {reader.line_num}: it is not a table of cells: {error}") from error
-
-
-def _number(cell: str) -> float | None:
-    try:
-        return float(cell)
-    except ValueError:
-        return None
-
-
-def read_csv(
-    path: str | Path,
-    *,
-    target: str | None = None,
-    columns: Sequence[str] | None = None,
-    drop: Sequence[str] = (),
-    classes: Sequence[str] | None = None,
-    need_targets: bool = True,
-) -> Examples:
-    r"""Reads a table of numbers.
-
-    Args:
-        path: The file to read.
-        target: The column with the targets: its name, or its number from 1 (-1 is the last). Whole numbers or words are
-            classes, other numbers are regression targets.
-        columns: The input columns, in this order. None means all but the target and ``drop``.
-        drop: The columns that are no inputs, such as an identifier: names or numbers, as for the target.
-        classes: The names of the classes, where they are known from the training data. None means the sorted words of
-            the column.
-        need_targets: Whether to refuse a table without targets. Where they are not needed, a column of targets that is there
-            counts among the identifiers, too.
-
-    Returns:
-        The examples, with the names of their columns and classes; columns that are neither inputs nor targets are their
-        identifiers.
-
-    Raises:
-        DataError: There is no such file or column, a cell is not a finite number (the message names its row and
-            column), or a class is unknown.
-
-    >>> import tempfile
-    >>> place = Path(tempfile.mkdtemp()) / "flowers.csv"
-    >>> _ = place.write_text("length,width,kind\n5.1,3.5,iris\n6.0,2.9,rose\n")
-    >>> flowers = read_csv(place, target="kind")
-    >>> flowers.classes, flowers.targets
-    (('iris', 'rose'), tensor([0, 1]))
-    """
-    file = Path(path).expanduser()
-    table = _open_table(file, quick=True)
-    header = table.header
-    goal = None if target is None else _column(file, header, target, required=need_targets)
-    if goal is None and need_targets:
-        raise DataError(
-            f"{file}: which column holds the targets? Name it with --target (target=); there are {', '.join(header)}"
-        )
-    dropped = {_column(file, header, name, required=True) for name in drop}
-    chosen = list(columns) if columns is not None else [n for n in header if n != goal and n not in dropped]
-    missing = [n for n in chosen if n not in header]
-    if missing:
-        raise DataError(f"{file} lacks the columns {', '.join(missing[:8])}; it has {', '.join(header)}")
-    if not chosen:
-        raise DataError(f"{file} has no input column beside the target {goal!r}")
-    values = table.numeric([header.index(n) for n in chosen])
-    names = None if classes is None else tuple(classes)
-    targets = None
-    if goal is not None:
-        targets, names = _targets(file, table.numbers, goal, table.column(header.index(goal)), names)
-    spare = [n for n in header if n not in chosen and (n != goal or not need_targets)]
-    identifiers = {n: tuple(cell.strip() for cell in table.column(header.index(n))) for n in spare}
-    return Examples(torch.from_numpy(values), targets, file.stem, names, tuple(chosen), identifiers)
-
-
-def _column(file: Path, header: list[str], wanted: str, *, required: bool) -> str | None:
-    if wanted in header:
-        return wanted
-    try:
-        number = int(wanted)
-    except ValueError:
-        number = 0
-    if number and -len(header) <= number <= len(header):
-        return header[number - 1 if number > 0 else number]
-    if not required:
-        return None
-    raise DataError(f"{file} has no column {wanted!r}; it has {', '.join(header)}")
-
-
-_NO_INPUT = "Inputs are numbers: fill or correct the cell, turn words into numbers, or leave the column out with drop="
-_NO_TARGET = "Targets are numbers or classes: fill or correct the cell, or leave the row out"
-
-
-def _cell(file: Path, number: int, column: str, cell: str, advice: str = _NO_INPUT) -> float:
-    value = _number(cell)
-    if value is None or not abs(value) <= _LARGEST:
-        got = f"{cell.strip()[:80]!r} is not a finite number" if cell.strip() else "the cell is empty"
-        if value is not None and math.isfinite(value):
-            got = f"{cell.strip()[:80]!r} is too large for a number of 32 bits"
-        raise DataError(f"{file}, row {number}, column {column!r}: {got}. {advice}")
-    return value
-
-
-def _targets(
-    file: Path, lines: list[int], column: str, cells: list[str], classes: tuple[str, ...] | None
-) -> tuple[torch.Tensor, tuple[str, ...] | None]:
-    numbers = [_number(c) for c in cells]
-    wrong = [i for i, n in enumerate(numbers) if n is None or not math.isfinite(n)]
-    if classes is None and not wrong:
-        targets = np.array(numbers, dtype=np.float64)
-        far = np.flatnonzero(np.abs(targets) > _LARGEST)
-        if len(far):
-            _cell(file, lines[far[0]], column, cells[far[0]], _NO_TARGET)
-        if (
-            (targets == np.round(targets)).all()
-            and np.abs(targets).max() < 2**53
-            and not any("." in c or "e" in c.lower() for c in cells)
-        ):
-            return torch.from_numpy(targets.astype(np.int64)), None
-        return torch.from_numpy(targets.astype(np.float32)), None
-    # A cell without a target, and a few words among numbers, are mistakes, not classes.
-    empty = next((i for i, cell in enumerate(cells) if not cell), None)
-    words = any(n is None for n in numbers)
-    mistake = empty if empty is not None else wrong[0] if not words or len(wrong) < len(cells) // 2 else None
-    if classes is None and mistake is not None:
-        _cell(file, lines[mistake], column, cells[mistake], _NO_TARGET)
-    names = classes if classes is not None else tuple(sorted(set(cells)))
-    index = {name: i for i, name in enumerate(names)}
-    for i, cell in enumerate(cells):
-        if cell not in index:
-            raise DataError(
-                f"{file}, row {lines[i]}, column {column!r}: the class {cell!r} is not one of {', '.join(names)}"
-            )
-    return torch.tensor([index[c] for c in cells]), names
 
 
 def about_bytes(source: object) -> str:
