@@ -125,9 +125,9 @@ def test_an_accuracy_that_is_never_reached_is_not_reached_sooner(reached: float,
     values = {}
     for name, seed in itertools.product(("large", "lenet"), range(3)):
         first, last = {"seconds": 1.0, "accuracy": 0.2}, {"seconds": 2.0, "accuracy": reached}
-        values[f"{name}/vogn/seed{seed}"] = {"accuracy": 0.5, "nll": 1.0, "epochs": [first, last]}
+        values[f"{name}/vogn/seed{seed}"] = {"accuracy": 0.5, "nll": 1.0, "deviation": 0.1, "epochs": [first, last]}
         slow = [{"seconds": 9.0, "accuracy": 0.4}]
-        values[f"{name}/bbb/seed{seed}"] = {"accuracy": 0.4, "nll": 1.2, "epochs": slow}
+        values[f"{name}/bbb/seed{seed}"] = {"accuracy": 0.4, "nll": 1.2, "deviation": 0.01, "epochs": slow}
     found = {v.id: v for v in verdicts(Results(values, settings))}["V4"]
     assert found.verdict == verdict
     assert ("never with 3 of 3" in found.ours) == (reached < 0.4)
