@@ -307,7 +307,7 @@ def test_a_posterior_that_changes_no_number_adds_nothing():
         assert ("takes 44 times as long" in found.headline) is nothing
     numbers = _judged([0.0] * 3, None, kind="regression")
     assert verdict(_judged([1e-8] * 3, None, kind="regression"), numbers).level == "nothing"
-    assert verdict(_judged([1e-3] * 3, None, kind="regression"), numbers).level == "good"
+    assert verdict(_judged([1e-3] * 3, None, kind="regression"), numbers).level == "same"
 
 
 def test_a_score_that_detects_far_better_is_named():
@@ -322,10 +322,12 @@ def test_a_score_that_detects_far_better_is_named():
 @pytest.mark.parametrize(
     ("change", "level", "problem"),
     [
+        ({}, "same", None),
         ({"ece": 0.01}, "good", None),
-        ({"accuracy": 0.935}, "good", None),
+        ({"ece": 0.01, "nll": 0.225}, "same", None),  # better in one thing and worse in another
+        ({"accuracy": 0.935}, "same", None),
         ({"accuracy": 0.92}, "worse", "accuracy 95.0\u00a0% → 92.0\u00a0%"),
-        ({"nll": 0.225}, "good", None),
+        ({"nll": 0.225}, "same", None),
         ({"nll": 0.26}, "worse", "negative log-likelihood 0.200 → 0.260"),
         ({"nll": float("nan")}, "worse", "negative log-likelihood 0.200 → –"),
         ({"nll": float("inf")}, "worse", "negative log-likelihood 0.200 → ∞"),
@@ -351,6 +353,7 @@ def test_the_words_of_a_verdict():
     )
     same = verdict(_results("la", **BASE), _results("map", **BASE))
     assert same.headline.startswith("As good as the network alone")
+    assert same.level == "same"
     few = verdict(_results(**BASE), threshold=choose_threshold(torch.ones(3)))
     assert "Too few validation data (3)" in few.text
     assert few.level == "alone"
@@ -368,7 +371,7 @@ def test_a_fall_that_may_be_chance_is_not_worse():
         replace(_results(n, accuracy=a), table=t) for n, a, t in zip(("la", "map"), numbers, tables, strict=True)
     ]
     assert numbers[1] - numbers[0] == pytest.approx(0.025)
-    assert verdict(*results).level == "good"
+    assert verdict(*results).level == "same"
     assert comparison(*results)[0].mark == "same"
     assert verdict(*[replace(r, table={}) for r in results]).level == "worse"
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from aftermap.cli.report import _sentence
 from aftermap.cli.sources import DataFormat, open_source
 from aftermap.cli.store import load_fitted, save_fitted
 from aftermap.errors import StatisticalWarning
@@ -96,10 +97,18 @@ def test_report_is_one_file(files: Files, posterior: Path, tmp_path: Path) -> No
         "Check on validation data: accuracy",
     ):
         assert re.search(said, text)
-    assert html.escape(extras["tuning"]) in text
-    assert html.escape(extras["self_check"]["message"]) in text
+    assert html.escape(re.sub(r"(?<![\w-])-(?=\d)", "−", extras["tuning"])) in text
+    assert html.escape(extras["self_check"]["message"].replace(" -> ", " → ")) in text
     assert "exists; report does not replace it" in words(
         invoke("report", str(posterior), "--test", str(files.test), "-o", str(place), code=2).stderr
+    )
+
+
+def test_what_a_terminal_said_is_a_sentence_of_the_report() -> None:
+    assert _sentence("Check", "error 1.4 -> 1.3") == "Check: error 1.4 → 1.3."
+    assert _sentence("Tuning", "variance times 1.94.") == "Tuning: variance times 1.94."
+    assert (
+        _sentence("Tuning", "a leave-one-out change of -3.5 ± 7.4") == "Tuning: a leave-one-out change of −3.5 ± 7.4."
     )
 
 

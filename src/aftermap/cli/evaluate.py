@@ -68,8 +68,10 @@ class MapComparison:
         reporter.line()
         for note in self.notes:
             reporter.line(note)
-        colour = {"good": "green", "nothing": "yellow", "worse": "red"}[self.verdict.level]
-        reporter.line(str(self.verdict), style=f"bold {colour}")
+        style = {"good": "bold green", "same": "bold", "nothing": "bold yellow", "worse": "bold red"}[
+            self.verdict.level
+        ]
+        reporter.line(str(self.verdict), style=style)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the comparison as plain values for machines."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,8 +158,14 @@ def _notes(fitted: Fitted) -> list[str]:
     """Returns what tuning found, and how the posterior was checked then."""
     notes = []
     if fitted.extras.get("tuning"):
-        notes.append(f"Tuning: {fitted.extras['tuning']}.")
+        notes.append(_sentence("Tuning", fitted.extras["tuning"]))
     check = fitted.extras.get("self_check") or {}
     if check.get("message"):
-        notes.append(f"Check on {check.get('on', 'data')}: {check['message']}.")
+        notes.append(_sentence(f"Check on {check.get('on', 'data')}", check["message"]))
     return notes
+
+
+def _sentence(about: str, said: str) -> str:
+    """Returns what was said on a terminal as a sentence with the signs of print, and with one full stop."""
+    printed = re.sub(r"(?<![\w-])-(?=\d)", "−", said.replace(" -> ", " → "))
+    return f"{about}: {printed.rstrip('.')}."

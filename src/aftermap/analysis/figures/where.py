@@ -14,6 +14,7 @@ from aftermap.analysis.figures.where_maps import (
     legend_below,
     percent,
     saliency_maps,
+    short_label,
     short_name,
     uncertain_inputs,
     weight_histograms,
@@ -125,7 +126,7 @@ def class_matrix(
     picture = ax.imshow(values, interpolation="nearest", **style)
     step = max(1, len(labels) // 20)
     ticks = range(0, len(labels), step)
-    words = [short_name(str(labels[i]), 10) for i in ticks]
+    words = [short_label(str(labels[i]), 12) for i in ticks]
     slanted = max(map(len, words)) > 3
     ax.set_xticks(ticks, words, rotation=45 if slanted else 0, ha="right" if slanted else "center")
     ax.set_yticks(ticks, words)
@@ -261,7 +262,7 @@ def _captions(where: Where) -> list[str]:
 def _arrow(true: str, answer: str) -> str:
     """Returns both on one line where they fit above a small picture."""
     gap = " " if len(true) + len(answer) <= 9 else "\n"
-    return f"{short_name(true, 13)}{gap}→ {short_name(answer, 13)}"
+    return f"{short_label(true, 13)}{gap}→ {short_label(answer, 13)}"
 
 
 def _inputs(where: Where, **options: Any) -> Any:

@@ -32,6 +32,7 @@ __all__ = [
     "new_figure",
     "percent",
     "saliency_maps",
+    "short_label",
     "short_name",
     "uncertain_inputs",
     "weight_histograms",
@@ -58,6 +59,15 @@ def short_name(name: str, limit: int = 22) -> str:
             break
         name = ".".join(p if p.isdigit() else p[:letters] for p in parts)
     return name if len(name) <= limit else "…" + name[-(limit - 1) :]
+
+
+def short_label(label: str, limit: int) -> str:
+    """Returns the name of a class, cut where it is long.
+
+    >>> short_label("ankle boot", 10), short_label("lace-up boots", 10)
+    ('ankle boot', 'lace-up b…')
+    """
+    return label if len(label) <= limit else f"{label[: limit - 1].rstrip()}…"
 
 
 def percent(value: float, _: object = None) -> str:

@@ -33,7 +33,7 @@ _CLASSES = ("accuracy", "nll", "ece", "brier")
 _VALUES = ("rmse", "nll", "crps", "coverage_0.5", "coverage_0.9", "coverage_0.95", "width_0.95", "miscalibration_area")
 _NO_INTERVAL = ("mce", "classwise_ece", "miscalibration_area", "aupr_out", "aupr_in")
 _TWO_SIDED = 2.0  # In standard errors.
-LEVELS = ("good", "nothing", "worse", "alone")
+LEVELS = ("good", "same", "nothing", "worse", "alone")
 _WIDER, _AS_WIDE = (
     1.3,
     1.1,
@@ -269,8 +269,9 @@ class Verdict:
     """What an evaluation says about the Bayesian predictor.
 
     Attributes:
-        level: The judgement: "good" (not worse than the network alone), "nothing" (its answers are the network's own), "worse" (worse
-            beyond the tolerance), or "alone" (nothing to compare with).
+        level: The judgement: "good" (better than the network alone in something, by more than chance, and worse in nothing), "same"
+            (no better, and no worse beyond the tolerance), "nothing" (its answers are the network's own), "worse" (worse beyond the
+            tolerance), or "alone" (nothing to compare with).
         headline: The judgement in one sentence.
         text: The numbers behind the headline.
         problems: The reasons why the level is worse, one phrase each.
@@ -337,7 +338,7 @@ def verdict(
         return Verdict("worse", f"Worse than the network alone: {'; '.join(problems)}.", text, tuple(problems))
     if adds_nothing(bayesian, map):
         return Verdict("nothing", _nothing(bayesian, map), text)
-    return Verdict("good", _headline(rows), text)
+    return Verdict(*_headline(rows), text)
 
 
 def adds_nothing(bayesian: Results, map: Results) -> bool:
@@ -425,7 +426,9 @@ def _join(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-def _headline(rows: dict[str, Row]) -> str:
+def _headline(rows: dict[str, Row]) -> tuple[str, str]:
+    """Returns the level and the headline of a predictor that is not worse beyond the tolerance."""
+
     def marked(mark: str, *pairs: tuple[str, str]) -> list[str]:
         return [text for name, text in pairs if name in rows and rows[name].mark == mark]
 
@@ -457,11 +460,14 @@ def _headline(rows: dict[str, Row]) -> str:
     losses += marked("worse", ("nll", "with a worse likelihood"))
     if losses:
         start = f"{_capital(_join(gains))}, but {_join(losses)}" if gains else _capital(_join(losses))
-        return f"{start}, within the tolerance."
+        return "same", f"{start}, within the tolerance."
     if not gains:
-        return "As good as the network alone, and not better by more than chance."
+        return "same", "As good as the network alone, and not better by more than chance."
     accuracy = rows.get("accuracy")
-    return f"{_capital(_join(gains))}{', at the same accuracy' if accuracy is not None and accuracy.mark == 'same' else ''}."
+    return (
+        "good",
+        f"{_capital(_join(gains))}{', at the same accuracy' if accuracy is not None and accuracy.mark == 'same' else ''}.",
+    )
 
 
 def _capital(text: str) -> str:

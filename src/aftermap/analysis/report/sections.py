@@ -380,7 +380,7 @@ def _notes(where: Where) -> list[str]:
     count = sum(layer.n_parameters for layer in where.layers)
     share, largest = max(zip(where.own_shares, where.layer_names, strict=True))
     notes = [
-        f"The weights of the layer {largest} cause {written(share, 'percent')} of the variance of the network's outputs. According to "
+        f"The weights of layer {largest} cause {written(share, 'percent')} of the variance of the network's outputs. According to "
         f"the {where.structure} posterior, the training data determine about {total:,.0f} of {count:,} uncertain weights; all in "
         f"all they gave {where.information:,.0f} nats of information about the weights (a nat is 1.44 bits)."
     ]
@@ -431,7 +431,7 @@ def _pictures(where: Where) -> list[Picture]:
         caption = "Filters of the first convolution: their weights, and the standard deviation that the posterior leaves them."
         pictures.append(picture(where.figure("filters", title=""), "filters", caption, caption))
     if where.inputs.saliency is not None and _are_images(where):
-        caption = "The most uncertain inputs, and the pixels on which their epistemic uncertainty hangs."
+        caption = "The most uncertain inputs, and below each the pixels on which its epistemic uncertainty hangs. Above: true class → answer."
         pictures.append(picture(where.figure("saliency", title=""), "saliency", caption, caption))
     return pictures
 
