@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -26,9 +27,16 @@ __all__ = [
     "regression",
     "seeded",
     "trained",
+    "untrained",
 ]
 
 Data = list[tuple[Tensor, Tensor]]
+
+# For tests that tune networks which were never trained, as tuning rightly says.
+untrained = pytest.mark.filterwarnings(
+    "ignore:the posterior that was found without held-out labels",
+    "ignore:.* the network itself is no better than always answering",
+)
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -15,7 +15,7 @@ from aftermap.errors import AftermapError, DataError, InputError
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
-from tests.laplace.problems import classes, mlp, normal, regression
+from tests.laplace.problems import classes, mlp, normal, regression, untrained
 
 QUIET: dict[str, Any] = {"verbose": False, "structure": "diagonal"}
 
@@ -54,6 +54,7 @@ def test_validation_inputs_that_the_network_does_not_take(kind: str) -> None:
         laplace.tune(wide)
 
 
+@untrained
 def test_the_old_order_is_taken_with_a_warning() -> None:
     with pytest.warns(
         DeprecationWarning,

@@ -14,7 +14,7 @@ from aftermap.laplace.cost import describe_costs
 from aftermap.likelihoods import Categorical
 from aftermap.linalg import DenseWork
 from aftermap.testing import ModelSnapshot, check_unchanged
-from tests.laplace.problems import classes, mlp, new_classes, normal, seeded, trained
+from tests.laplace.problems import classes, mlp, new_classes, normal, seeded, trained, untrained
 
 
 def by_name(model: nn.Module, data: object) -> dict[tuple[str, str], Cost]:
@@ -255,6 +255,7 @@ def test_the_time_in_which_batches_come_is_counted(monkeypatch: pytest.MonkeyPat
     assert estimate.seconds == pytest.approx(clock.now - start, rel=0.1)
 
 
+@untrained
 @pytest.mark.parametrize("validation", [None, 40])
 def test_the_tuning_is_rehearsed(validation: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()

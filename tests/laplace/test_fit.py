@@ -10,11 +10,10 @@ from aftermap.errors import AftermapError, InputError, NotFittedError
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Gaussian, HeteroscedasticGaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
-from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded
+from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded, untrained
 
 STRUCTURES = ["kron", "ekfac", "diagonal", "full", "low_rank"]
 CLOSE = {"rtol": 1e-9, "atol": 1e-11}
-untrained = pytest.mark.filterwarnings("ignore:the posterior that was found without held-out labels")
 
 
 def fitted(structure: str = "kron", **options: object) -> Laplace:

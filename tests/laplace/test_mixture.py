@@ -15,7 +15,7 @@ from aftermap.laplace.mixture import Mixture, load_mixture, mix
 from aftermap.likelihoods import Gaussian
 from aftermap.posteriors.files import sealed
 from aftermap.testing import check_predictor
-from tests.laplace.problems import classes, generator, linear_regression, mlp, normal, regression, seeded
+from tests.laplace.problems import classes, generator, linear_regression, mlp, normal, regression, seeded, untrained
 
 NOISE = 0.6
 
@@ -165,6 +165,7 @@ def test_contract(weights: str) -> None:
     check_predictor(Mixture(class_parts(), weights), normal(5, 3, seed=5))
 
 
+@untrained
 def test_contract_of_regression() -> None:
     parts = [
         Laplace(mlp(1, 4 + k, 2, seed=k), "regression").fit(regression(outputs=2), progress=False) for k in range(2)

@@ -15,7 +15,7 @@ from aftermap.laplace import Laplace
 from aftermap.likelihoods import Categorical, Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.faults.sealing import edit
-from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded, trained
+from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded, trained, untrained
 
 STRUCTURES = ["kron", "ekfac", "kfra", "diagonal", "full", "low_rank", "subset"]
 
@@ -43,6 +43,7 @@ def test_predictions_are_the_same_bit_by_bit(structure: str, tmp_path: Path) -> 
     assert (again.temperature, again.data_scale, again.n_data) == (1.3, 0.8, 60)
 
 
+@untrained
 def test_noise_and_likelihood_are_inside(tmp_path: Path) -> None:
     data = regression()
     model = mlp(1, 6, 1)
@@ -165,7 +166,7 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
     assert json.loads((place / "config.json").read_text())["format"] == "aftermap posterior"
 
 
-@pytest.mark.filterwarnings("ignore:the posterior that was found without held-out labels")  # an untrained network
+@untrained
 def test_float32_models(tmp_path: Path) -> None:
     model = mlp().float()
     data = [(x.float(), y) for x, y in classes()]

@@ -18,7 +18,7 @@ from aftermap.laplace import Laplace
 from aftermap.laplace.marglik import TEMPERATURES, TemperatureSearch, train_by_evidence
 from aftermap.likelihoods import Bernoulli, Categorical, Gaussian, Likelihood, at_temperature, temperature_of
 from aftermap.testing import ModelSnapshot, check_unchanged
-from tests.laplace.problems import Data, classes, generator, mlp, normal, regression, seeded, trained
+from tests.laplace.problems import Data, classes, generator, mlp, normal, regression, seeded, trained, untrained
 
 T = 1.7
 quiet = pytest.mark.filterwarnings("ignore:the network is not at a mode")
@@ -53,7 +53,7 @@ def pair(case: str, **options: Any) -> tuple[Laplace, Laplace]:
 
 @pytest.mark.parametrize("structure", ["full", "kron", "ekfac", "diagonal", "low_rank"])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:the posterior that was found without held-out labels")
+@untrained
 def test_it_divides_the_outputs(case: str, structure: str) -> None:
     warm, other = pair(case, structure=structure, rank=32)  # what is left out is far below the tolerance
     assert_close(warm.posterior.to_dense(), other.posterior.to_dense(), rtol=1e-8, atol=1e-9)

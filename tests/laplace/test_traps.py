@@ -14,7 +14,7 @@ from aftermap.laplace import Laplace
 from aftermap.laplace.evidence import log_evidence, squared_error
 from aftermap.likelihoods import Gaussian
 from aftermap.testing import ModelSnapshot, check_unchanged
-from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded
+from tests.laplace.problems import classes, generator, mlp, normal, regression, seeded, untrained
 
 
 def fitted(**options: object) -> Laplace:
@@ -136,7 +136,7 @@ def test_a_layer_that_is_called_twice_counts_once_with_both_gradients() -> None:
     assert one.factors.trace() == pytest.approx(full.factors.trace())
 
 
-@pytest.mark.filterwarnings("ignore:the posterior that was found without held-out labels")  # an untrained network
+@untrained
 def test_a_batch_norm_layer_and_a_frozen_one_do_not_crash() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.LayerNorm(5), nn.Linear(5, 4))

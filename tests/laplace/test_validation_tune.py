@@ -18,7 +18,7 @@ from aftermap.errors import DataError, InputError, StatisticalWarning
 from aftermap.laplace import GridResult, Laplace, ValidationResult
 from aftermap.likelihoods import Categorical
 from aftermap.testing import ModelSnapshot, check_unchanged
-from tests.laplace.problems import classes, generator, mlp, new_classes, normal, trained
+from tests.laplace.problems import classes, generator, mlp, new_classes, normal, trained, untrained
 
 
 @cache
@@ -361,6 +361,7 @@ def test_every_grid_point_equally_good_is_told_once() -> None:
     assert (laplace.data_scale, laplace.tuning.precision) == (1.0, 1.0)
 
 
+@untrained
 def test_no_variance_is_told_without_labels() -> None:
     model = Constant(torch.tensor([2.0, 0.0, -1.0, 0.5], dtype=torch.float64), 0.0).eval()
     laplace = Laplace(model, "classification").fit(classes(120), progress=False)
