@@ -182,12 +182,25 @@ def _is_warning(call: ast.Call) -> bool:
     return "warn" in name or "Error" in name
 
 
+def _is_text(node: ast.AST) -> bool:
+    """Tells whether an expression is surely a text, or a statement appends one: what a message says is not arithmetic."""
+    if isinstance(node, ast.BinOp):
+        return _is_text(node.left) or _is_text(node.right)
+    if isinstance(node, ast.IfExp):
+        return _is_text(node.body) or _is_text(node.orelse)
+    if isinstance(node, ast.AugAssign):
+        return _is_text(node.value)
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
 def mutations_of(source: str, file: str) -> list[Mutation]:
-    """Every mutation of a source, but for those of its working memory.
+    """Every mutation of a source, but for those of its working memory and of its messages.
 
     >>> [m.after for m in mutations_of("def f(a, b):\\n    return 0.5 * a - b", "f.py")]
     ['0.5 * a + b', '0.5 * a', '0.5 / a', '1.0']
     >>> mutations_of("def f(a):\\n    return examples_per_chunk(2 * a), max(1, _NUMBERS // (3 * a))", "f.py")
+    []
+    >>> mutations_of("def f(a):\\n    text = 'so ' + a\\n    text += f', {a}' if a else ''\\n    return text", "f.py")
     []
     """
     tree = ast.parse(source)
@@ -200,7 +213,7 @@ def mutations_of(source: str, file: str) -> list[Mutation]:
                 continue
             number = count[place.function, operator]
             count[place.function, operator] += 1
-            if place.is_memory:
+            if place.is_memory or _is_text(place.node):
                 continue
             texts = (ast.unparse(ast.fix_missing_locations(copy.deepcopy(n))) for n in (place.node, after))
             found.append(Mutation(file, place.function, operator, number, getattr(place.node, "lineno", 0), *texts))
