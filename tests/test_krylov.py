@@ -194,6 +194,16 @@ def test_copies_of_an_eigenvalue_beyond_the_rank_are_not_looked_for() -> None:
         assert pairs.matvecs == 4
 
 
+def test_a_copy_that_shows_late_is_found() -> None:
+    """After a few steps of the second round no Ritz value is above the threshold, but the residuals say that one may come."""
+    dense = torch.linspace(5.0, 0.0, 300, dtype=torch.float64)
+    values = torch.cat([torch.tensor([5.02, 5.02], dtype=torch.float64), dense])
+    A = torch.diag(values)
+    pairs = lanczos_eigh(lambda v: A @ v, len(values), 2, max_matvecs=2000, generator=generator())
+    assert pairs.converged
+    assert_close(pairs.values, values[:2])
+
+
 def test_one_step_of_lanczos_is_the_rayleigh_quotient():
     A = symmetric(decaying(9))
     start = torch.randn(9, generator=generator(), dtype=torch.float64)

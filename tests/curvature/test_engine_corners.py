@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -148,10 +149,22 @@ def test_a_layout_survives_its_configuration() -> None:
 
 def test_the_summary_is_a_table() -> None:
     model, inputs, targets = build("class_token")
-    lines = fit(model, inputs, targets, "kron").summary().splitlines()
-    assert lines[0].startswith("kron curvature (exact vectors) of")
-    assert "4 data" in lines[0]
-    assert any("token" in line and "per-example" in line for line in lines)
+    factors = fit(model, inputs, targets, "kron")
+    title, _, *table = factors.summary().splitlines()
+    assert title.startswith("kron curvature (exact vectors) of")
+    assert "4 data" in title
+    assert any("token" in line and "per-example" in line for line in table)
+    # The dashes say where a column begins and ends: words stand at its left, numbers at its right.
+    columns = [match.span() for match in re.finditer("-+", table[1])]
+    cells = [[line[start:end].ljust(end - start) for start, end in columns] for line in (table[0], *table[2:])]
+    assert [c.strip() for c in cells[0]] == ["block", "kind", "parameters", "trace", "treated by"]
+    for row, block in zip(cells[1:], factors.blocks, strict=True):
+        assert [c.strip() for c in row[:4]] == [block.name, block.kind, f"{block.size:,}", f"{block.trace():.4g}"]
+    for column, (start, end) in enumerate(columns):
+        assert max(len(row[column].strip()) for row in cells) == end - start  # as wide as its widest cell
+        for row in cells:
+            text = row[column].strip()
+            assert row[column] == (text.rjust(end - start) if column in (2, 3) else text.ljust(end - start))
 
 
 def test_a_single_output_and_a_single_parameter() -> None:

@@ -22,6 +22,7 @@ from aftermap.laplace.regression_rule import (
     learning_slope,
     leave_one_out_ratio,
     match_width,
+    misfits,
 )
 from aftermap.likelihoods import Categorical, Gaussian
 from tests.laplace.problems import generator
@@ -541,3 +542,21 @@ def test_numbers_of_an_output_with_positions(
     torch.testing.assert_close(kernel, whole[:, None] * (rows @ rows.T) * whole, rtol=1e-6, atol=1e-9)
     assert scale == pytest.approx(float(expected.square().mean().sqrt()))
     assert linear.outputs == len(outputs) * len(positions)
+
+
+@pytest.mark.parametrize("count", [20, 33])
+def test_misfits_are_the_residuals_of_each_output_in_predictive_deviations(count: int) -> None:
+    """Of two positions with three outputs each, by loops; examples count by their weights."""
+    residuals, variance = normal(count, 6, seed=1), 0.2 + normal(count, 6, seed=2).square()
+    weights = torch.linspace(0.5, 3.0, count, dtype=DOUBLE)
+    expected = []
+    for output in range(3):
+        total = 0.0
+        for example in range(count):
+            for number in (output, 3 + output):
+                share = float(residuals[example, number]) ** 2 / float(variance[example, number]) / 2
+                total += float(weights[example]) * share
+        expected.append(math.sqrt(total / float(weights.sum())))
+    assert misfits(residuals, variance, weights, 3) == pytest.approx(expected, rel=1e-12)
+    assert misfits(residuals[:19], variance[:19], weights[:19], 3) == ()  # They say little.
+    assert misfits(residuals, variance, weights, 1) == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -220,3 +221,42 @@ def test_two_stages_come_as_near_as_the_steps_of_the_second(
     assert only.data_scale in (3.0, 30.0)
     assert abs(math.log10(only.precision / only.data_scale) - ratio) <= 0.125 + 1e-9
     assert {row[0] for row in only.table} == {3.0, 30.0}
+
+
+def on_grid(*nlls: float) -> GridResult:
+    """A result with these losses at data scales 1, 2, 3, …"""
+    table = [(float(c), 1.0, nll) for c, nll in enumerate(nlls, 1)]
+    scale, precision, least = min(table, key=lambda row: row[2])
+    return GridResult(scale, precision, least, table, 9)
+
+
+@pytest.mark.parametrize("nll", [0.0, 3.0, 1000.0, -1000.0])
+def test_a_grid_is_flat_where_losses_differ_by_rounding_of_their_size(nll: float) -> None:
+    """A billionth of 1 + |loss|, whatever the sign of the loss, of which one point alone cannot say anything."""
+    rounding = 1e-9 * (1 + abs(nll))
+    assert module._is_flat(on_grid(nll, nll))
+    assert module._is_flat(on_grid(nll + 0.4 * rounding, nll, nll + 0.5 * rounding))
+    assert not module._is_flat(on_grid(nll, nll + 0.5 * rounding, nll + 2 * rounding))
+    assert not module._is_flat(on_grid(nll))
+
+
+def test_the_edge_of_a_grid_is_its_first_and_last_point() -> None:
+    def said(scale: float, precision: float, scales: list[float], least: float = 0.5, most: float = 8.0) -> list[str]:
+        result = GridResult(scale, precision, 1.0, [], 9)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            module._warn_at_edge(result, scales, (least, most))
+        return [str(w.message).partition("(")[2].partition(")")[0] for w in caught]
+
+    scales = [4.0, 1.0, 2.0]
+    assert said(2.0, 2.0 * 2.0, scales) == []
+    assert said(1.0, 2.0, scales) == ["data scale 1"]
+    assert said(4.0, 8.0, scales) == ["data scale 4"]
+    assert said(2.0, 2.0 * 0.5, scales) == ["precision ratio 0.5"]
+    assert said(2.0, 2.0 * 8.0, scales) == ["precision ratio 8"]
+    assert said(1.0, 0.5, scales) == ["data scale 1, precision ratio 0.5"]
+    assert said(2.0, 2.0 * 7.9, scales) == said(2.0, 2.0 * 0.51, scales) == []
+    assert said(1.0, 2.0, [1.0, 4.0]) == []  # Of two points each is an edge.
+    # The ratio is computed, and may have been rounded to the inner side of the edge.
+    assert said(2.0, 2.0 * math.nextafter(0.1, 1), scales, least=0.1) == ["precision ratio 0.1"]
+    assert said(2.0, 2.0 * math.nextafter(0.3, 0), scales, most=0.3) == ["precision ratio 0.3"]

@@ -112,7 +112,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "curvature/rules/attention.py": ("tests/curvature/rules/test_attention.py", "tests/curvature/rules/test_layer_rules.py",),
     "curvature/rules/base.py": ("tests/curvature/rules/test_rows.py", "tests/curvature/rules/test_layer_rules.py", "tests/curvature/rules/test_attention.py", "tests/curvature/rules/test_convolution.py", "tests/curvature/test_kinds.py",),
     "curvature/structures/assign.py": ("tests/curvature/test_bad_input.py", "tests/curvature/test_kinds.py",),
-    "curvature/structures/base.py": ("tests/predictive/test_local.py", *_POSTERIORS, "tests/curvature/structures/test_damping.py",),
+    "curvature/structures/base.py": ("tests/curvature/test_engine_corners.py", "tests/predictive/test_local.py", *_POSTERIORS, "tests/curvature/structures/test_damping.py",),
     "curvature/structures/flat.py": (*_POSTERIORS, "tests/curvature/structures/test_full.py",),
     "curvature/structures/hessian.py": ("tests/curvature/structures/test_hessian.py", *_POSTERIORS,),
     "curvature/structures/layer_parts.py": ("tests/curvature/structures/test_layer_parts.py", "tests/posteriors/test_functional.py",),

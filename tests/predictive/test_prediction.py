@@ -304,6 +304,20 @@ def test_variance_of_classes_without_a_latent_gaussian_is_that_of_the_samples() 
     assert_close(samples_prediction(Categorical(), f).score("variance"), wanted)
 
 
+@pytest.mark.parametrize("positions", [(), (3,)])
+@pytest.mark.parametrize("full", [True, False])
+def test_variance_of_classes_is_that_of_the_latent_gaussian(positions: tuple[int, ...], full: bool) -> None:
+    """The mean over positions and classes, by loops; all dimensions differ, so that none is taken for another."""
+    root = outputs(*positions, 4, 4, seed=3)
+    cov = root @ root.mT
+    variance = torch.zeros(7, *positions, 4, dtype=F64)
+    for label in range(4):
+        variance[..., label] = cov[..., label, label]
+    latent = {"latent_cov": cov} if full else {"latent_var": variance}
+    found = gaussian_prediction(Categorical(), outputs(*positions, 4), generator=seeded(), **latent)
+    assert_close(found.score("variance"), torch.stack([v.mean() for v in variance]))
+
+
 def test_labels_and_confidence() -> None:
     classes = samples_prediction(Categorical(), outputs(5, 3, 4))
     assert_close(classes.labels, classes.mean.argmax(-1))

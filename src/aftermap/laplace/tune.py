@@ -200,7 +200,7 @@ def tune_by_evidence(
         StatisticalWarning: No stationary point was reached, or only by a bound on the noise.
     """
     # The evidence is that of the data, not of the width that was matched to them.
-    plain = fitted if fitted.narrowing == 1.0 else fitted.without_narrowing()
+    plain = fitted.without_narrowing()
     result = maximise_evidence(
         plain.posterior,
         plain.factors,

@@ -308,6 +308,54 @@ def test_compiled_networks_run_as_they_were_written() -> None:
         assert all(t.by_rule for t in factors.treatment.values())
 
 
+class Flat(nn.Module):
+    """One number for each example: [N], or [N, 1] as all other networks have it."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.inside, self.out, self.flat = nn.Linear(3, 4), nn.Linear(4, 1), flat
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.out(torch.tanh(self.inside(x)))
+        return outputs.squeeze(-1) if self.flat else outputs
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_one_output_for_each_example_is_planned_like_one_column_where_it_is_allowed(size: int) -> None:
+    names = ["inside.weight", "inside.bias", "out.weight", "out.bias"]
+    plans = [
+        plan_model(
+            made(lambda flat=flat: Flat(flat)), names, Batch(inputs(size, 3), None, None, size), flat_outputs=True
+        )
+        for flat in (False, True)
+    ]
+    for plan in plans:
+        # Of one example the layers put out 4 numbers and 1, of the 3 that come in.
+        assert (plan.numbers, plan.input_numbers, plan.width) == (5, 3, 1)
+        assert set(plan.layers_of_parameter) == set(names)
+        assert plan.unused == frozenset()
+    assert plans[0].vectors_go_together == plans[1].vectors_go_together
+    with pytest.raises(InputError, match="For one output per example add a last dimension"):
+        plan_model(made(lambda: Flat(True)), names, Batch(inputs(size, 3), None, None, size))
+
+
+class MixedOutputs(nn.Module):
+    """Subtracts the mean of the batch from one number for each example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.out(x).squeeze(-1)
+        return outputs - outputs.mean()
+
+
+def test_flat_outputs_that_mix_examples_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="other examples"):
+        plan_model(made(MixedOutputs), ["out.weight"], Batch(inputs(4, 3), None, None, 4), flat_outputs=True)
+
+
 class TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
