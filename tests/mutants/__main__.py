@@ -106,7 +106,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "curvature/passes/last_block.py": ("tests/curvature/passes/test_last_block.py",),
     "curvature/passes/per_example.py": ("tests/curvature/test_engine_conditions.py", "tests/curvature/test_engine_models.py", "tests/posteriors/test_gradients.py",),
     "curvature/passes/plan.py": ("tests/curvature/passes/test_plan.py", "tests/curvature/test_engine_conditions.py", "tests/curvature/test_engine_corners.py", "tests/curvature/test_engine_models.py",),
-    "curvature/passes/record.py": ("tests/curvature/passes/test_backward.py", "tests/curvature/test_engine_conditions.py", "tests/curvature/test_engine_corners.py", "tests/curvature/test_engine_models.py",),
+    "curvature/passes/record.py": ("tests/curvature/passes/test_backward.py", "tests/curvature/passes/test_closure.py", "tests/curvature/test_engine_conditions.py", "tests/curvature/test_engine_corners.py", "tests/curvature/test_engine_models.py",),
     "curvature/reference/curvature.py": ("tests/curvature/reference/test_reference.py", "tests/curvature/test_kinds.py",),
     "curvature/reference/layers.py": ("tests/curvature/reference/test_reference.py", "tests/curvature/rules/test_layer_rules.py", "tests/curvature/rules/test_attention.py",),
     "curvature/rules/attention.py": ("tests/curvature/rules/test_attention.py", "tests/curvature/rules/test_layer_rules.py",),

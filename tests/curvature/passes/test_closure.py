@@ -431,6 +431,25 @@ def test_a_second_backward_pass_is_refused() -> None:
     reading.release()
 
 
+def test_gradients_of_several_backward_passes_add_up_where_only_gradients_are_wanted() -> None:
+    """Two parts of the loss and a penalty, each with a pass of its own: at the parameters and at the network's outputs."""
+    model, (x, y) = seeded(Plain()), data()
+    reader = ClosureReader(model, [n for n, _ in model.named_parameters()], gradients_only=True)
+    with reader.reading() as reading:
+        outputs = model(x)
+        for part, more in ((slice(0, 2), True), (slice(2, 6), False)):
+            F.cross_entropy(outputs[part], y[part], reduction="sum").backward(retain_graph=more)  # type: ignore[no-untyped-call]
+        decay(model).backward()  # type: ignore[no-untyped-call]
+    statistics = reading.finish()
+    at_outputs = reading.record.model_calls[0].gradient
+    reading.release()
+    sums, _ = expected(model, x, y, decay)
+    assert set(statistics.sums) == set(sums)
+    for name, gradient in sums.items():
+        assert_close(statistics.sums[name], gradient)
+    assert_close(at_outputs, outputs.detach().softmax(-1) - F.one_hot(y, 3))
+
+
 def test_two_calls_of_the_model_are_refused() -> None:
     model = seeded(Plain())
     reader = reader_of(model)
