@@ -155,6 +155,9 @@ def test_what_counts_as_batches() -> None:
         dict,
         dict,
     ]
+    # Inputs and targets, with weights or without, are one batch of inputs; one tensor and four are inputs alone.
+    counts = [len(x) for x in input_batches([(X,), (X, X), (X, X, X), (X, X, X, X)])]
+    assert counts == [1, len(X), len(X), 4]
     with pytest.raises(DataError, match="unpack= must return"):
         list(input_batches([X], lambda batch: batch))
 
