@@ -212,9 +212,13 @@ def _walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
 def _size(inputs: Any) -> int:
     sizes = [t.shape[0] for t in tensors_of(inputs) if t.dim() > 0]
     if not sizes:
+        turned = "Pass plain numbers as a tensor, torch.tensor(x)"
+        if hasattr(inputs, "__array__"):
+            turned = "Pass plain numbers as a tensor, torch.from_numpy(x)"
+        elif isinstance(inputs, Dataset):
+            turned = "Pass it in batches, torch.utils.data.DataLoader(data, batch_size=...)"
         raise DataError(
-            f"the inputs of a batch hold no tensor with a batch dimension: they are {describe(inputs)}. Pass plain numbers as a tensor, "
-            "torch.tensor(x), or as an array"
+            f"the inputs of a batch hold no tensor with a batch dimension: they are {describe(inputs)}. {turned}"
         )
     return sizes[0]
 
@@ -285,7 +289,8 @@ def _as_tensors(tree: Any, dtype: torch.dtype | None) -> Any:
     if isinstance(tree, np.ndarray):
         if tree.dtype.kind not in "iufb":
             raise DataError(f"the inputs are an array of {tree.dtype}, which are not numbers a network takes")
-        tensor = torch.as_tensor(np.ascontiguousarray(tree))
+        # PyTorch takes neither the other byte order nor, without a warning, what may not be written to.
+        tensor = torch.from_numpy(np.require(tree, tree.dtype.newbyteorder("="), ["C", "W"]))
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
     if isinstance(tree, Mapping):
         return {key: _as_tensors(tree[key], dtype) for key in tree}

@@ -226,28 +226,34 @@ def explain_model_errors(model: nn.Module, inputs: Callable[[], Any]) -> Iterato
         except (RuntimeError, TypeError, ValueError, IndexError) as own:
             shapes = ", ".join(str(tuple(t.shape)) for t in tensors_of(arguments))
             keys = f" with the keys {', '.join(map(str, arguments))}" if isinstance(arguments, Mapping) else ""
-            bytes_given = any(t.dtype == torch.uint8 for t in tensors_of(arguments))
-            advice = (
-                ". Bytes are no numbers to multiply: pass pixels as in training, such as x.float() / 255"
-                if bytes_given
-                else ""
-            )
+            dtypes = {t.dtype for t in tensors_of(arguments)}
+            advice = ""
+            if torch.uint8 in dtypes:
+                advice = ". Bytes are no numbers to multiply: pass pixels as in training, such as x.float() / 255"
+            elif "same dtype" in str(own) and not any(dtype.is_floating_point for dtype in dtypes):
+                advice = ". Whole numbers are taken as tokens: pass quantities in floating point, x.float()"
             raise InputError(f"the model does not accept inputs{keys} of shape {shapes}: {own}{advice}") from error
         raise
 
 
-def check_is_network(model: object, order: str) -> None:
-    """Raises unless the first argument is a network.
+def check_is_network(model: object, order: str, place: str = "first") -> None:
+    """Raises unless an argument is a network.
 
     Args:
-        model: The first argument.
+        model: The argument.
         order: How the call is written, for the message.
+        place: Which argument it is, for the message.
 
     Raises:
         InputError: It is something else.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"the network, a torch.nn.Module, stands first: {order}; got {model!r:.80}")
+        got = repr(model) if isinstance(model, str) else describe(model)
+        if isinstance(model, type) and issubclass(model, nn.Module):
+            got = f"the class {model.__name__} itself: call it, {model.__name__}(...), and give it its trained weights"
+        elif isinstance(model, Mapping):
+            got += ", perhaps weights: build the network and give them to its load_state_dict"
+        raise InputError(f"the network, a torch.nn.Module, stands {place}: {order}; got {got[:200]}")
 
 
 def check_not_causal(model: nn.Module) -> None:
@@ -474,7 +480,7 @@ def check_outputs(outputs: Tensor, size: int) -> None:
     if outputs.dim() < 2 or outputs.shape[0] != size:
         raise ShapeError(
             f"the model returned shape {tuple(outputs.shape)} for {size} examples; allowed is [N, ..., C] with the batch first. "
-            "For one output per example add a last dimension: model(x).unsqueeze(-1)"
+            "For one output per example add a last dimension, model(x).unsqueeze(-1); for a single example the first, x[None]"
         )
     if not outputs.is_floating_point():
         raise ShapeError(

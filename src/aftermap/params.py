@@ -19,6 +19,7 @@ __all__ = [
     "Selection",
     "by_module",
     "check_not_complex",
+    "check_parameters",
     "describe_names",
     "flatten",
     "named_parameters",
@@ -66,6 +67,24 @@ def by_module(names: Iterable[str]) -> dict[str, list[str]]:
     return modules
 
 
+def check_parameters(model: nn.Module) -> None:
+    """Raises for a model that has no parameter to be uncertain about, or whose parameters autograd refuses.
+
+    Raises:
+        InputError: It has none in floating point, or was made inside torch.inference_mode().
+    """
+    every = named_parameters(model).values()
+    if any(p.is_inference() for p in every):
+        raise InputError(
+            "the model was made inside torch.inference_mode(), and autograd refuses such parameters for good; make it outside of it"
+        )
+    # Of an empty parameter (a layer without outputs, say) there is nothing to be uncertain about.
+    if not any(is_lazy(p) or (p.is_floating_point() and p.numel()) for p in every):
+        raise InputError(
+            f"{type(model).__name__} has no floating-point parameter, so there is nothing to be uncertain about"
+        )
+
+
 def select(model: nn.Module, selection: Selection = "all") -> list[str]:
     """Returns the names of the chosen parameters, in the model's order.
 
@@ -91,16 +110,8 @@ def select(model: nn.Module, selection: Selection = "all") -> list[str]:
     lazy = [n for n, p in every.items() if is_lazy(p)]
     if lazy:
         raise InputError(f"{checks.few(lazy, 8)} of the model have no values yet; run one forward pass to make them")
-    if any(p.is_inference() for p in every.values()):
-        raise InputError(
-            "the model was made inside torch.inference_mode(), and autograd refuses such parameters for good; make it outside of it"
-        )
-    # Of an empty parameter (a layer without outputs, say) there is nothing to be uncertain about.
+    check_parameters(model)
     parameters = {n: p for n, p in every.items() if p.is_floating_point() and p.numel()}
-    if not parameters:
-        raise InputError(
-            f"{type(model).__name__} has no floating-point parameter, so there is nothing to be uncertain about"
-        )
     if callable(selection):
         names = [n for n, p in parameters.items() if selection(n, p)]
         described = "the given function"

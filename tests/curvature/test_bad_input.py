@@ -64,6 +64,7 @@ def with_value(value: float) -> Tensor:
         ([{"x": X, "z": Y}], r"keys \['x', 'z'\], none of which names the targets"),
         (["text"], "a batch is a builtins.str"),
         ([("text", Y)], "hold no tensor with a batch dimension"),
+        ([(X.numpy(), Y)], r"they are a numpy.ndarray. Pass plain numbers as a tensor, torch.from_numpy\(x\)$"),
         (X, "data must be an iterable of batches.*pass \\[\\(x, y\\)\\]"),
         (3, "data must be an iterable of batches"),
         ([(X, Y, -torch.ones(5))], "weights must be 5 finite numbers that are not negative"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import nn
 
 import aftermap as am
-from aftermap.errors import AftermapError, DataError, InputError, NotFittedError, UnsupportedError
+from aftermap.errors import AftermapError, DataError, InputError, NotFittedError, ShapeError, UnsupportedError
 from aftermap.laplace import Laplace
+from aftermap.models import check_outputs
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, mlp, normal
 
@@ -221,6 +223,8 @@ def test_samples() -> None:
             laplace.sample(count)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="whole number of at least 1"):
             laplace.predict(classes()[0][0], link="mc", samples=count)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=rf"^samples={count} must be a whole number of at least 1"):
+            laplace.predict(classes()[0][0], kind="sampling", samples=count)  # type: ignore[arg-type]
         with pytest.raises(InputError, match="whole number of at least 1"):
             laplace.function_samples(normal(2, 3), count)  # type: ignore[arg-type]
 
@@ -232,6 +236,37 @@ def test_the_network_stands_first() -> None:
     ):
         with pytest.raises(InputError, match=r"the network, a torch.nn.Module, stands first: .*; got 'classification'"):
             call()
+
+
+def test_what_stands_in_the_place_of_the_network() -> None:
+    for model, message in (
+        (nn.Linear, r"got the class Linear itself: call it, Linear\(...\), and give it its trained weights$"),
+        (nn.Linear(2, 3).state_dict(), r"got a collections.OrderedDict, perhaps weights: .* its load_state_dict$"),
+        (lambda x: x, r"got a builtins.function$"),
+    ):
+        with pytest.raises(InputError, match=message):
+            am.fit(model, classes())  # type: ignore[arg-type]
+
+
+def test_the_network_stands_second_where_a_folder_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"stands second: load\(folder, model\); got '.*posterior'"):
+        am.load(mlp(), str(tmp_path / "posterior"))  # type: ignore[arg-type]
+
+
+def test_a_fit_looks_at_the_parameters_first() -> None:
+    with torch.inference_mode():
+        made_inside = mlp()
+    for model, message in (
+        (nn.Softmax(-1), "Softmax has no floating-point parameter, so there is nothing to be uncertain about"),
+        (made_inside, "was made inside torch.inference_mode"),
+    ):
+        with pytest.raises(InputError, match=message):
+            am.fit(model, classes())
+
+
+def test_a_single_example_needs_a_batch_dimension() -> None:
+    with pytest.raises(ShapeError, match=r"for a single example the first, x\[None\]$"):
+        check_outputs(nn.Linear(4, 3)(torch.ones(4)), size=4)
 
 
 def test_bytes_that_a_network_cannot_multiply_come_with_advice() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import aftermap as am
 from aftermap.errors import AftermapError, InputError, NotFittedError
 from aftermap.laplace import Laplace
 from aftermap.likelihoods import Gaussian, HeteroscedasticGaussian
@@ -179,6 +180,15 @@ def test_fitting_under_inference_mode() -> None:
     wanted = fitted().tune().predict(classes()[0][0]).latent_cov
     torch.testing.assert_close(found, wanted, **CLOSE)
     assert laplace.tune(method="lbfgs") is laplace
+
+
+@pytest.mark.filterwarnings("ignore:check FAILED")  # the network is not trained
+def test_everything_in_one_call_under_inference_mode() -> None:
+    model, data = mlp(), classes()
+    wanted = am.fit(model, "classification", data, verbose=False).predict(data[0][0]).latent_cov
+    with torch.inference_mode():
+        found = am.fit(model, "classification", data, verbose=False).predict(data[0][0]).latent_cov
+    torch.testing.assert_close(found, wanted, **CLOSE)
 
 
 def test_what_it_says() -> None:

@@ -56,6 +56,8 @@ FORMS: dict[str, Any] = {
     "array": X.numpy(),
     "array in single precision": X.numpy().astype(np.float32),
     "array in another order": np.asfortranarray(X.numpy()),
+    "array in the other byte order": X.numpy().astype(">f8"),
+    "array that may only be read": np.frombuffer(X.numpy().tobytes()).reshape(11, 3),
     "table": Table({c: X[:, i].numpy() for i, c in enumerate("abc")}),
     "list of batches": [(X[:4], torch.zeros(4)), (X[4:], torch.zeros(7))],
     "list of labelled mappings": [{"input": X[:4], "y": torch.zeros(4)}, {"input": X[4:], "y": torch.zeros(7)}],
@@ -64,6 +66,23 @@ FORMS: dict[str, Any] = {
     "batches of arrays": [(X[:4].numpy(), None), (X[4:].numpy(), None)],
     "batches with another batch": [(X[:4], torch.zeros(4), torch.ones(4)), (X[4:], torch.zeros(7), torch.ones(7))],
 }
+
+
+def test_an_array_that_may_only_be_read_is_left_alone(laplace: Laplace) -> None:
+    read_only = FORMS["array that may only be read"]
+    mean(laplace, read_only)
+    assert not read_only.flags.writeable
+
+
+def test_forms_that_are_not_understood_come_with_advice(laplace: Laplace) -> None:
+    with pytest.raises(
+        DataError, match=r"a torch.*TensorDataset. Pass it in batches, torch.utils.data.DataLoader\(data, batch_size="
+    ):
+        laplace.predict(TensorDataset(X))
+    with pytest.raises(
+        AftermapError, match=r"Whole numbers are taken as tokens: pass quantities in floating point, x.float\(\)"
+    ):
+        laplace.predict(np.ones((3, 3), int))
 
 
 @pytest.mark.parametrize("kind", ["linearised", "sampling"])

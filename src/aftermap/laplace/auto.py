@@ -24,7 +24,7 @@ from aftermap.laplace.self_consistent import CavityCheck, SelfConsistentResult
 from aftermap.laplace.subnetwork import Subnetwork
 from aftermap.likelihoods import Gaussian, Likelihood, infer_task, parse_likelihood
 from aftermap.models import call_model, check_device, check_is_network, check_modes, explain_model_errors
-from aftermap.params import Selection
+from aftermap.params import Selection, check_parameters
 from aftermap.posteriors.base import has_noise
 from aftermap.predictive.display import html_table
 from aftermap.progress import announce, showing
@@ -77,6 +77,7 @@ class FitReport:
         return [] if self.check is None else [(str(self.chosen), self.check)]
 
 
+@torch.inference_mode(False)
 def fit(
     model: nn.Module,
     *arguments: Any,
@@ -131,6 +132,7 @@ def fit(
         StatisticalWarning: The predictive is worse than the network, or the data cannot decide what they should.
     """
     check_is_network(model, _ORDER)
+    check_parameters(model)
     if isinstance(params, Subnetwork):
         raise InputError(
             "fit chooses among structures of whole layers; for a subnetwork use Laplace(..., params=Subnetwork(...))"

@@ -17,6 +17,7 @@ from aftermap.curvature.structures.eigenbasis import DAMPINGS
 from aftermap.errors import AftermapError, DataError, InputError, NumericalWarning, UnsupportedError
 from aftermap.laplace.laplace import Laplace
 from aftermap.likelihoods import Likelihood, likelihood_from_config
+from aftermap.models import check_is_network
 from aftermap.params import named_parameters, weights_hash
 from aftermap.posteriors import GaussianPosterior
 from aftermap.posteriors.base import Hyperparameters
@@ -148,6 +149,7 @@ def load(
             for a posterior that cannot be tuned.
         DataError: The folder is damaged or foreign.
     """
+    check_is_network(model, "load(folder, model)", "second")
     parameters = named_parameters(model)
     if device is None:
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")

@@ -164,6 +164,7 @@ class PosteriorPredictor:
         likelihood = self.likelihood if outputs is None else _of_outputs(self.likelihood, outputs)
         with explain_model_errors(self.model, lambda: batch.inputs):
             if kind == "sampling":
+                samples = checks.count("samples", samples)
                 with torch.set_grad_enabled(differentiable):
                     if local:
                         values = locally_sampled_outputs(self.plan(batch), self.posterior, batch, samples, generator)
