@@ -182,7 +182,7 @@ def test_fitting_under_inference_mode() -> None:
     assert laplace.tune(method="lbfgs") is laplace
 
 
-@pytest.mark.filterwarnings("ignore:check FAILED")  # the network is not trained
+@untrained
 def test_everything_in_one_call_under_inference_mode() -> None:
     model, data = mlp(), classes()
     wanted = am.fit(model, "classification", data, verbose=False).predict(data[0][0]).latent_cov
