@@ -12,7 +12,7 @@ from torch import nn
 
 from aftermap.cli.builtin import NETWORKS, Network, ResNet20, Standardise, build_network
 from aftermap.cli.models import check_device, import_object, load_weights, make_model, read_weights
-from aftermap.errors import InputError
+from aftermap.errors import DataError, InputError
 from tests.cli.common import Files
 
 REAL = Path(__file__).resolve().parents[2] / "../shared/data/models/cifar10_resnet20.npz"
@@ -122,6 +122,9 @@ def unreadable(folder: Path) -> dict[str, str]:
     torch.save(nn.Linear(2, 3).state_dict(), good)
     (folder / "cut.pt").write_bytes(good.read_bytes()[:400])
     (folder / "garbage.pt").write_bytes(bytes(range(233, 255)) * 20)
+    flipped, weight = bytearray(good.read_bytes()), torch.load(good, weights_only=True)["weight"].numpy().tobytes()
+    flipped[flipped.index(weight)] ^= 1  # PyTorch reads this as another weight.
+    (folder / "flipped.pt").write_bytes(bytes(flipped))
     (folder / "text.pt").write_text("hello\n" * 10)
     (folder / "empty.pt").touch()
     torch.save(nn.Linear(2, 3), folder / "old.pt", _use_new_zipfile_serialization=False)
@@ -131,6 +134,7 @@ def unreadable(folder: Path) -> dict[str, str]:
     (folder / "garbage.npz").write_bytes(b"no archive")
     return {
         "cut.pt": "is damaged, cut short",
+        "flipped.pt": "is damaged, cut short",
         "garbage.pt": "is not a file of weights",
         "text.pt": "is not a file of weights",
         "empty.pt": "is empty",
@@ -140,6 +144,14 @@ def unreadable(folder: Path) -> dict[str, str]:
         "objects.npz": "something else than arrays of numbers",
         "garbage.npz": "is not a file of weights",
     }
+
+
+def test_a_file_of_weights_that_cannot_fit_into_memory_is_refused_by_its_size(tmp_path: Path) -> None:
+    for name in ("giant.pt", "giant.npz", "giant.safetensors"):
+        with (tmp_path / name).open("wb") as stream:
+            stream.truncate(1 << 43)
+        with pytest.raises(DataError, match=f"{name} needs 8,796,093,022,208 bytes"):
+            read_weights(tmp_path / name)
 
 
 def test_unreadable_weights_are_explained_without_dangerous_advice(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ __all__ = ["PROGRAMS", "main"]
 ROOT = Path(__file__).resolve().parents[2]
 # Those that take longest come first, so that none of them runs alone at the end.
 PROGRAMS: dict[str, tuple[str, ...]] = {
-    "kills": ("--again",), "processes": (), "folders": (), "data_files": (), "soak": (), "digits": (),
+    "kills": ("--again",), "processes": (), "folders": (), "data_files": (), "checkpoints": (), "soak": (), "digits": (),
 }  # fmt: skip
 
 

@@ -279,7 +279,7 @@ class Train(Job):
         return None
 
     def state(self) -> str:
-        return _hash((self.place / "run" / "model.safetensors").read_bytes())
+        return _hash(*((self.place / "run" / name).read_bytes() for name in ("model.safetensors", "history.json")))
 
     def reset(self) -> None:
         shutil.rmtree(self.place / "run", ignore_errors=True)
@@ -291,13 +291,36 @@ class TrainKfac(Train):
     name, optimizer = "train (K-FAC)", "kfac"
 
 
+class TrainOgn(Train):
+    """The same with OGN."""
+
+    name, optimizer = "train (OGN)", "ogn"
+
+
+class TrainAdam(Train):
+    """The same with Adam."""
+
+    name, optimizer = "train (Adam)", "adam"
+
+
 class FitKron(Fit):
     """The same with Kronecker factors."""
 
     name, structure = "fit (kron)", "kron"
 
 
-JOBS: tuple[type[Job], ...] = (Save, Tune, Predict, Report, Fit, FitKron, Train, TrainKfac)
+JOBS: tuple[type[Job], ...] = (
+    Save,
+    Tune,
+    Predict,
+    Report,
+    Fit,
+    FitKron,
+    Train,
+    TrainKfac,
+    TrainOgn,
+    TrainAdam,
+)
 
 
 def try_job(job: Job, kills: int, source: random.Random, answer: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 FOLDERS = ROOT / "benchmarks" / "results" / "faults_folders.json"
 DATA = ROOT / "benchmarks" / "results" / "faults_data.json"
-
+CHECKPOINTS = ROOT / "benchmarks" / "results" / "faults_checkpoints.json"
 KILLS = ROOT / "benchmarks" / "results" / "faults_kills.json"
 PROCESSES = ROOT / "benchmarks" / "results" / "faults_processes.json"
 MUTANTS = ROOT / "benchmarks" / "results" / "mutants.json"
@@ -108,6 +108,21 @@ tell a digit that was changed: such files are read as what they say now.
 or hold Python objects, archives with bombs, idx headers. {data_cases} cases with seed {data_seed}:
 
 {data_subjects}
+"""
+
+CHECKPOINTS_TEXT = """
+## Checkpoints and weights
+
+`aftermap train` goes on from `checkpoint.pt`, `aftermap fit --checkpoint` from its sums, and `--weights` reads files of PyTorch, NumPy and safetensors. PyTorch and NumPy write
+a checksum of each part of a file, and safetensors writes none; PyTorch does not compare its own when it reads, so aftermap does. Sums of fits have a checksum of their own. What goes on ends with the bits of work that nobody
+interrupted, also in its history.
+
+`python -m tests.faults.checkpoints` damages them in the ways above, and puts files of other work in their place. "Forged" files have other content and
+checksums that fit; "no checksum" are those of safetensors, and whole weights of something else. {cases:,} cases with seed {seed}:
+
+{groups}
+
+{subjects}
 """
 
 KILLS_TEXT = """
@@ -384,14 +399,15 @@ def _change(results: dict[str, Any], name: str) -> str:
 
 
 def results() -> tuple[Any, ...]:
-    """What was counted for folders, data, kills, processes, mutants, soak, digits and the run of all; None for a program that was not run yet."""
-    files = (FOLDERS, DATA, KILLS, PROCESSES, MUTANTS, SOAK, DIGITS, RUN)
+    """What was counted for folders, data, checkpoints, kills, processes, mutants, soak, digits and the run of all; None for a program that was not run yet."""
+    files = (FOLDERS, DATA, CHECKPOINTS, KILLS, PROCESSES, MUTANTS, SOAK, DIGITS, RUN)
     return tuple(json.loads(f.read_text(encoding="utf-8")) if f.exists() else None for f in files)
 
 
 def page_of(
     folders: Mapping[str, Any],
     data: Mapping[str, Any],
+    checkpoints: Mapping[str, Any] | None,
     kills: Mapping[str, Any] | None,
     processes: Mapping[str, Any] | None,
     mutants: dict[str, Any] | None,
@@ -401,6 +417,11 @@ def page_of(
 ) -> str:
     """The page as Markdown."""
     parts = [_files_text(folders, data)]
+    if checkpoints is not None:
+        groups, subjects = (
+            _table(*t) for t in (("files", checkpoints["by_group"]), ("what", checkpoints["by_subject"]))
+        )
+        parts.append(CHECKPOINTS_TEXT.format(**checkpoints, groups=groups, subjects=subjects))
     if kills is not None:
         missing = ", ".join(f"`{job.name}`" for job in JOBS if job.name not in kills["by_job"])
         parts.append(

@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,18 @@ from torch import Tensor, nn
 from aftermap import checks
 from aftermap.cli.builtin import build_network
 from aftermap.cli.trust import search_working_folder_first
-from aftermap.errors import InputError, UnsupportedError
+from aftermap.errors import DataError, InputError, UnsupportedError
 from aftermap.writing import replaced_file
 
-__all__ = ["check_device", "import_object", "load_weights", "make_model", "read_weights", "save_weights"]
+__all__ = [
+    "check_device",
+    "import_object",
+    "load_weights",
+    "make_model",
+    "read_torch_file",
+    "read_weights",
+    "save_weights",
+]
 
 _NESTED = ("state_dict", "model_state_dict", "model", "net", "weights", "params")
 _PREFIXES = ("module.", "_orig_mod.", "model.", "net.")
@@ -190,11 +199,13 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     A state dict inside a checkpoint is found, and prefixes such as `module.` that every name has are taken off.
 
     Raises:
-        InputError: There is no such file, or it holds no weights.
+        InputError: There is no such file, or it is damaged, or it holds no weights.
+        DataError: It is larger than the memory.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise InputError(f"--weights: there is no file {file}" + (": it is a folder" if file.is_dir() else ""))
+    checks.memory(f"--weights: {file}", file.stat().st_size)
     try:
         if file.suffix == ".safetensors":
             content: Any = load_file(file)
@@ -204,12 +215,12 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         else:
             with warnings.catch_warnings():  # Its advice about other formats is given below.
                 warnings.simplefilter("ignore")
-                content = torch.load(file, map_location="cpu", weights_only=True)
+                content = read_torch_file(file)
     except SafetensorError as error:
         raise InputError(f"--weights: {file} is not a safetensors file: {error}") from error
-    except OSError:
-        raise
     except Exception as error:  # torch raises many kinds for a file that is not its own
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
         raise InputError(f"--weights: {_why_unreadable(file, str(error))}") from error
     for key in _NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
@@ -223,6 +234,24 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         )
         raise InputError(f"--weights: {file} holds {what}, no state dict of tensors")
     return {str(k): v for k, v in content.items()}
+
+
+def read_torch_file(file: Path) -> Any:
+    """Reads a file of torch.save without running code, after it has compared the checksums that the file holds.
+
+    PyTorch writes a checksum of every part of the archive and never looks at it, so that a flipped bit would be another weight.
+
+    Raises:
+        DataError: A part has another checksum.
+    """
+    with file.open("rb") as stream:
+        is_archive = stream.read(4) == b"PK\x03\x04"  # Files of PyTorch before 1.6 are none.
+    if is_archive:
+        with zipfile.ZipFile(file) as archive:
+            part = archive.testzip()
+        if part is not None:
+            raise DataError(f"the checksum of its part {part!r} differs")
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _why_unreadable(file: Path, message: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aftermap.cli.models import read_torch_file
 from aftermap.data import Examples
 from aftermap.distributed import (
     all_reduce_,
@@ -151,6 +152,7 @@ class Run:
     def __init__(self, folder: Path, recipe: Recipe):
         self.folder, self.recipe = folder, recipe
         self.step = 0
+        self.losses: list[float] = []  # of the steps of the epoch that has begun
         self.history: list[dict[str, float]] = []
 
     def resume(self, model: nn.Module, optimizer: Optimizer) -> bool:
@@ -168,10 +170,23 @@ class Run:
         if saved is None:
             return False
         with fail_together("going on with the checkpoint"):
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-        self.step, self.history = int(saved["step"]), list(saved["history"])
+            self._take_up(saved, model, optimizer)
         return True
+
+    def _take_up(self, saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+        """Puts what a checkpoint holds into its places."""
+        try:
+            step, history = int(saved["step"]), [dict(numbers) for numbers in saved["history"]]
+            if not 0 <= step <= self.recipe.steps:
+                raise ValueError(f"it stands at step {step} of {self.recipe.steps}")
+            losses = [float(loss) for loss in saved.get("losses", [])]  # Earlier versions kept none.
+            model.load_state_dict(saved["model"])
+            _load_optimizer(optimizer, saved["optimizer"])
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+            raise DataError(
+                f"{self.folder / CHECKPOINT} does not fit this run: {error}. Remove it, or start again with --force"
+            ) from error
+        self.step, self.losses, self.history = step, losses, history
 
     def _read(self) -> dict[str, Any] | None:
         """Returns what the checkpoint holds; None where there is none."""
@@ -179,7 +194,7 @@ class Run:
         if not file.is_file():
             return None
         try:
-            saved = torch.load(file, map_location="cpu", weights_only=True)
+            saved = read_torch_file(file)
             # Before there was a choice, every run had the temperature 1.
             old, new = {"temperature": 1.0, **saved["recipe"]}, json.loads(json.dumps(asdict(self.recipe)))
         except Exception as error:  # torch raises many kinds for a file that is not its own
@@ -203,6 +218,7 @@ class Run:
                     "model": model.state_dict(),
                     "optimizer": optimizer.state_dict(),
                     "step": self.step,
+                    "losses": self.losses,
                     "history": self.history,
                 }
                 # The checkpoint comes last: what a kill leaves undone is done again by the run that goes on from the one before.
@@ -210,6 +226,18 @@ class Run:
                     part.write_text(json.dumps(self.history, indent=1) + "\n", encoding="utf-8")
                 with replaced_file(self.folder / CHECKPOINT) as part:
                     torch.save(content, part)
+
+
+def _load_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Restores a state; its settings are those of the recipe.
+
+    PyTorch's optimisers take moments of any shape, and fail in the next step.
+    """
+    optimizer.load_state_dict({**saved, "param_groups": optimizer.state_dict()["param_groups"]})
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(optimizer, torch.optim.Adam) and value.shape != (() if name == "step" else parameter.shape):
+                raise ValueError(f"its {name} has shape {tuple(value.shape)}, and the weights {tuple(parameter.shape)}")
 
 
 def _rest(recipe: Recipe, step: int) -> Iterator[Tensor]:
@@ -252,22 +280,21 @@ def train_network(
         raise DataError(f"training needs targets, and at least one example for each of {world_size()} processes")
     device = next(model.parameters()).device
     saved = time.monotonic()
-    losses: list[float] = []
     model.train()
     for index in progress(_rest(recipe, run.step), description="training", total=recipe.steps - run.step):
         x, y = data.inputs[index].to(device), data.targets[index].to(device)
         for group in optimizer.param_groups:
             group["lr"] = 0.5 * recipe.lr * (1 + math.cos(math.pi * run.step / recipe.steps))
         torch.manual_seed((recipe.seed * 1_000_003 + run.step) * 4099 + rank())  # of dropout
-        losses.append(_step(model, optimizer, x, y, likelihood))
-        if not math.isfinite(losses[-1]):
-            raise NumericalError(f"the loss became {losses[-1]} at step {run.step}: lower --lr, or raise --damping")
+        run.losses.append(_step(model, optimizer, x, y, likelihood))
+        if not math.isfinite(run.losses[-1]):
+            raise NumericalError(f"the loss became {run.losses[-1]} at step {run.step}: lower --lr, or raise --damping")
         run.step += 1
         epochs, steps = divmod(run.step, recipe.steps_per_epoch)
         if not steps:
-            numbers = {"epoch": epochs, "loss": sum(losses) / len(losses)}
+            numbers = {"epoch": epochs, "loss": sum(run.losses) / len(run.losses)}
             run.history.append({**numbers, **validation_numbers(model, validation, likelihood)})
-            losses = []
+            run.losses = []
             if on_epoch is not None:
                 on_epoch(run.history[-1])
         due = time.monotonic() - saved > (every if steps else min(every, 1.0))
