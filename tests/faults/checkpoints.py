@@ -42,7 +42,7 @@ _WEIGHTS, _EXCHANGED = SUBJECTS[-len(WEIGHTS) :], ("another file in its place", 
 
 def _network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    return nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 3))
 
 
 def _train(optimizer_name: str, folder: Path, *, interrupted: bool = False) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _interrupt(subject: str, folder: Path) -> None:
             fit(name, Batches(*examples(), stop=_STOP[name]), folder, curvature="exact")
     else:
         torch.manual_seed(5)
-        state = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).state_dict()
+        state = nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 3)).state_dict()
         if name == "pt":
             torch.save(state, folder / "weights.pt")
         elif name == "npz":

@@ -404,6 +404,11 @@ def _gathered(hashes: Tensor) -> list[Tensor]:
     return list(everybody.split(sizes.tolist()))
 
 
+def _part(file: Path) -> str:
+    """Returns the part of a fit that a file holds, as its name says."""
+    return file.name.partition("-")[0]
+
+
 def _short(text: object) -> str:
     return str(text) if len(str(text)) <= 40 else str(text)[:39] + "…"
 
@@ -414,7 +419,7 @@ def _checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 def _write(file: Path, record: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Writes a file that is there whole or not at all."""
-    text = json.dumps({"format": _FORMAT, **record})
+    text = json.dumps({"format": _FORMAT, "part": _part(file), **record})
     # Sums may share memory with each other; the file wants each for itself.
     plain = {n: t.detach().cpu().clone(memory_format=torch.contiguous_format) for n, t in tensors.items()}
     with replaced_file(file) as part:
@@ -442,6 +447,8 @@ def _read(file: Path) -> _Saved:
         typed = all(isinstance(record[k], dict) for k in ("identity", "given_up"))
         if record["format"] != _FORMAT or not typed:
             raise DataError(f"{file} is a checkpoint of another version. {advice}")
+        if record.get("part", _part(file)) != _part(file):  # Earlier versions did not write it.
+            raise DataError(f"{file} holds another part of the fit, {record['part']}. {advice}")
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
