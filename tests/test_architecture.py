@@ -84,6 +84,7 @@ def test_links_to_the_right_are_few_and_known() -> None:
     assert found == {
         ("evaluation/results.py", "aftermap.analysis.report"),
         ("predictive/predictor.py", "aftermap.analysis.where"),
+        ("predictive/trained.py", "aftermap.laplace.trained"),
     }
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,6 +25,7 @@ from aftermap.cli.app import app
 from aftermap.cli.console import Reporter
 from aftermap.cli.store import load_fitted
 from aftermap.cli.training import CHECKPOINT, HISTORY, RATES
+from aftermap.data import builtin, part_of, toy
 from aftermap.optim import TrainedPosterior
 from tests.cli.common import answer, invoke, words
 from tests.processes import free_port
@@ -127,9 +129,13 @@ def test_a_bayesian_run_ends_with_a_posterior(tmp_path: Path) -> None:
     assert "Bayesian" in said
     shares = answer("where", str(place / "posterior"))["predictive share"]
     assert sum(shares) == pytest.approx(1.0, abs=1e-6)
-    assert "was made by training with VOGN" in words(invoke("tune", str(place / "posterior"), code=2).stderr)
-    again = invoke(*BASE, *WIDE, "--epochs", "12", "--optimizer", "vogn", "-o", str(place))
-    assert "is finished" in words(again.stderr)
+    assert fitted.predictor.output_temperature == pytest.approx(fitted.predictor.likelihood.config()["temperature"])
+    folder = str(place / "posterior")
+    assert "was made by training with VOGN" in words(invoke("tune", folder, code=2).stderr)
+    again = answer("tune", folder, "--val", "toy:blobs:validation", "--samples", "32", "-o", str(tmp_path / "tuned"))
+    assert again["output_temperature"] == pytest.approx(fitted.predictor.output_temperature)
+    finished = invoke(*BASE, *WIDE, "--epochs", "12", "--optimizer", "vogn", "-o", str(place))
+    assert "is finished" in words(finished.stderr)
 
 
 def test_adam_says_how_to_go_on(tmp_path: Path) -> None:
@@ -212,24 +218,88 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
     assert "continues at step 2 of 24" in words(invoke(*command).stderr)
 
 
-def test_regression_in_the_units_of_the_targets(tmp_path: Path) -> None:
-    place = tmp_path / "run"
-    command = [
+def train_regression(place: Path, *more: str) -> TrainedPosterior:
+    """The posterior after a few steps on x³ + N(0, 9), x in [-4, 4]."""
+    attempt("train", "--model", "builtin:mlp", "--data", "toy:cubic", "--epochs", "60", "-o", str(place), *more)
+    predictor = load_fitted(place / "posterior").predictor
+    assert isinstance(predictor, TrainedPosterior)
+    return predictor
+
+
+def test_intervals_of_a_regression_hold_what_they_promise(tmp_path: Path) -> None:
+    trained = train_regression(tmp_path / "run")
+    noise = trained.likelihood.config()["noise"]
+    assert noise == pytest.approx(3, rel=0.25)
+    test = part_of(toy("cubic", 600), "test")
+    found = trained.predict(test.inputs, samples=32, generator=torch.Generator().manual_seed(0))
+    inside = (found.mean[:, 0] - test.targets.reshape(-1)).abs() < 1.96 * found.total[:, 0].sqrt()
+    assert 0.88 <= float(inside.double().mean()) <= 0.99
+    kept = train_regression(tmp_path / "kept", "--noise", "7")
+    assert kept.likelihood.config()["noise"] == 7
+    half = train_regression(tmp_path / "half", "--no-tune")
+    assert half.likelihood.config()["noise"] == pytest.approx(11, rel=0.3)  # half the deviation of x³
+
+
+def test_every_output_of_a_regression_has_its_own_noise(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 2, generator=generator)
+    y = torch.stack([1000 * (x[:, 0] + x[:, 1]), x[:, 0]], 1) + torch.tensor([200.0, 0.1]) * torch.randn(
+        300, 2, generator=generator
+    )
+    np.savez(tmp_path / "two.npz", x=x.numpy(), y=y.numpy())
+    found = attempt(
         "train",
         "--model",
         "builtin:mlp",
         "--data",
-        "toy:cubic",
-        "--optimizer",
-        "vogn",
+        str(tmp_path / "two.npz"),
         "--epochs",
-        "2",
+        "60",
         "-o",
-        str(place),
-    ]
-    assert json.loads(attempt(*command, "--json").stdout)["posterior"] == str(place / "posterior")
-    saved = json.loads((place / "posterior" / "config.json").read_text())["laplace"]
-    assert saved["likelihood"]["noise"] == pytest.approx(11, rel=0.3)  # half the deviation of x³ on [-4, 4]
+        str(tmp_path / "run"),
+    )
+    assert "in training the noise is taken as" in words(found.stderr)
+    noise = load_fitted(tmp_path / "run" / "posterior").predictor.likelihood.config()["noise"]
+    # The error of the network adds to the noise.
+    assert 170 < noise[0] < 400
+    assert 0.085 < noise[1] < 0.2
+    again = invoke(
+        "train",
+        "--model",
+        "builtin:mlp",
+        "--data",
+        str(tmp_path / "two.npz"),
+        "--epochs",
+        "60",
+        "-o",
+        str(tmp_path / "run"),
+    )
+    assert "is finished" in words(again.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", list(RATES))
+def test_usual_rates_learn_a_regression(tmp_path: Path, optimizer: str) -> None:
+    command = ["train", "--model", "builtin:mlp", "--data", "toy:cubic", "--optimizer", optimizer]
+    attempt(*command, "-o", str(tmp_path / "run"))
+    history = json.loads((tmp_path / "run" / HISTORY).read_text())
+    assert history[-1]["validation_rmse"] < 11  # The targets have a deviation of 22, their noise one of 3.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["breast_cancer", "wine"])
+@pytest.mark.parametrize("optimizer", ["vogn", "ivon", "ogn"])
+def test_tuning_does_not_harm_classes(tmp_path: Path, name: str, optimizer: str) -> None:
+    command = ["train", "--model", "builtin:mlp", "--data", f"builtin:{name}", "--optimizer", optimizer]
+    test = part_of(builtin(name), "test")
+    nll = {}
+    for tuned in ("--no-tune", "--tune"):
+        attempt(*command, tuned, "-o", str(tmp_path / tuned))
+        fitted = load_fitted(tmp_path / tuned / "posterior")
+        options = fitted.predict_options("auto", 32)
+        found = fitted.predictor.predict(test.inputs, generator=torch.Generator().manual_seed(0), **options)
+        nll[tuned] = float(-found.log_prob(test.targets).mean())
+    assert nll["--tune"] < nll["--no-tune"] + 0.05
 
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -301,7 +371,7 @@ def test_a_first_run_on_a_small_table_passes_its_own_check(tmp_path: Path) -> No
 
 
 def test_a_failed_check_says_what_to_try(tmp_path: Path) -> None:
-    command = [*BASE, "--epochs", "26", "--optimizer", "vogn", "--temperature", "30", "--drop", "nothing"]
+    command = [*BASE, "--epochs", "26", "--optimizer", "vogn", "--temperature", "30", "--no-tune", "--drop", "nothing"]
     found = invoke(*command, "-o", str(tmp_path / "run"), code=3)
     said = words(found.stdout)
     assert re.findall(r"epoch (\d+)/26", words(found.stderr)) == [str(n) for n in range(2, 27, 2)]

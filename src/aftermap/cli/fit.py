@@ -165,6 +165,15 @@ def _check_held_out(method: str, there: bool) -> None:
         raise InputError(f"--method {method} needs held-out data: add --val")
 
 
+def _check_trained(folder: Path, method: str, tuning: TuneOptions, held_out: bool) -> None:
+    """Refuses what a posterior that training built cannot be tuned by."""
+    if not held_out or tuning.method not in ("auto", "validation") or tuning.prior_precision is not None:
+        raise InputError(
+            f"{folder} was made by training with {method}, and is tuned on held-out data alone: add --val, and leave out --method and "
+            "--prior-precision"
+        )
+
+
 def build_for(
     spec: str, weights: Any, source: Source, data_format: DataFormat, device: torch.device, seed: int
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -456,7 +465,8 @@ def tune(
 ) -> int:
     """Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or on its training data.
 
-    No new curvature and no new decomposition. A regression, and classes without --val, are tuned on the training data (--train) by the rule
+    A posterior that training built is tuned on --val alone: its temperature, or the noise of a regression. No new curvature and no new
+    decomposition. A regression, and classes without --val, are tuned on the training data (--train) by the rule
     of fit; without them the evidence decides, or a grid on --val, and a warning says so.
     """
     reporter = run.reporter
@@ -467,18 +477,19 @@ def tune(
     fitted = saved.load(run.checked_device())
     laplace = fitted.predictor
     if not isinstance(laplace, Laplace):
-        raise InputError(
-            f"{saved.posterior} was made by training with {laplace.method}; its prior cannot be tuned afterwards"
-        )
+        _check_trained(saved.posterior, laplace.method, tuning, sets.val is not None)
     if output is None and fitted.extras.get("thresholds"):
         state = "holds a prior and thresholds that were chosen on validation data"
         confirmed(saved.posterior, force=run.force, what="tune", state=state)
-    before = prior_in_words(laplace)
     data_format = fitted.complete(data.format())
     validation = None if sets.val is None else open_source(sets.val, "validation", data_format, what="--val")
     train = None if sets.train is None else open_source(sets.train, "train", data_format, what="--train")
     options = fitted.predict_options(predictive.kind, predictive.samples)
-    if tuning.prior_precision is not None:
+    before = prior_in_words(laplace) if isinstance(laplace, Laplace) else ""
+    if not isinstance(laplace, Laplace):
+        assert validation is not None  # _check_trained
+        laplace.tune(validation.batches, kind=options["kind"], samples=options["samples"])
+    elif tuning.prior_precision is not None:
         laplace.with_prior(tuning.prior_precision)
     else:
         unlabelled = validation is None or tuning.method in ("self_consistent", "evidence", "lbfgs")
@@ -489,7 +500,8 @@ def tune(
             method=None if tuning.method == "auto" else tuning.method,
             kind=options["kind"],
         )
-    reporter.line(f"{before} → {prior_in_words(laplace)}")
+    if isinstance(laplace, Laplace):
+        reporter.line(f"{before} → {prior_in_words(laplace)}")
     if laplace.tuning is not None:
         reporter.line(str(laplace.tuning))
     code, content = finish(
@@ -502,5 +514,9 @@ def tune(
         overwrite=True,
         reporter=reporter,
     )
-    reporter.result({**content, **_describe(laplace), "log_evidence": float(laplace.log_evidence())})
+    if isinstance(laplace, Laplace):
+        content |= {**_describe(laplace), "log_evidence": float(laplace.log_evidence())}
+    else:
+        content |= {"output_temperature": laplace.output_temperature, "tuning": str(laplace.tuning)}
+    reporter.result(content)
     return code

@@ -9,12 +9,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, Standardise
 from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, check_writable, counted
-from aftermap.cli.fit import build_for, check_before_data, likelihood_of, resolve_task
+from aftermap.cli.fit import build_for, check_before_data, likelihood_of, resolve_task, try_model
 from aftermap.cli.models import save_weights
 from aftermap.cli.sources import Source, open_parts
 from aftermap.cli.store import Fitted, describe_fit, finish
@@ -29,11 +30,13 @@ from aftermap.cli.training import (
     enough_epochs,
     make_optimizer,
     train_network,
+    usual_rate,
 )
 from aftermap.data import Examples
 from aftermap.distributed import fail_together, process_group, rank, world_size
 from aftermap.errors import InputError
 from aftermap.likelihoods import Gaussian, Likelihood
+from aftermap.optim import TrainedPosterior
 from aftermap.optim.base import VariationalOptimizer
 
 __all__ = ["TrainOptions", "half_deviation", "standardise", "train"]
@@ -53,7 +56,7 @@ class TrainOptions:
     ] = None
     lr: Annotated[
         float | None,
-        o.option("The learning rate at the start; it falls to 0 along a cosine [by optimiser]."),
+        o.option("The learning rate at the start; it falls to 0 along a cosine [by optimiser and task]."),
         o.Positive(),
     ] = None
     prior_precision: Annotated[
@@ -76,17 +79,24 @@ class TrainOptions:
     ] = 0.1
     noise: Annotated[
         float | None,
-        o.option("The standard deviation of the noise of a regression [half that of the targets]."),
+        o.option(
+            "The standard deviation of the noise of a regression, which then stays [half that of the targets in training, afterwards "
+            "that of the residuals on validation data]."
+        ),
         o.Positive(),
     ] = None
+    tune: Annotated[
+        bool,
+        o.option("Whether the posterior is tuned on the validation data after training.", "--tune/--no-tune"),
+    ] = True
     checkpoint_seconds: Annotated[float, o.option("The seconds between checkpoints within an epoch.")] = 30.0
 
-    def of_recipe(self, n_data: int, batch_size: int) -> dict[str, Any]:
+    def of_recipe(self, n_data: int, batch_size: int, task: str) -> dict[str, Any]:
         """Returns what these options decide of a recipe; what was not said follows from the optimiser and the data."""
         return {
             "optimizer": self.optimizer,
             "epochs": self.epochs or enough_epochs(n_data, batch_size),
-            "lr": RATES[self.optimizer] if self.lr is None else self.lr,
+            "lr": usual_rate(self.optimizer, task) if self.lr is None else self.lr,
             "prior_precision": self.prior_precision,
             "damping": DAMPINGS[self.optimizer] if self.damping is None else self.damping,
             "mc_samples": self.mc_samples,
@@ -121,10 +131,14 @@ def train(
         if model.weights is None:
             standardise(network, source)
         task = resolve_task(model.task, network, source)
-        likelihood = likelihood_of(task, training.noise, lambda: half_deviation(source))
-        for note in [*source.notes(), *_about_noise(likelihood, training.noise)]:
+        likelihood = likelihood_of(
+            task, training.noise, lambda: half_deviation(source, try_model(network, source)[1].shape[-1])
+        )
+        # A noise that was said is not to be found.
+        tuned = training.tune and validation is not None and training.noise is None
+        for note in [*source.notes(), *_about_noise(likelihood, training.noise, tuned)]:
             reporter.note(note)
-        noise = float(likelihood.noise) if isinstance(likelihood, Gaussian) else None
+        noise = torch.as_tensor(likelihood.noise).tolist() if isinstance(likelihood, Gaussian) else None
         recipe = Recipe(
             model=model.model,
             options=model_config["options"],
@@ -134,7 +148,7 @@ def train(
             noise=noise,
             batch_size=data.batch_size,
             seed=run.seed,
-            **training.of_recipe(len(examples), data.batch_size),
+            **training.of_recipe(len(examples), data.batch_size, task),
         )
         progress = Run(output, recipe)
         optimizer = _start(progress, network, likelihood, run.force, reporter)
@@ -161,6 +175,8 @@ def train(
             else:
                 extras = describe_fit(model_config, source, data_format, task, run.seed)
                 fitted = Fitted(optimizer.posterior(likelihood), network, extras, {})
+                if tuned:
+                    _tune(fitted, validation, predictive.samples, reporter)
                 code, saved = finish(
                     fitted,
                     output / "posterior",
@@ -176,6 +192,13 @@ def train(
                     reporter.line(f"  {_fit_command(model, weights, sets, data)}")
     reporter.result(content)
     return code
+
+
+def _tune(fitted: Fitted, validation: Source | None, samples: int, reporter: Reporter) -> None:
+    """Tunes a posterior for the predictive that suits it, and says what was found."""
+    if isinstance(fitted.predictor, TrainedPosterior) and validation is not None:
+        fitted.predictor.tune(validation.batches.named(""), **fitted.predict_options("auto", samples))
+        reporter.line(f"tuned: {fitted.predictor.tuning}")
 
 
 def _tell(reporter: Reporter, numbers: Mapping[str, float], epochs: int, lines: int = 20) -> None:
@@ -250,14 +273,15 @@ def _check_folder(output: Path, force: bool) -> None:
         )
 
 
-def _about_noise(likelihood: Likelihood, given: float | None) -> list[str]:
+def _about_noise(likelihood: Likelihood, given: float | None, tuned: bool) -> list[str]:
     """Returns what a user should know about the noise of a regression that was not given."""
     if not isinstance(likelihood, Gaussian) or given is not None:
         return []
-    return [
-        f"the noise is taken as {float(likelihood.noise):.4g}, half the standard deviation of the targets, since there is no --noise. "
-        "The widths of all intervals depend on it; aftermap fit on the trained weights estimates it from the data"
-    ]
+    values = torch.as_tensor(likelihood.noise).reshape(-1).tolist()
+    taken = f"the noise is taken as {', '.join(map(_short, values))}, half the standard deviation of the targets, since there is no --noise"
+    if tuned:
+        return [f"in training {taken}; afterwards residuals on the validation data tell it"]
+    return [f"{taken}. The widths of all intervals depend on it; held-out data (--val) would tell it"]
 
 
 def _short(value: float) -> str:
@@ -265,11 +289,15 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if 1e4 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def half_deviation(training: Source) -> float:
-    """Returns the noise that training assumes where none was said: half the standard deviation of the targets."""
+def half_deviation(training: Source, outputs: int = 1) -> float | Tensor:
+    """Returns the noise that training assumes where none was said: half the standard deviation of the targets, of each of several outputs."""
     examples = training.examples
-    deviation = 1.0 if examples is None or examples.targets is None else float(examples.targets.double().std())
-    return 0.5 * deviation if deviation > 0 else 1.0
+    if examples is None or examples.targets is None:
+        return 1.0
+    targets = examples.targets.double()
+    deviation = 0.5 * targets.reshape(-1, outputs if targets.shape[-1] == outputs else 1).std(0)
+    deviation = torch.where(deviation > 0, deviation, 1.0)
+    return float(deviation) if len(deviation) == 1 else deviation
 
 
 def standardise(network: nn.Module, training: Source) -> None:

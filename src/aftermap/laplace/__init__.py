@@ -24,7 +24,8 @@ from aftermap.laplace.stationarity import (
     refined_evidence,
 )
 from aftermap.laplace.subnetwork import Subnetwork
-from aftermap.laplace.validation import ValidationResult
+from aftermap.laplace.trained import NoiseResult
+from aftermap.laplace.validation import TemperatureResult, ValidationResult
 
 __all__ = [
     "Candidate",
@@ -39,6 +40,7 @@ __all__ = [
     "Laplace",
     "LinearMode",
     "Mixture",
+    "NoiseResult",
     "Ranking",
     "RefinedEvidence",
     "RegressionResult",
@@ -46,6 +48,7 @@ __all__ = [
     "SelfConsistentResult",
     "Stationarity",
     "Subnetwork",
+    "TemperatureResult",
     "ValidationResult",
     "check_predictive",
     "check_stationarity",

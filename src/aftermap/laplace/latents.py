@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aftermap.batches import Batch
 from aftermap.errors import DataError
@@ -15,10 +15,10 @@ from aftermap.laplace.examples import FiniteExamples, random_examples
 from aftermap.likelihoods import Categorical, Likelihood
 from aftermap.models import call_model, explain_model_errors
 from aftermap.posteriors import Posterior
-from aftermap.predictive import PosteriorPredictor, latent_gaussians
+from aftermap.predictive import PosteriorPredictor, latent_gaussians, sampled_outputs
 from aftermap.progress import progress
 
-__all__ = ["OutputGaussians", "output_gaussians"]
+__all__ = ["OutputGaussians", "drawn_outputs", "output_gaussians"]
 
 _NUMBERS = 10**8  # of covariances that are held at once
 _LEAST_EXAMPLES = 50
@@ -98,11 +98,9 @@ def output_gaussians(
         latents = latent_gaussians(predictor.plan(batch), predictor.posterior, batch, variants=posteriors)
         likelihood.check(latents[0].mean, batch.targets)
         counted = _counted(likelihood, batch.targets, latents[0].mean)
-        weight = torch.ones(batch.size) if batch.weight is None else batch.weight.cpu()
-        weight = weight.reshape(-1, *[1] * (counted.dim() - 1)).expand(counted.shape)
         means.append(latents[0].mean[counted].cpu())
         targets.append(_flat_targets(batch.targets, latents[0].mean, counted).cpu())
-        weights.append(weight[counted.cpu()])
+        weights.append(_flat_weights(batch, counted))
         for place, latent in enumerate(latents):
             assert latent.cov is not None  # diagonal=False
             covariances[place].append(latent.cov[counted].cpu())
@@ -115,6 +113,47 @@ def output_gaussians(
     )
 
 
+def drawn_outputs(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    likelihood: Likelihood,
+    posterior: Posterior,
+    samples: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the outputs of the network under draws of its weights, the same for all examples, at M labelled positions.
+
+    Args:
+        model: The network.
+        batches: The labelled data.
+        likelihood: The likelihood, which judges targets and knows which positions are left out.
+        posterior: The posterior over the weights.
+        samples: The number S of draws.
+
+    Returns:
+        The outputs under the draws [S, M, C] and at the mean [M, C] in float64, the targets [M] or [M, C], and how many data each
+        position stands for [M].
+
+    Raises:
+        DataError: There are no labelled data, or the network's outputs are not finite for many of them.
+    """
+    draws, means, targets, weights = [], [], [], []
+    for batch in FiniteExamples(model, batches, "validation"):
+        if not isinstance(batch.targets, Tensor):
+            continue
+        with torch.no_grad():
+            mean = call_model(model, batch.inputs)
+            drawn = sampled_outputs(model, posterior, batch.inputs, samples, torch.Generator().manual_seed(0))
+        likelihood.check(mean, batch.targets)
+        counted = _counted(likelihood, batch.targets, mean)
+        draws.append(drawn[:, counted].cpu())
+        means.append(mean[counted].cpu())
+        targets.append(_flat_targets(batch.targets, mean, counted).cpu())
+        weights.append(_flat_weights(batch, counted))
+    if not weights or not float(torch.cat(weights).sum()) > 0:
+        raise DataError("the validation data have no labelled position with a positive weight")
+    return torch.cat(draws, 1).double(), torch.cat(means).double(), torch.cat(targets), torch.cat(weights).double()
+
+
 def _with_first(first: Batch, rest: Iterable[Batch]) -> Iterable[Batch]:
     yield first
     yield from rest
@@ -125,6 +164,11 @@ def _counted(likelihood: Likelihood, targets: Tensor, mean: Tensor) -> Tensor:
     if isinstance(likelihood, Categorical):
         return targets.to(mean.device) != likelihood.ignore_index
     return torch.ones(mean.shape[:-1], dtype=torch.bool, device=mean.device)
+
+
+def _flat_weights(batch: Batch, counted: Tensor) -> Tensor:
+    weight = torch.ones(batch.size) if batch.weight is None else batch.weight.cpu()
+    return weight.reshape(-1, *[1] * (counted.dim() - 1)).expand(counted.shape)[counted.cpu()]
 
 
 def _flat_targets(targets: Tensor, mean: Tensor, counted: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ _TRAINED = Record(
         "method": Text(pattern=r"[A-Za-z_]\w*", example="the name of an optimiser"),
         "likelihood": OrNone(MapOf(Anything())),
     },
-    {"damping": MapOf(Number(least=0)), **_EXTRAS},
+    {"damping": MapOf(Number(least=0)), "output_temperature": Number(above=0), **_EXTRAS},
 )
 
 
@@ -167,9 +167,10 @@ def load(
             raise DataError(f"{folder}: damping does not have one entry for each parameter. {ADVICE}")
         if train_loader is not None:
             raise InputError(
-                f"{folder} holds a posterior that {method} built in training, which is not tuned afterwards: leave out train_loader="
+                f"{folder} holds a posterior that {method} built in training, which is tuned on validation data alone: leave out train_loader="
             )
-        return TrainedPosterior(model, loaded.posterior, loaded.factors, likelihood, method, damping)
+        temperature = config.get("output_temperature")  # folders of former versions have none
+        return TrainedPosterior(model, loaded.posterior, loaded.factors, likelihood, method, damping, temperature)
     if config["params"] != list(loaded.posterior.names):
         raise DataError(f"{folder}: params are not the parameters of the posterior. {ADVICE}")
     try:

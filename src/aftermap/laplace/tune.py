@@ -33,7 +33,7 @@ from aftermap.laplace.self_consistent import (
     averages_curvature,
     self_consistent_scale,
 )
-from aftermap.laplace.validation import RATIOS, ValidationResult, search_family
+from aftermap.laplace.validation import RATIOS, TemperatureResult, ValidationResult, search_family
 from aftermap.likelihoods import Likelihood, temperature_of
 from aftermap.models import check_device
 from aftermap.posteriors import GaussianPosterior, Posterior
@@ -51,6 +51,7 @@ __all__ = [
     "tune_by_grid",
     "tune_by_validation",
     "tune_self_consistently",
+    "warn_of_labels",
 ]
 
 METHODS = ("validation", "self_consistent", "leave_one_out", "evidence", "lbfgs", "dimension", "grid")
@@ -349,7 +350,9 @@ def tune_by_validation(
     variants = [posterior.with_prior(r, scale=scale) for r in RATIOS]
     gaussians = output_gaussians(predictor, chosen, likelihood, variants, limit=_VALIDATION_INPUTS, generator=generator)
     result = search_family(gaussians, likelihood, link=link, samples=samples)
-    _warn_of_labels(result)
+    warn_of_labels(result)
+    if result.deterministic and not result.tried:
+        _warn_of_no_variance("validation")
     prior = Prior.make(result.precision, dict(posterior.prior.mean), posterior.layers, posterior.shapes)
     tuned = replace(
         hyperparameters,
@@ -370,7 +373,8 @@ def _in_blocks(posterior: Posterior) -> GaussianPosterior:
     return posterior
 
 
-def _warn_of_labels(result: ValidationResult) -> None:
+def warn_of_labels(result: ValidationResult | TemperatureResult) -> None:
+    """Warns of validation labels that are few, or all the same."""
     problems = []
     if result.n_data < _FEW_LABELS:
         problems.append(
@@ -381,8 +385,6 @@ def _warn_of_labels(result: ValidationResult) -> None:
         problems.append("all validation labels are of one class, so that they say little about the others")
     if problems:
         warn_caller(f"{'; '.join(problems)}. Hold out more data that are like those to come", StatisticalWarning)
-    if result.deterministic and not result.tried:
-        _warn_of_no_variance("validation")
 
 
 def _warn_of_no_variance(what: str) -> None:

@@ -28,7 +28,7 @@ from aftermap.predictive.latent import Latent, draw, draw_logits, normal_points
 from aftermap.predictive.links import log_probabilities, uses_draws
 from aftermap.predictive.prediction import PROBABILITY_FLOOR
 
-__all__ = ["RATIOS", "WIDTHS", "ValidationResult", "search_family"]
+__all__ = ["RATIOS", "WIDTHS", "TemperatureResult", "ValidationResult", "search_family", "search_temperature"]
 
 RATIOS = (1e-3, 1e-2, 1e-1, 1.0)  # prior precision / data scale
 WIDTHS = (2.0, 1.0, 0.5, 0.25, 0.1)  # mean variance of a contrast of the logits z/T
@@ -98,20 +98,65 @@ class ValidationResult:
 
 
 @dataclass(frozen=True)
-class _Logits:
-    """Labels over K classes with the logits for them; a single logit is written as two classes.
+class TemperatureResult:
+    """The temperature that validation labels ask for, of a network under draws of its weights.
 
     Attributes:
-        mean: [M, K].
+        output_temperature: The temperature T that the outputs are divided by.
+        n_data: The number of labelled positions that were used.
+        n_classes: The number of classes among their labels.
+        network_nll: The mean negative log-likelihood of the validation labels under the network itself.
+        untuned_nll: The same under the draws, at the temperature of training.
+        nll: The same at T.
+    """
+
+    output_temperature: float
+    n_data: int
+    n_classes: int
+    network_nll: float
+    untuned_nll: float
+    nll: float
+
+    def __str__(self) -> str:
+        return (
+            f"negative log-likelihood of {self.n_data:,} validation labels: {self.network_nll:.4f} by the network alone, "
+            f"{self.untuned_nll:.4f} by draws of its weights, {self.nll:.4f} with their outputs divided by "
+            f"{self.output_temperature:.3g}"
+        )
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """Labels over K classes with the logits of one network, or of S draws of one, for them; a single logit is written as two classes.
+
+    Attributes:
+        draws: [S, M, K].
         labels: The probabilities that the labels give [M, K].
         weight: [M], with sum 1.
         count: How many data the positions stand for.
     """
 
-    mean: Tensor
+    draws: Tensor
     labels: Tensor
     weight: Tensor
     count: float
+
+    @staticmethod
+    def of(outputs: Tensor, targets: Tensor, weight: Tensor, likelihood: Likelihood) -> _Logits:
+        """Makes it of outputs [S, M, C], targets [M] or [M, C] and how many data each position stands for [M]."""
+        draws = outputs / (temperature_of(likelihood) or 1.0)
+        if isinstance(likelihood, Categorical):
+            labels = F.one_hot(targets.long(), draws.shape[-1]).to(draws)
+        else:
+            weight = weight.repeat_interleave(draws.shape[-1])
+            one, logit = targets.to(draws).reshape(-1), draws.flatten(1)
+            labels, draws = torch.stack([1 - one, one], -1), torch.stack([-logit / 2, logit / 2], -1)
+        count = float(weight.sum())
+        return _Logits(draws, labels, weight / count, count)
+
+    def log_p(self, temperature: float = 1.0) -> Tensor:
+        """Returns the logarithms of the probabilities at a temperature [M, K], averaged over the draws."""
+        return F.log_softmax(self.draws / temperature, -1).logsumexp(0) - math.log(len(self.draws))
 
     def loss(self, log_p: Tensor, labels: Tensor) -> Tensor:
         """Returns −Σ_k y_k log p_k of each position [M] under smoothed labels."""
@@ -181,46 +226,61 @@ class _Family:
         return log_probabilities(self.likelihood, latent, self.link, drawn).double().flatten(0, -2)
 
 
-def _as_logits(gaussians: OutputGaussians, likelihood: Likelihood) -> _Logits:
-    mean = gaussians.mean / (temperature_of(likelihood) or 1.0)
-    weight = gaussians.weight
-    if isinstance(likelihood, Categorical):
-        labels = F.one_hot(gaussians.targets.long(), mean.shape[-1]).to(mean)
-    else:
-        one = (gaussians.targets.to(mean).reshape(-1), mean.reshape(-1))
-        labels, mean = (torch.stack([low, high], -1) for low, high in ((1 - one[0], one[0]), (-one[1] / 2, one[1] / 2)))
-        weight = weight.repeat_interleave(len(mean) // gaussians.size)
-    count = float(weight.sum())
-    return _Logits(mean, labels, weight / count, count)
-
-
 def _averaged_temperature(logits: _Logits) -> Tensor:
     """Returns the probabilities [M, K] of temperature scaling averaged over the posterior of its temperature."""
     temperatures = torch.tensor(_TEMPERATURES, dtype=torch.float64)
     fits = torch.stack(
         [
-            -logits.count * (logits.weight * logits.loss(F.log_softmax(logits.mean / t, -1), logits.labels)).sum()
+            -logits.count * (logits.weight * logits.loss(logits.log_p(float(t)), logits.labels)).sum()
             for t in temperatures
         ]
     )
     prior = -0.5 * ((temperatures.log() - _LOG_TEMPERATURE) / _LOG_DEVIATION).square()
     probabilities = torch.softmax(fits + prior, 0)
-    mixed = torch.zeros_like(logits.mean)
+    mixed = torch.zeros_like(logits.labels)
     for share, t in zip(probabilities, temperatures, strict=True):
-        mixed += share * F.softmax(logits.mean / t, -1)
+        mixed += share * logits.log_p(float(t)).exp()
     return mixed
 
 
+def _smoothed_labels(logits: _Logits, averaged: Tensor) -> Tensor:
+    return (logits.count * logits.labels + _PSEUDO_LABELS * averaged) / (logits.count + _PSEUDO_LABELS)
+
+
 def _best_temperature(logits: _Logits, smoothed: Tensor) -> float:
-    """Finds the T that minimises the smoothed loss of softmax(f/T); it is convex in 1/T. 1 where T has no influence."""
+    """Finds the T that minimises the smoothed loss at T, for one network convex in 1/T. 1 where T has no influence."""
 
     def loss(log_t: float) -> float:
-        return logits.average(logits.loss(F.log_softmax(logits.mean / math.exp(log_t), -1), smoothed))
+        return logits.average(logits.loss(logits.log_p(math.exp(log_t)), smoothed))
 
     low, high = math.log(0.05), math.log(50.0)
     if abs(loss(low) - loss(high)) < 1e-12 and abs(loss(0.0) - loss(high)) < 1e-12:
         return 1.0
     return math.exp(golden_section(loss, low, high, 24))
+
+
+def search_temperature(
+    draws: Tensor, network: Tensor, targets: Tensor, weight: Tensor, likelihood: Likelihood
+) -> TemperatureResult:
+    """Finds the temperature of the outputs of a network under draws of its weights, by the rule that `search_family` starts from.
+
+    With few labels these are smoothed towards the mean over the posterior of the temperature.
+
+    Args:
+        draws: The outputs under every draw [S, M, C].
+        network: The network's own outputs [M, C].
+        targets: The labels [M], or [M, C] where every output has its own.
+        weight: How many data each position stands for [M].
+        likelihood: A `Categorical` or a `Bernoulli`, at the temperature of training.
+    """
+    logits, own = (_Logits.of(outputs, targets, weight, likelihood) for outputs in (draws, network[None]))
+    t = _best_temperature(logits, _smoothed_labels(logits, _averaged_temperature(logits)))
+    network_nll, before, after = (
+        logits.average(logits.nll(log_p)) for log_p in (own.log_p(), logits.log_p(), logits.log_p(t))
+    )
+    n_classes = int((logits.labels.sum(0) > 0).sum())
+    base = temperature_of(likelihood) or 1.0
+    return TemperatureResult(t * base, len(logits.labels), n_classes, network_nll, before, after)
 
 
 def search_family(
@@ -244,12 +304,11 @@ def search_family(
         link: The link that predictions will use; see `gaussian_prediction`.
         samples: The number of its draws. They are those of a prediction without a generator.
     """
-    logits = _as_logits(gaussians, likelihood)
-    count = logits.count
+    logits = _Logits.of(gaussians.mean[None], gaussians.targets, gaussians.weight, likelihood)
     averaged = _averaged_temperature(logits)
-    smoothed = (count * logits.labels + _PSEUDO_LABELS * averaged) / (count + _PSEUDO_LABELS)
+    smoothed = _smoothed_labels(logits, averaged)
     t0 = _best_temperature(logits, smoothed)
-    least = logits.average(logits.loss(F.log_softmax(logits.mean / t0, -1), smoothed))
+    least = logits.average(logits.loss(logits.log_p(t0), smoothed))
     entropy = logits.average(-(averaged * averaged.clamp_min(1e-300).log()).sum(-1))
     budget = min(_BUDGET, _SHARE_OF_ENTROPY * entropy)
     family = _Family(gaussians, likelihood, link, samples)
@@ -273,8 +332,8 @@ def search_family(
     deterministic = chosen is None
     width, i, t = (_NO_WIDTH, len(ratios) - 1, t0) if chosen is None else chosen
     losses = {
-        "network": logits.nll(F.log_softmax(logits.mean, -1)),
-        "temperature": logits.nll(F.log_softmax(logits.mean / t0, -1)),
+        "network": logits.nll(logits.log_p()),
+        "temperature": logits.nll(logits.log_p(t0)),
     }
     losses["posterior"] = losses["temperature"] if deterministic else logits.nll(family.log_p(t, width, i))
     nlls = {name: logits.average(value) for name, value in losses.items()}
@@ -290,7 +349,7 @@ def search_family(
         precision=ratios[i] * scale,
         output_temperature=t * base,
         deterministic=deterministic,
-        n_data=len(logits.mean),
+        n_data=len(logits.labels),
         n_classes=int((logits.labels.sum(0) > 0).sum()),
         network_nll=nlls["network"],
         temperature_nll=nlls["temperature"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from aftermap.batches import Unpack
 from aftermap.curvature.structures.base import Factors
 from aftermap.curvature.structures.diagonal import DiagonalBlock
 from aftermap.errors import InputError
-from aftermap.likelihoods import Likelihood
+from aftermap.lazy import lazy_attribute
+from aftermap.likelihoods import Likelihood, at_temperature, temperature_of
 from aftermap.models import WeightsFingerprint, evaluation_mode
 from aftermap.params import Params, named_parameters
 from aftermap.posteriors import GaussianPosterior
@@ -36,7 +37,12 @@ class TrainedPosterior:
         factors: The curvature that it was made from, as sums over the data.
         likelihood: The likelihood of predictions; None means that it is unknown.
         method: The name of the optimiser.
-        damping: For each parameter what damping adds to its precision, Nγ/τ.
+        damping: For each parameter what damping adds to its precision, Nγ/τ; empty where there is none.
+        output_temperature: T, what `tune` found that outputs are divided by in the predictive, and 1 where they are no logits; None
+            for the posterior as training left it.
+
+    Attributes:
+        tuning: What the last `tune` gave; None before it, and for a loaded posterior.
     """
 
     def __init__(
@@ -47,20 +53,30 @@ class TrainedPosterior:
         likelihood: Likelihood | None,
         method: str,
         damping: Mapping[str, float],
+        output_temperature: float | None = None,
     ):
         self.model, self.posterior, self.factors, self.method = model, posterior, factors, method
-        self.damping = dict(damping)
+        self.damping, self.output_temperature = dict(damping), output_temperature
+        self.tuning: Any = None
         self._likelihood = likelihood
         self._weights = WeightsFingerprint.of(model)
         self._predictor: PosteriorPredictor | None = None
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood p(y | f).
+        """The likelihood p(y | f) of predictions: with the noise or the temperature of the outputs that tuning found.
 
         Raises:
             InputError: It was not given, and the loss did not tell it.
         """
+        base = self.base_likelihood
+        if self.output_temperature is None or temperature_of(base) is None:
+            return base
+        return at_temperature(base, self.output_temperature)
+
+    @property
+    def base_likelihood(self) -> Likelihood:
+        """The likelihood at the temperature that the network was trained with, which its own answers keep."""
         if self._likelihood is None:
             raise InputError(
                 "the likelihood is unknown: a loss does not always tell it. Pass it: opt.posterior('regression') or "
@@ -82,7 +98,10 @@ class TrainedPosterior:
             "the weights",
         )
         if self._predictor is None:
-            self._predictor = PosteriorPredictor(self.model, self.posterior, self.likelihood)
+            network = self.base_likelihood
+            self._predictor = PosteriorPredictor(
+                self.model, self.posterior, self.likelihood, network_likelihood=network
+            )
         return self._predictor
 
     def predict(
@@ -126,6 +145,48 @@ class TrainedPosterior:
                 progress=progress,
             )
 
+    def tune(
+        self,
+        val_loader: Iterable[Any],
+        *,
+        kind: str = "sampling",
+        link: str = "auto",
+        samples: int = 30,
+        unpack: Unpack | None = None,
+        generator: torch.Generator | None = None,
+    ) -> TrainedPosterior:
+        """Tunes the posterior on held-out data, by the rules of `Laplace.tune`, and returns self.
+
+        Temperature and noise of training serve training; what they promise about new data was never compared with any. For classes
+        the labels set the temperature of the outputs; for kind="linearised" the prior precision and the data scale are found
+        anew, too. A regression gets a noise for each output, and the scale of its covariance, from held-out residuals.
+
+        Args:
+            val_loader: Batches that the network was not trained on; at most 1,000 examples of them are used.
+            kind: The predictive that will be used: "sampling" or "linearised".
+            link: The link of the linearised predictive; see `predict`.
+            samples: The number of draws of the weights; for "linearised" those of the link.
+            unpack: What turns a batch of an unusual form into (inputs, targets).
+            generator: The source of the choice of examples; None takes the same every time.
+
+        Returns:
+            This object, so that calls can be chained; details are in ``tuning``.
+
+        Raises:
+            InputError: The network has changed since this posterior was made, or the likelihood is unknown.
+
+        Warns:
+            StatisticalWarning: The labels are few, or all the same.
+        """
+        tune_trained = lazy_attribute("aftermap.laplace.trained", "tune_trained")
+        with evaluation_mode(self.model):
+            tuned = tune_trained(
+                self, val_loader, kind=kind, link=link, samples=samples, unpack=unpack, generator=generator
+            )
+        self.posterior, self._likelihood, self.tuning = tuned.posterior, tuned.base_likelihood, tuned.result
+        self.output_temperature, self.damping, self._predictor = tuned.output_temperature, tuned.damping, None
+        return self
+
     def variance_of(self, functional: Functional | Sequence[Functional]) -> Tensor:
         """Returns the variance of a functional, as :meth:`PosteriorPredictor.variance_of` does, in evaluation mode."""
         predictor = self.predictor
@@ -165,7 +226,9 @@ class TrainedPosterior:
         mean = {n: v.clone() for n, v in self.posterior.mean.items()}
         variance = self.posterior.marginal_variance()
         diagonal = {n for b in self.factors.blocks if isinstance(b, DiagonalBlock) for n in b.shapes}
-        precision = {n: 1 / variance[n] - ((1 - damping) * self.damping[n] if n in diagonal else 0.0) for n in mean}
+        precision = {
+            n: 1 / variance[n] - ((1 - damping) * self.damping.get(n, 0.0) if n in diagonal else 0.0) for n in mean
+        }
         return mean, {n: v.to(mean[n].dtype) for n, v in precision.items()}
 
     def save(
@@ -186,12 +249,14 @@ class TrainedPosterior:
             reference: Tensors by name to compare new inputs with, such as quantiles of scores.
             with_model: Whether the network's weights and buffers go into the folder, too.
         """
-        config = {
+        config: dict[str, Any] = {
             "method": self.method,
             "likelihood": None if self._likelihood is None else self._likelihood.config(),
             "damping": self.damping,
             "extras": dict(extras or {}),
         }
+        if self.output_temperature is not None:
+            config["output_temperature"] = self.output_temperature
         return save_posterior(
             folder,
             self.posterior,
