@@ -295,7 +295,7 @@ def half_deviation(training: Source, outputs: int = 1) -> float | Tensor:
     if examples is None or examples.targets is None:
         return 1.0
     targets = examples.targets.double()
-    deviation = 0.5 * targets.reshape(-1, outputs if targets.shape[-1] == outputs else 1).std(0)
+    deviation = 0.5 * targets.reshape(-1, outputs if targets.shape[1:] == (outputs,) else 1).std(0)
     deviation = torch.where(deviation > 0, deviation, 1.0)
     return float(deviation) if len(deviation) == 1 else deviation
 
