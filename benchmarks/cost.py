@@ -46,7 +46,7 @@ __all__ = ["main", "measure", "table"]
 
 FACTOR, SHARE = 1.5, 0.9  # what is to be reached: within this factor in this share of the cases
 CHOSEN_WITH = ("mlp", "lenet", "resnet20", "transformer", "table", "classes")
-KEPT_APART = ("recurrent", "wrn16_2")
+KEPT_APART = ("recurrent", "wrn16_2", "mobile", "gpt")
 # Structures of all parameters that are fitted: others take hours, or more memory than there is.
 LARGE = ("kron", "ekfac", "diagonal")
 SMALL = (*LARGE, "kfra", "full", "low_rank", "subset", "matrix_free")
@@ -77,6 +77,58 @@ class Recurrent(nn.Module):
         return self.head(states[:, -1])
 
 
+class Inverted(nn.Sequential):
+    """A residual block with its wide side inside: 1×1 to four times the channels, 3×3 on each channel alone, 1×1 back."""
+
+    def __init__(self, width: int):
+        wide = 4 * width
+        activations = [nn.BatchNorm2d(wide), nn.ReLU6()]
+        outer, back = nn.Conv2d(width, wide, 1, bias=False), nn.Conv2d(wide, width, 1, bias=False)
+        alone = nn.Conv2d(wide, wide, 3, padding=1, groups=wide, bias=False)
+        super().__init__(outer, *activations, alone, nn.BatchNorm2d(wide), nn.ReLU6(), back, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def _mobile() -> nn.Module:
+    """A small MobileNet for 24×24: two stages of two inverted blocks, 16 and 32 channels wide."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU6()]
+    layers += [Inverted(16), Inverted(16), nn.Conv2d(16, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32)]
+    layers += [nn.ReLU6(), Inverted(32), Inverted(32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+    return nn.Sequential(*layers)
+
+
+class Causal(nn.Module):
+    """A block of a GPT: attention to earlier tokens and two layers on each token, both with a norm before and a sum after."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.packed, self.mixed = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.tokens = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.packed(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.mixed(seen.transpose(1, 2).flatten(2))
+        return x + self.tokens(self.norm2(x))
+
+
+class SmallGPT(nn.Module):
+    """Tokens and their places, two causal blocks, and the next token after the last one."""
+
+    def __init__(self, vocabulary: int = 40, length: int = 16, width: int = 64):
+        super().__init__()
+        self.embedding, self.places = nn.Embedding(vocabulary, width), nn.Parameter(0.02 * torch.randn(length, width))
+        self.blocks = nn.Sequential(Causal(width, 4), Causal(width, 4))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embedding(tokens) + self.places))[:, -1])
+
+
 def _network(name: str, quick: bool) -> Case:
     """A network with random weights, and data for a fit of some seconds."""
     plans = {"mlp": (8, 128), "lenet": (48, 64), "resnet20": (3, 64), "transformer": (6, 32), "wrn16_2": (3, 32)}
@@ -92,6 +144,16 @@ def _network(name: str, quick: bool) -> Case:
             tokens = torch.randint(500, (512, 12), generator=generator)
             labels = torch.randint(5, (512,), generator=generator)
             return Recurrent().eval(), list(zip(tokens.split(64), labels.split(64), strict=True)), Categorical()
+        if name == "mobile":
+            images, labels = (
+                torch.randn(256, 3, 24, 24, generator=generator),
+                torch.randint(10, (256,), generator=generator),
+            )
+            return _mobile().eval(), list(zip(images.split(64), labels.split(64), strict=True)), Categorical()
+        if name == "gpt":
+            tokens = torch.randint(40, (256, 17), generator=generator)
+            pairs = zip(tokens[:, :-1].split(64), tokens[:, -1].split(64), strict=True)
+            return SmallGPT().eval(), list(pairs), Categorical()
         if name == "table":
             small = nn.Sequential(nn.Linear(8, 50), nn.Tanh(), nn.Linear(50, 1)).eval()
             return small, list(zip(x.split(200), x[:, :1].sin().split(200), strict=True)), Gaussian()
@@ -116,7 +178,7 @@ def _fits(name: str, case: Case) -> list[Entry]:
     """Every structure: the estimate before its fit, and the fit."""
     model, data, likelihood = case
     small = sum(p.numel() for p in model.parameters()) < 2000
-    blocks = ("last_block",) if name in ("resnet20", "wrn16_2", "transformer") else ()
+    blocks = ("last_block",) if name in ("resnet20", "wrn16_2", "transformer", "mobile", "gpt") else ()
     rows = []
     for structure, params in [(s, "all") for s in (SMALL if small else LARGE)] + [
         ("kron", p) for p in (*blocks, "last_layer")

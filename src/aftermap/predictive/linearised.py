@@ -85,19 +85,20 @@ def output_gradients(
     plan, start = checked.plan, 0
     check_chosen(outputs, plan.width)
     batch = plan.marked(batch)
-    alive = plan.numbers_per_example(batch) * (1 if margin else plan.width if outputs is None else len(outputs))
+    vectors = 1 if margin else None if outputs is None else len(outputs)
     with only_require_grad(checked.model, checked.names):
-        for part in batch.pieces(max(1, numbers // alive)):
+        for part in batch.pieces(examples_at_once(checked, batch, vectors=vectors, numbers=numbers)):
             record = checked.record(part)
             for position, gradients in _gradients_by_position(record, outputs, margin):
                 yield slice(start, start + part.size), position, record.outputs.detach(), gradients
             start += part.size
 
 
-def examples_at_once(checked: CheckedPlan, batch: Batch, numbers: int = _NUMBERS) -> int:
-    """Returns how many examples' gradients of all outputs are alive at once."""
+def examples_at_once(checked: CheckedPlan, batch: Batch, *, vectors: int | None = None, numbers: int = _NUMBERS) -> int:
+    """Returns how many examples' gradients of so many vectors are alive at once; None for those of all outputs."""
     plan = checked.plan
-    return max(1, numbers // (plan.numbers_per_example(plan.marked(batch)) * plan.width))
+    vectors = plan.width if vectors is None else vectors
+    return max(1, numbers // (plan.numbers_per_example(plan.marked(batch)) * vectors))
 
 
 def check_chosen(chosen: Sequence[int] | None, width: int) -> None:

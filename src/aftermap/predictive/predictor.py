@@ -154,7 +154,7 @@ class PosteriorPredictor:
         many = not isinstance(x, Tensor) and is_batches(x)
         batch = None if many else self.inputs(x)
         few = batch is not None and batch.size <= _LEAST_PIECE
-        size = _PIECE if batch is None or few or differentiable or kind == "sampling" else self._piece(batch)
+        size = _PIECE if batch is None or few or differentiable or kind == "sampling" else self._piece(batch, kind)
         if batch is None or (batch.size > size and not differentiable and _is_divisible(batch)):
             options = {"link": link, "diagonal": diagonal, "outputs": outputs, "weights": weights, "local": local}
             pieces = input_batches(x, unpack) if batch is None else (piece.inputs for piece in batch.pieces(size))
@@ -200,10 +200,11 @@ class PosteriorPredictor:
             generator=generator,
         )
 
-    def _piece(self, batch: Batch) -> int:
+    def _piece(self, batch: Batch, kind: str) -> int:
         """Returns how many inputs are predicted at a time: fewer of large networks, so that a bar moves."""
+        vectors = 1 if kind == "margin" else None
         with explain_model_errors(self.model, lambda: batch.inputs):
-            return min(_PIECE, max(_LEAST_PIECE, 4 * examples_at_once(self.plan(batch), batch)))
+            return min(_PIECE, max(_LEAST_PIECE, 4 * examples_at_once(self.plan(batch), batch, vectors=vectors)))
 
     def _say_cost(self, seconds: float, first: int, pieces: int, progress: bool | None, kind: str) -> None:
         """Says what a long prediction will take, from its first piece, and which way is cheap."""

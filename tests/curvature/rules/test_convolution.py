@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,6 +100,21 @@ def test_the_method_that_is_chosen_in_single_precision_is_right_too(name: str) -
     torch.testing.assert_close(found[0], single.sum((0, 1)), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1], single.square().sum((0, 1)), rtol=1e-4, atol=1e-4)
     assert expected.shape == single.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", LAYERS)
+def test_turned_rows_are_all_windows_times_the_matrix(name: str, dtype: torch.dtype) -> None:
+    rows, _ = rows_and_grads(name, dtype)
+    basis = torch.randn(rows.groups, rows.features, 7, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    expected = torch.einsum("bgti,gim->bgtm", rows.dense(), basis)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {}
+    torch.testing.assert_close(rows.turned(basis), expected, **tolerance)
+    torch.testing.assert_close(rows.cached().turned(basis), expected, **tolerance)
+    only_bias = replace(rows, weights=False, ones=True)
+    torch.testing.assert_close(
+        only_bias.turned(basis[:, :1]), basis[:, :1].expand(5, -1, -1, -1).expand(-1, -1, rows.shared, -1)
+    )
 
 
 def test_few_examples_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

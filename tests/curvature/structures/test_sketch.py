@@ -93,13 +93,37 @@ def test_a_sketch_follows_the_prior() -> None:
     assert (found / exact).log().mean().abs() < 0.1
 
 
-def test_other_dampings_and_grouped_convolutions_are_exact() -> None:
+def fitted_groups(width: int, *, alike: bool) -> tuple[Laplace, Tensor]:
+    """A network whose uncertain layer is a grouped convolution; the second group's inputs are a thousandth, or alike."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        grouped = nn.Sequential(nn.Conv1d(4, 80, 3, groups=2), nn.ReLU(), nn.Flatten(), nn.Linear(160, 3)).double()
-    x, y = normal(30, 4, 4, seed=1), torch.arange(30) % 3
-    laplace = Laplace(grouped.eval(), "classification", params=["0.weight", "0.bias"]).fit([(x, y)], progress=False)
+        layers = [nn.Conv1d(6, 2 * width, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(4 * width, 4)]
+        model = nn.Sequential(*layers).double().eval()
+    x = normal(200, 6, 4, seed=1)
+    x[:, 3:] *= 1.0 if alike else 1e-3
+    laplace = Laplace(model, "classification", params=["0.weight", "0.bias"])
+    return laplace.fit([(x, torch.arange(200) % 4)], progress=False), x
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_every_group_has_directions_of_its_own(alike: bool) -> None:
+    laplace, x = fitted_groups(100, alike=alike)
+    (block,) = laplace.with_prior(0.1).posterior.blocks
+    outer, inner, table = block._sketch  # type: ignore[attr-defined]
+    assert outer.shape[2] < 100
+    assert table.shape == (2, outer.shape[2], inner.shape[2])
+    norms = outer.square().sum((1, 2)) * inner.square().sum((1, 2))
+    assert_close(norms, torch.full((2,), 100.0 * block.layout.in_, dtype=torch.float64))
+    found, exact = margin_variances(laplace, x)
+    error = (found / exact).log()
+    assert error.mean().abs() < 0.1
+    assert error.std() < 0.15
+
+
+def test_other_dampings_and_small_groups_are_exact() -> None:
+    laplace, x = fitted_groups(DIRECTIONS, alike=False)
     assert_close(*margin_variances(laplace, x))
+    y = torch.arange(30) % 3
     wide = nn.Sequential(nn.Linear(6, 90), nn.Tanh(), nn.Linear(90, 3)).double().eval()
     data = [(normal(30, 6, seed=3), y)]
     factored = Laplace(wide, "classification", damping="factored").fit(data, progress=False)

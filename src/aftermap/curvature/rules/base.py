@@ -41,6 +41,7 @@ __all__ = [
     "append_ones",
     "examples_per_chunk",
     "find_rule",
+    "group_products",
     "matrix_layout",
     "merge_vectors",
     "register",
@@ -202,6 +203,13 @@ def merge_vectors(grads: Tensor) -> Tensor:
     return grads.permute(1, 2, 0, 4, 3).reshape(batch, groups, vectors * out, shared)
 
 
+def group_products(values: Tensor, matrices: Tensor) -> Tensor:
+    """Returns [..., g, r, n] times [g, n, m] as one product for each group, instead of one for each example and vector."""
+    if len(matrices) == 1:
+        return values @ matrices[0]
+    return torch.einsum("...grn,gnm->...grm", values, matrices)
+
+
 def split_vectors(products: Tensor, vectors: int) -> Tensor:
     """Takes the vectors apart again after a product of `merge_vectors`: [b, g, v·o, i] -> [v, b, g, o, i]."""
     return products.unflatten(2, (vectors, -1)).permute(2, 0, 1, 3, 4)
@@ -282,6 +290,11 @@ class InputRows(ABC):
     def dense(self) -> Tensor | None:
         """Returns the rows as one tensor [b, g, t, i], with the 1 of a bias; None where they have only another form."""
         return None
+
+    def turned(self, basis: Tensor) -> Tensor | None:
+        """Returns the rows times a matrix [g, i, m] for each group: [b, g, t, m]; None where they are not dense."""
+        rows = self.dense()
+        return None if rows is None else group_products(rows, basis)
 
     def columns(self, grads: Tensor) -> list[Tensor] | None:
         """Returns per-example gradients for [v, b, g, t, o] as one column [b·g] per feature; None where they are no columns."""

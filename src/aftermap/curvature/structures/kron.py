@@ -37,6 +37,7 @@ from functools import cached_property
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from aftermap.curvature.passes.backward import Accumulator, LayerGradients
@@ -61,7 +62,7 @@ from aftermap.curvature.structures.eigenbasis import (
 )
 from aftermap.curvature.structures.full import FullBlock
 from aftermap.curvature.structures.layer_covariance import layer_covariance, layer_of
-from aftermap.curvature.structures.sketch import sketch_basis
+from aftermap.curvature.structures.sketch import DIRECTIONS, sketch_basis
 from aftermap.draws import normal_like
 from aftermap.errors import InputError, UnsupportedError
 from aftermap.linalg import GramSum, kron, take_like, take_under
@@ -522,19 +523,24 @@ class KronBlockPosterior(BlockPosterior):
 
     @cached_property
     def _sketch(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Output and input directions [1, o, r] and [1, i, c] that stand for the eigenbasis, and their variances [1, r, c]."""
+        """Output and input directions [g, o, r] and [g, i, c] that stand for the eigenbasis, and their variances [g, r, c].
+
+        A group with fewer directions than another has zeros after them.
+        """
         mu, lam, inputs = self.eigen.outputs, self.eigen.inputs, self.basis.inputs
-        if mu is None or lam is None or inputs is None or self.layout.groups > 1 or self.damping != "exact":
+        if mu is None or lam is None or inputs is None or self.damping != "exact":
             return None
-        scale, prior = float(self.scale), float(self.prior)
-        bases, table = [], (1 / self.precision.detach())[0]
-        for vectors, eigenvalues, other in ((self.basis.outputs[0], mu[0], lam[0]), (inputs[0], lam[0], mu[0])):
-            most = scale * float(other.amax())
-            least = _LEAST_DATA * prior / most if most > 0 else torch.inf
-            directions, weights = sketch_basis(vectors, eigenvalues, least)
-            bases.append(directions[None])
+        if max(self.layout.out, self.layout.in_) <= DIRECTIONS:  # many small groups of a depthwise convolution
+            return None
+        bases, table = [], 1 / self.precision.detach()
+        for vectors, eigenvalues, other in ((self.basis.outputs, mu, lam), (inputs, lam, mu)):
+            least = _LEAST_DATA * self.prior / (self.scale * other.amax(-1))  # infinite where there are no data
+            sketches = [sketch_basis(*each) for each in zip(vectors, eigenvalues, least.tolist(), strict=True)]
+            widest = max(directions.shape[1] for directions, _ in sketches)
+            bases.append(torch.stack([F.pad(d, (0, widest - d.shape[1])) for d, _ in sketches]))
+            weights = torch.stack([F.pad(w, (0, 0, 0, widest - len(w))) for _, w in sketches])
             table = (weights.to(table) @ table).mT  # first over the outputs, then over the inputs
-        return bases[0], bases[1], table[None].to(self.basis.outputs.dtype)
+        return bases[0], bases[1], table.to(self.basis.outputs.dtype)
 
 
 register_structure(

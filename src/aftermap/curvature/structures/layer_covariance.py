@@ -4,6 +4,8 @@ With G_c the gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c a
 
     V[c, c'] = Σ_oi G̃_c,oi R_oi G̃_c',oi.
 
+The root of R is put into G̃, so that one tensor is multiplied with itself.
+
 Where a layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. Where the
 layer is the last one, g_c is a unit vector and V = U_B diag(R ã²) U_Bᵀ.
 
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from aftermap.curvature.passes.backward import LayerGradients
-from aftermap.curvature.rules.base import examples_per_chunk
+from aftermap.curvature.rules.base import examples_per_chunk, group_products
 from aftermap.curvature.rules.linear import DenseRows, OneHotRows
 
 __all__ = ["layer_covariance", "layer_of"]
@@ -83,7 +85,7 @@ def layer_covariance(
     turned = grads[:, :, :, 0].transpose(0, 1)  # [b, v, g, o]
     if outer is not None:
         turned = torch.einsum("bvgo,gop->bvgp", turned, outer.to(dtype))
-    return [_contract(turned, w[:, None], diagonal) for w in weights]
+    return [_contract(turned, w.sqrt()[:, None], diagonal) for w in weights]
 
 
 def _with_sharing(
@@ -95,13 +97,14 @@ def _with_sharing(
     diagonal: bool,
 ) -> list[Tensor]:
     parts: list[list[Tensor]] = [[] for _ in tables]
+    roots = [t.to(gradients.vectors.dtype).sqrt() for t in tables]
     layout = gradients.record.plan.layers[layer].layout
     stride = examples_per_chunk(2 * gradients.n_vectors * layout.size)
     for start in range(0, gradients.record.size, stride):
         length = min(stride, gradients.record.size - start)
         turned = _turned(gradients, layer, start, length, outer, inner)  # [b, v, g, o, i]
-        for place, table in enumerate(tables):
-            parts[place].append(_contract(turned, table.to(turned.dtype), diagonal))
+        for place, root in enumerate(roots):
+            parts[place].append(_contract(turned, root, diagonal))
     return [torch.cat(covariances) for covariances in parts]
 
 
@@ -120,7 +123,8 @@ def _of_tokens(
         sums = sums @ outer[0].to(grads.dtype)
     places = index.clamp_min(0)
     sums = sums[:, :, None]  # [b, v, 1, t, o]
-    return [_contract(sums, table[0].to(grads.dtype).T[places][:, None, None], diagonal) for table in tables]
+    roots = [table[0].to(grads.dtype).sqrt().T[places] for table in tables]  # [b, t, o]
+    return [_contract(sums, root[:, None, None], diagonal) for root in roots]
 
 
 def _turned(
@@ -138,38 +142,38 @@ def _turned(
     for call, every in calls:
         grads = every[:, start : start + length]
         if outer is not None and outer_first:
-            grads = _times(grads, outer.to(grads.dtype))
+            grads = _turned_outputs(grads, outer.to(grads.dtype))
         rows = call.rows.examples(start, length)
         if inner is not None and len(calls) == 1 and positions < gradients.n_vectors * grads.shape[-1]:
-            dense = rows.dense()
-            if dense is not None:
-                rows, inner_first = DenseRows(_times(dense, inner.to(grads.dtype)), ones=False), True
+            turned = rows.turned(inner.to(grads.dtype))
+            if turned is not None:
+                rows, inner_first = DenseRows(turned, ones=False), True
         part = rows.per_example_gradients(grads)
         total = part if total is None else total + part
     assert total is not None  # A layer without calls has no covariance.
     total = total.transpose(0, 1)  # as it lies in memory
     if inner is not None and not inner_first:
-        total = _times(total, inner.to(total.dtype))
+        total = group_products(total, inner.to(total.dtype))
     if outer is not None and not outer_first:
         total = outer.to(total.dtype).transpose(-1, -2) @ total
     return total
 
 
-def _times(values: Tensor, matrix: Tensor) -> Tensor:
-    """Returns [..., g, r, n] times [g, n, m] as one product for each group, instead of one for each example and vector."""
-    if len(matrix) == 1:
-        return values @ matrix[0]
-    return torch.einsum("...grn,gnm->...grm", values, matrix)
+def _turned_outputs(grads: Tensor, outer: Tensor) -> Tensor:
+    """Returns gradients [v, b, g, t, o] times U_B [g, o, o], multiplied as they lie in memory."""
+    if grads.stride(-2) != 1:
+        return group_products(grads, outer)
+    lines = grads.permute(1, 0, 2, 4, 3)  # A convolution's gradients lie feature by feature: [b, v, g, o, t].
+    return (outer.transpose(-1, -2) @ lines).permute(1, 0, 2, 4, 3)
 
 
-def _contract(values: Tensor, weights: Tensor, diagonal: bool) -> Tensor:
-    """Returns the sum over all but the first two dimensions of x_c w x_c': [b, v, v], or [b, v] for c = c'.
+def _contract(values: Tensor, roots: Tensor, diagonal: bool) -> Tensor:
+    """Returns the sum over all but the first two dimensions of r² x_c x_c': [b, v, v], or [b, v] for c = c'.
 
     Args:
         values: x [b, v, g, ...], which may lie in memory with g before v.
-        weights: w, of a shape that goes with it.
+        roots: r, the standard deviations, of a shape that goes with it.
         diagonal: Whether only c = c' is wanted.
     """
-    weighted = (values * weights).transpose(1, 2).flatten(3)
-    flat = values.transpose(1, 2).flatten(3)  # [b, g, v, ...]
-    return (weighted * flat).sum((1, -1)) if diagonal else (weighted @ flat.transpose(-1, -2)).sum(1)
+    scaled = (values * roots).transpose(1, 2).flatten(3)  # [b, g, v, ...]
+    return scaled.square_().sum((1, -1)) if diagonal else (scaled @ scaled.transpose(-1, -2)).sum(1)
