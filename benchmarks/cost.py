@@ -110,8 +110,8 @@ class Causal(nn.Module):
         self.tokens = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.packed(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        seen = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        queries, keys, values = self.packed(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         x = x + self.mixed(seen.transpose(1, 2).flatten(2))
         return x + self.tokens(self.norm2(x))
 
