@@ -233,20 +233,16 @@ class ConvRows(MatrixRows):
         return append_ones(rows) if self.ones else rows
 
     def turned(self, basis: Tensor) -> Tensor | None:
-        """Returns the rows times a matrix: a convolution of the input whose kernels are the matrix's columns, without any window.
-
-        On other devices than a CPU convolutions may be less precise than products.
-        """
+        """Returns the rows times a matrix: a convolution of the input whose kernels are the matrix's columns, without any window."""
+        # On other devices than a CPU convolutions may be less precise than products.
         if not self.weights or self.inputs.device.type != "cpu":
             return super().turned(basis)
         n = len(self.kernel)
         kernels = basis[:, : self.window_size].transpose(1, 2).reshape(-1, self.channels, *self.kernel)
         kernels = kernels.flip(tuple(range(2, 2 + n))) if self.flipped else kernels
         bias = basis[:, -1].flatten() if self.ones else None
-        still = (0,) * n
-        maps = torch.convolution(
-            self.padded(), kernels, bias, self.stride, still, self.dilation, False, still, self.groups
-        )
+        convolve: Callable[..., Tensor] = (F.conv1d, F.conv2d, F.conv3d)[n - 1]
+        maps = convolve(self.padded(), kernels, bias, self.stride, 0, self.dilation, self.groups)
         return maps.view(self.batch, self.groups, -1, self.shared).transpose(-1, -2)
 
     def add_gram_(self, out: GramSum, weight: Tensor | None = None) -> None:
