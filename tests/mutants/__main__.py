@@ -458,6 +458,7 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, Any] = {"of": len(every), "mutants": {}, "passed": {}, "seconds": {}}
     if options.results.exists() and not options.only:
         results = {**json.loads(options.results.read_text()), "of": len(every)}
+    _note_deleted(results, every)  # Before survivors are tried again: another expression may have the name now.
     if options.only:
         chosen = [m for m in (*by_hand(), *every) if m.name == options.only]
     else:
@@ -468,7 +469,6 @@ def main(arguments: list[str] | None = None) -> int:
             drawn += [m for m in every if m.name in left]
         chosen = [m for m in drawn if not options.files or m.file in options.files]
     explained = json.loads(EQUIVALENT.read_text())
-    _note_deleted(results, every)
     end, left_out = time.monotonic() + 60 * options.minutes, list[str]()
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder)
