@@ -468,6 +468,7 @@ def main(arguments: list[str] | None = None) -> int:
             left = {n for n, entry in results["mutants"].items() if entry["result"] == "survived"} - names
             drawn += [m for m in every if m.name in left]
         chosen = [m for m in drawn if not options.files or m.file in options.files]
+    _keep(results, options)  # How many mutants there are now, and what was deleted, holds without a new one.
     explained = json.loads(EQUIVALENT.read_text())
     end, left_out = time.monotonic() + 60 * options.minutes, list[str]()
     with tempfile.TemporaryDirectory() as folder:
