@@ -67,7 +67,7 @@ class Images:
     validation: int = 1000
     test: int = 10_000
     other: int = 10_000
-    precisions: tuple[float, ...] = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+    precisions: tuple[float, ...] = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
     clothes_train: int = 10_000
     clothes_epochs: int = 12
     clothes_precisions: tuple[float, ...] = (1.0, 10.0, 100.0, 1000.0)
