@@ -249,8 +249,8 @@ def _hessian_free(results: Results) -> list[str]:
     lines += ["| set | Hessian-free: log-likelihood | full: log-likelihood | flagged |", "|---|---|---|---|"]
     for name in results.settings.sets:
         ours, full = (_numbers(results, name, "hfl", key) for key in ("log_likelihood", "same_log_likelihood"))
-        if ours:
-            flagged, queries = (sum(_numbers(results, name, "hfl", key)) for key in ("flagged", "queries"))
+        flagged, queries = (sum(_numbers(results, name, "hfl", key)) for key in ("flagged", "queries"))
+        if queries:
             lines.append(
                 f"| {name} | {mean_and_error(ours, 2)} | {mean_and_error(full, 2)} | {flagged:.0f} of {queries:.0f} |"
             )

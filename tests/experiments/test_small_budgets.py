@@ -7,11 +7,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from experiments.framework import ROOT, default_data_dir, missing_data, read_claims, run
+from experiments.framework import ROOT, _plain, default_data_dir, missing_data, read_claims, run
 
 pytest.importorskip("matplotlib", reason="the figures need it")
 
@@ -39,6 +40,15 @@ def test_the_small_budget_runs(name: str, tmp_path: Path) -> None:
     assert all(f"| {v['id']} |" in table for v in content["verdicts"])
     for file in content["figures"]:
         assert (tmp_path / "output" / file).stat().st_size > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_committed_results_are_those_of_the_stated_settings(name: str) -> None:
+    experiment = importlib.import_module(f"experiments.{name}.run")
+    content = json.loads((ROOT / "experiments" / name / "results.json").read_text(encoding="utf-8"))
+    settings = experiment.BUDGETS["stated"]
+    assert content["budget"] == {"name": "stated", **_plain(asdict(settings))}
+    assert set(content["values"]) <= {job.key for job in experiment.jobs(settings, Path("nowhere"))}
 
 
 @pytest.mark.parametrize("name", NAMES)
