@@ -64,7 +64,7 @@ COMMANDS = {
     "tune": Entry(
         "aftermap.cli.fit",
         _BAYES,
-        "Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or by the evidence.",
+        "Find the prior precision, temperature and noise of a fitted posterior: on held-out data, or on its training data.",
         "aftermap tune posterior/ --val val.npz -o tuned/",
     ),
     "train": Entry(
