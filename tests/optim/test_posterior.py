@@ -220,7 +220,7 @@ def test_a_saved_posterior_comes_back_as_what_it_was(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="VOGN built"):
         load_laplace(tmp_path / "run", net)
     with pytest.raises(
-        InputError, match="VOGN built in training, which is not tuned afterwards: leave out train_loader"
+        InputError, match="VOGN built in training, which is tuned on validation data alone: leave out train_loader"
     ):
         load(tmp_path / "run", net, train_loader=[(x, y)])
 
