@@ -148,6 +148,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "laplace/self_consistent.py": ("tests/laplace/test_self_consistent.py", "tests/laplace/test_cavities.py",),
     "laplace/stationarity.py": ("tests/laplace/test_stationarity.py",),
     "laplace/subnetwork.py": ("tests/laplace/test_subnetwork.py",),
+    "laplace/trained.py": ("tests/laplace/test_trained.py",),
     "laplace/tune.py": ("tests/laplace/test_tune.py", "tests/laplace/test_evidence.py", "tests/laplace/test_self_consistent.py"),
     "optim/base.py": ("tests/optim/test_contract.py", "tests/optim/test_options.py", "tests/optim/test_first_steps.py", "tests/optim/test_bad_input.py", "tests/optim/test_posterior.py", "tests/optim/test_training.py"),
     "optim/noise.py": ("tests/optim/test_noise.py", "tests/optim/test_fixed_points.py",),
