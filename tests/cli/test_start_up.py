@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from aftermap.cli import signals
 from aftermap.cli.app import COMMANDS, load_command
+from aftermap.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +46,18 @@ def test_torch_is_not_loaded_before_work_starts(arguments: list[str], code: int,
     assert done.returncode == code, done.stderr
     assert said in " ".join((done.stdout + done.stderr).replace("│", " ").split())
     assert done.stdout.rstrip().endswith("LOADED False False")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_no_encoding_makes_a_command_fail(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a terminal cannot show is written as an escape; the command `main` starts writes these words."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, write_through=True))
+    monkeypatch.setattr("aftermap.cli.app.app", lambda prog_name: sys.stdout.write("±1 → 日本 \udcf6\n"))
+    monkeypatch.setattr(signals, "_SIGNALS", ())
+    main()
+    plus_minus = "\\xb1" if encoding == "ascii" else "±"
+    assert written.getvalue().decode(encoding) == f"{plus_minus}1 \\u2192 \\u65e5\\u672c \\udcf6\n"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 from aftermap.cli.signals import begin_start_up
@@ -17,6 +18,8 @@ def main() -> None:
     0: good; 2: bad input; 3: a self-check failed; 4: worse than the baseline; 130: interrupted.
     """
     begin_start_up()
+    for stream in (sys.stdout, sys.stderr):
+        _let_write_everything(stream)
     try:
         optional("typer", "cli", "commands")
         optional("rich", "cli", "commands")
@@ -25,3 +28,9 @@ def main() -> None:
     from aftermap.cli.app import app
 
     app(prog_name="aftermap")
+
+
+def _let_write_everything(stream: object) -> None:
+    r"""Lets a stream whose encoding lacks a character write it as an escape, such as \u2192 for an arrow, instead of failing."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
