@@ -11,7 +11,7 @@ import aftermap as am
 from aftermap.errors import DataError, InputError
 from aftermap.laplace import Laplace, read_extras
 from aftermap.posteriors.io import load_posterior, read_model_state
-from tests.laplace.problems import classes, mlp
+from tests.laplace.problems import classes, mlp, untrained
 
 
 def fitted() -> Laplace:
@@ -64,6 +64,7 @@ def test_a_folder_with_its_network_can_be_replaced(tmp_path: Path) -> None:
     assert read_model_state(place) is None
 
 
+@untrained
 def test_the_line_with_the_costs_comes_first() -> None:
     said: list[str] = []
     am.fit(mlp(), classes(), structure="kron", verbose=False, on_cost=said.append)

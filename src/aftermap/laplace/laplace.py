@@ -72,7 +72,8 @@ class Laplace(NotebookView):
 
     >>> net = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
     >>> x = torch.linspace(-1, 1, 20)[:, None]
-    >>> la = Laplace(net, "regression").fit([(x, x**3)]).tune()
+    >>> y = net(x).detach() + 0.01 * torch.randn(20, 1)  # data that the network fits
+    >>> la = Laplace(net, "regression").fit([(x, y)]).tune()
     >>> la.predict(x).epistemic.shape
     torch.Size([20, 1])
     """
