@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from aftermap.cli import sources, training
 from aftermap.cli.training import Recipe, Run, make_optimizer
+from aftermap.data import Examples
 from aftermap.distributed import rank
+from aftermap.errors import DataError
 from aftermap.likelihoods import Categorical
 from aftermap.posteriors.io import load_posterior
 from tests.cli.common import Files, invoke, make_files
@@ -97,6 +100,29 @@ def test_two_processes_fit_what_one_fits_and_one_of_them_writes(files: Files, tm
         assert [code for code, *_ in said] == [0, 0], said
         assert output.exists()
         assert (said[1][1], said[1][2]) == ("", "")
+
+
+def test_a_process_may_have_no_part_of_few_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = Examples(torch.arange(3.0)[:, None], torch.arange(3), "few")
+    monkeypatch.setattr(sources, "world_size", lambda: 4)
+    parts = []
+    for number in range(4):
+        monkeypatch.setattr(sources, "rank", lambda number=number: number)
+        batches = sources.Batches(data, 2, shared=True)
+        assert len(batches) == len(list(batches))
+        parts.append([x.flatten().tolist() for x, _ in batches])
+    assert parts == [[[0.0]], [[1.0]], [[2.0]], []]
+
+
+def test_batches_of_fewer_examples_than_processes_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, network, optimizer = unfinished_run(tmp_path)  # 100 examples in batches of 20
+    monkeypatch.setattr(training, "world_size", lambda: 21)
+    data = Examples(torch.randn(100, 2), torch.arange(100) % 2, "moons")
+    with pytest.raises(DataError, match="batches of 20 of the 100 examples cannot be shared out over 21 processes"):
+        training.train_network(run, network, optimizer, data, Categorical())
+    assert run.step == 0
 
 
 def gone_on(folder: str) -> dict[str, Any]:

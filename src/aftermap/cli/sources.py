@@ -110,8 +110,10 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.data, Examples):
-            mine = self.data if self.step == 1 else self.data.take(slice(self.start, None, self.step))
-            batches: Iterable[Any] = mine.batches(self.size)
+            batches: Iterable[Any] = ()  # Of few data a process may have none.
+            if self.start < len(self.data):
+                mine = self.data if self.step == 1 else self.data.take(slice(self.start, None, self.step))
+                batches = mine.batches(self.size)
         else:
             batches = itertools.islice(iter(self.data), self.start, None, self.step)
         if self.description:

@@ -288,8 +288,14 @@ def train_network(
         NumericalError: The loss is no longer finite.
     """
     recipe = run.recipe
-    if data.targets is None or len(data) < world_size():
-        raise DataError(f"training needs targets, and at least one example for each of {world_size()} processes")
+    if data.targets is None:
+        raise DataError("training needs targets")
+    smallest = len(data) // recipe.steps_per_epoch
+    if smallest < world_size():
+        raise DataError(
+            f"batches of {smallest} of the {len(data)} examples cannot be shared out over {world_size()} processes, each of which needs one of every batch. "
+            "Raise --batch-size, or start fewer processes"
+        )
     device = next(model.parameters()).device
     saved = time.monotonic()
     model.train()
