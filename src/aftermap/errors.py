@@ -82,7 +82,7 @@ def warn_caller(message: str, category: type[Warning]) -> None:
 
     Args:
         message: What is to be said.
-        category: `StatisticalWarning` or `NumericalWarning`.
+        category: Such as `StatisticalWarning` or `NumericalWarning`.
     """
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:

@@ -18,7 +18,7 @@ from aftermap.linalg import DenseWork
 
 @pytest.mark.parametrize(
     ("most", "tried", "each"),
-    [(1.0, [1], 1.5), (10.0, [1, 4], 0.51), (20.0, [1, 4, 16], 0.51), (1e9, [1, 4, 16, 64, 100], 0.51)],
+    [(1.0, [1, 1], 1.5), (10.0, [1, 4], 0.51), (20.0, [1, 4, 16], 0.51), (1e9, [1, 4, 16, 64, 100], 0.51)],
 )
 def test_pieces_grow_as_long_as_there_is_time(
     most: float, tried: list[int], each: float, monkeypatch: pytest.MonkeyPatch
@@ -36,6 +36,18 @@ def test_pieces_grow_as_long_as_there_is_time(
     batch = Batch(torch.zeros(100, 2), None, None, 100)
     assert rehearsal._grown(predict, batch, most) == pytest.approx(each)
     assert sizes == [1, *tried]  # The network is looked at once, before the clock counts.
+
+
+def test_a_busy_moment_does_not_decide_what_predictions_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, calls = 0.0, 0
+
+    def predict(inputs: torch.Tensor, size: int) -> None:
+        nonlocal now, calls
+        calls += 1
+        now += 100.0 if calls == 2 else 0.6
+
+    monkeypatch.setattr(rehearsal.time, "perf_counter", lambda: now)
+    assert rehearsal._grown(predict, Batch(torch.zeros(100, 2), None, None, 100), 0.5) == pytest.approx(0.6)
 
 
 def test_a_whole_batch_lies_on_the_line_through_the_last_two_pieces() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from aftermap.batches import Batch, Unpack, iterate, unpack_batch
 from aftermap.curvature.passes.stream import first_batch
 from aftermap.distributed import broadcast_number, fail_together, gathered
-from aftermap.errors import InputError, StatisticalWarning
+from aftermap.errors import InputError, StatisticalWarning, warn_caller
 from aftermap.laplace.cost import Cost, FirstLook, describe_costs, rehearsed_candidate, rehearsed_cost, shape_costs
 from aftermap.laplace.fitted import TuningResult
 from aftermap.laplace.laplace import Laplace
@@ -185,17 +185,21 @@ def fit(
         laplace.fit(train_loader, unpack=unpack, checkpoint=checkpoint, every=every).tune(val_loader)
         check = _check(laplace, val_loader, unpack)
     laplace.report = FitReport(costs, chosen, laplace.tuning, check, notes)
-    # What tuning without labels found out about itself it has said already.
-    if isinstance(check, SelfCheck) and check.at_chance:
-        warnings.warn(f"check FAILED on the validation data: {check.message}", StatisticalWarning, stacklevel=2)
-    elif isinstance(check, SelfCheck) and not check.passed:
-        warnings.warn(
-            f"the Bayesian predictive is worse than the network on the validation data ({check.message}). The network's own answers are "
-            "la.predictor.map_prediction(x); another structure= or params='last_layer' may do better, and more validation data tell more",
-            StatisticalWarning,
-            stacklevel=2,
-        )
+    _warn_if_worse(check)
     return laplace
+
+
+def _warn_if_worse(check: SelfCheck | CavityCheck | None) -> None:
+    """Warns of what validation labels speak against; what tuning without labels found out about itself it has said already."""
+    if not isinstance(check, SelfCheck) or check.passed:
+        return
+    message = f"check FAILED on the validation data: {check.message}"
+    if not check.at_chance:
+        message = (
+            f"the Bayesian predictive is worse than the network on the validation data ({check.message}). The network's own answers are "
+            "la.predictor.map_prediction(x); another structure= or params='last_layer' may do better, and more validation data tell more"
+        )
+    warn_caller(message, StatisticalWarning)
 
 
 def predictions_after_fit(val_loader: Iterable[Any] | None) -> int:
@@ -229,7 +233,7 @@ def _arranged(
     """
     rest, order = list(arguments), _ORDER
     if len(rest) == 3 and _is_likelihood(rest[2]) and not _is_likelihood(rest[0]):
-        warnings.warn(f"the likelihood stands second now, as in Laplace: {order}", DeprecationWarning, stacklevel=3)
+        warn_caller(f"the likelihood stands second now, as in Laplace: {order}", DeprecationWarning)
         rest.insert(0, rest.pop())
     if rest and (_is_likelihood(rest[0]) or (rest[0] is None and len(rest) > 1)):
         argument = rest.pop(0)
