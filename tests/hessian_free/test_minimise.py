@@ -211,6 +211,16 @@ def test_a_search_ends_where_the_weak_wolfe_conditions_hold(length: float) -> No
     assert_close(state.theta, there, rtol=0, atol=0)
 
 
+def test_a_search_asks_a_steep_slope_for_more() -> None:
+    """A first trial that falls by a half, where the slope promises 10,000, is too far; the bottom is half as far."""
+    steep = 1e4
+    evaluate = evaluator(lambda t: (-steep * t + (steep - 0.5) * t.square()).sum(), [0])
+    state = _State.at(evaluate, torch.zeros(1, 1, dtype=torch.float64))
+    one = torch.ones(1, 1, dtype=torch.float64)
+    _search(evaluate, state, torch.tensor([0]), one, one[0])
+    assert_close(state.theta, one * steep / (2 * steep - 1), rtol=1e-6, atol=0)
+
+
 def test_a_parabola_takes_two_trials() -> None:
     """Its slope is linear: after a first trial too far the second one is at the bottom."""
     count = [0]

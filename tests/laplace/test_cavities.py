@@ -207,3 +207,17 @@ def test_data_known_by_heart_raise_no_alarm() -> None:
     heart = found.check(Categorical(), 2.1)
     assert heart.passed
     assert "cannot judge" in heart.message
+
+
+def test_data_known_by_heart_bring_back_the_widest_posterior_that_costs_them_next_to_nothing() -> None:
+    sure, y = 6.5 * torch.eye(3, dtype=torch.float64).repeat(30, 1), torch.arange(3).repeat(30)
+    found = cavities(sure, 9.0, y)
+    plain = nn.functional.cross_entropy(sure[:3], y[:3])
+
+    def cost(width: float) -> float:
+        drawn = sure[:3] + normal(200_000, 1, 3, seed=4) * math.sqrt(9.0 / width)
+        return float(-torch.softmax(drawn, -1).mean(0)[range(3), range(3)].log().mean() - plain)
+
+    assert cost(4.0) > 0.012 > 0.008 > cost(8.0)  # a hundredth of a nat is allowed
+    assert found.check(Categorical()).difference > 0.05
+    assert found.corrected(Categorical(), 3.0) == (8.0, 1.0)

@@ -85,7 +85,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "optim/kfac.py": ("tests/optim/test_first_steps.py", "tests/optim/test_kfac.py", "tests/optim/test_contract.py"),
     "metrics/calibration.py": ("tests/metrics/test_calibration.py",),
     "metrics/scoring.py": ("tests/metrics/test_scoring.py",),
-    "metrics/detection.py": ("tests/metrics/test_detection.py",),
+    "metrics/detection.py": ("tests/metrics/test_detection.py", "tests/metrics/test_selective.py"),
     "metrics/regression.py": ("tests/metrics/test_regression.py", "tests/metrics/test_intervals.py"),
     "hessian_free/pushes.py": ("tests/hessian_free/test_pushes.py", "tests/hessian_free/test_oracles.py"),
     "hessian_free/objective.py": ("tests/hessian_free/test_objective.py", "tests/hessian_free/test_oracles.py", "tests/hessian_free/test_minimise.py"),

@@ -34,6 +34,7 @@ _RANGE = (math.log(1e-8), math.log(1e12))  # of the logarithms of precisions and
 _LONGEST = math.log(100.0)  # of an extrapolated step in a logarithm
 _LEAST_FREEDOM = 0.1  # share of the data that counts as left for the noise, at least
 _HALVINGS = 40
+_ITERATIONS = 100
 _FIXED_POINT = 50  # iterations after which gradients take over; the fixed point crawls where precisions and noise depend on one another
 _ROUNDING = 1e-10  # relative error of a log evidence
 # A matrix-free posterior estimates γ and log |P| from different draws, so that they disagree by their standard errors.
@@ -153,7 +154,7 @@ def maximise_evidence(
     method: str = "mackay",
     per_layer: bool = True,
     noise: bool = True,
-    iterations: int = 100,
+    iterations: int | None = None,
     tolerance: float = 1e-4,
 ) -> EvidenceResult:
     """Finds prior precisions (one, or one per layer) and the noise that maximise the evidence.
@@ -166,7 +167,7 @@ def maximise_evidence(
         method: "mackay" (fixed point with a line search) or "lbfgs" (gradients in log precision and log noise; any damping).
         per_layer: Whether each layer has a precision of its own, or all have the same.
         noise: Whether to tune the noise.
-        iterations: The largest number of iterations.
+        iterations: The largest number of iterations. None goes on to a stationary point, in at most 100.
         tolerance: How large a derivative may be, as a share of the terms that balance in it, where the evidence counts as
             stationary.
 
@@ -181,7 +182,7 @@ def maximise_evidence(
         posterior, factors, likelihood, hyperparameters, groups, noise and has_noise(likelihood), tolerance
     )
     maximise = _by_fixed_point if method == "mackay" else _by_gradients
-    return maximise(objective, iterations)
+    return maximise(objective, _ITERATIONS if iterations is None else iterations)
 
 
 @dataclass(frozen=True)

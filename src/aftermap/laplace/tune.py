@@ -210,7 +210,7 @@ def tune_by_evidence(
         method="lbfgs" if by_gradients else "mackay",
         per_layer=per_layer,
         noise=noise,
-        iterations=100 if iterations is None else iterations,
+        iterations=iterations,
     )
     if warn:
         _warn_of_evidence(result, fitted.factors)
