@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from aftermap.errors import DataError, InputError, NotFittedError, ShapeError, UnsupportedError
 from aftermap.laplace import Laplace
 from aftermap.laplace.mixture import Mixture, load_mixture, mix
 from aftermap.likelihoods import Gaussian
 from aftermap.posteriors.files import sealed
+from aftermap.predictive import Prediction
 from aftermap.testing import check_predictor
 from tests.laplace.problems import classes, generator, linear_regression, mlp, normal, regression, seeded, untrained
 
@@ -288,3 +290,18 @@ def test_outputs_must_agree() -> None:
         mixture.joint(normal(2, 3))
     with pytest.raises(ShapeError, match="one shape"):
         mix([part.predict(normal(2, 3)) for part in mixture.components], [0.5, 0.5])
+
+
+def test_one_logit_is_split_like_two_classes() -> None:
+    p = torch.tensor([[0.1, 0.9, 0.3], [0.5, 0.8, 0.0], [0.7, 1.0, 0.2]], dtype=torch.float64)
+    within = 0.05 * torch.rand(3, 3, generator=generator(1), dtype=torch.float64)
+    one = [Prediction("binary", q[:, None], w[:, None], w[:, None], w[:, None]) for q, w in zip(p, within, strict=True)]
+    two = [Prediction("classification", torch.stack([1 - q, q], 1), w, w, w) for q, w in zip(p, within, strict=True)]
+    share = [0.2, 0.5, 0.3]
+    found, expected = mix(one, share), mix(two, share)
+    assert_close(found.epistemic[:, 0], expected.epistemic)
+    weights = torch.tensor(share, dtype=torch.float64)
+    entropy = torch.special.entr(p) + torch.special.entr(1 - p)
+    mean = weights @ p
+    between = torch.special.entr(mean) + torch.special.entr(1 - mean) - weights @ entropy
+    assert_close(found.epistemic[:, 0], weights @ within + between)

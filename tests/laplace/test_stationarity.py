@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 from aftermap.laplace import Laplace
 from aftermap.laplace.evidence import log_evidence
-from aftermap.laplace.stationarity import check_stationarity, linear_mode, refined_evidence, warn_unless_stationary
+from aftermap.laplace.stationarity import (
+    _minimise,
+    check_stationarity,
+    linear_mode,
+    refined_evidence,
+    warn_unless_stationary,
+)
 from aftermap.likelihoods import Gaussian
+from aftermap.posteriors import GaussianPosterior
 from aftermap.testing import ModelSnapshot, check_unchanged
 from tests.laplace.problems import classes, linear_regression, mlp, normal, regression, trained
 
@@ -214,3 +223,17 @@ def test_many_data_forgive_more_and_any_positive_limit_is_taken() -> None:
     assert found.limit == 1e-3
     assert replace(found, gain=1e-3).stationary
     assert not replace(found, gain=1.001e-3).stationary
+
+
+def test_a_step_that_falls_by_less_than_it_promised_is_halved() -> None:
+    """At the end of the first step the value has fallen by a twentieth of a thousandth of what the slope promised, half-way by half of it."""
+    start = {"a": torch.zeros(1, dtype=torch.float64)}
+    curve = 1 - 0.5e-4
+
+    def function(at: Tensor) -> tuple[float, Tensor]:
+        return float((-at + curve * at.square()).sum()), -1 + 2 * curve * at
+
+    posterior = SimpleNamespace(covariance_mv=lambda vector: vector)
+    at, gain, converged = _minimise(function, cast(GaussianPosterior, posterior), start, 1)
+    assert (float(at), converged) == (0.5, False)
+    assert gain == pytest.approx(0.25, abs=1e-4)

@@ -105,6 +105,32 @@ def test_noises_go_with_the_units_of_each_output() -> None:
     assert two[3] == pytest.approx(one[3] + float(units.log().mean()))
 
 
+def test_what_was_found_is_told_by_its_likelihoods() -> None:
+    generator = torch.Generator().manual_seed(4)
+    residuals = torch.randn(60, 2, 3, generator=generator, dtype=DOUBLE)
+    variance = 0.3 * torch.rand(60, 2, 3, generator=generator, dtype=DOUBLE)
+    weights, before = 1 + torch.arange(60, dtype=DOUBLE) % 3, torch.tensor(0.8, dtype=DOUBLE)
+    noise, factor, constant, found = fit_noise(residuals, variance, residuals, before, weights)
+    share = (weights / weights.sum())[:, None, None] / 6
+
+    def nll(total: Tensor) -> float:
+        return float(-(share * torch.distributions.Normal(0.0, total.sqrt()).log_prob(residuals)).sum())
+
+    assert constant == pytest.approx(nll((6 * share * residuals.square()).sum((0, 1)).expand_as(residuals) / 2))
+    assert found == pytest.approx(nll(noise.square() + factor * variance))
+    assert found <= constant + 1e-9
+
+
+def test_an_output_that_never_changes_takes_the_least_noise_of_the_others() -> None:
+    residuals = torch.randn(40, 1, 3, generator=torch.Generator().manual_seed(5), dtype=DOUBLE)
+    residuals[..., 1] = 0.0
+    targets = residuals.clone()
+    residuals[..., 2] *= 10
+    noise = fit_noise(residuals, torch.zeros_like(residuals), targets, torch.ones(3, dtype=DOUBLE), torch.ones(40))[0]
+    assert float(noise[1]) == pytest.approx(float(noise[0]))
+    assert float(noise[2]) > float(noise[1]) > 0
+
+
 def test_noise_where_residuals_say_little() -> None:
     zeros, weights = torch.zeros(30, 1, 2, dtype=DOUBLE), torch.ones(30, dtype=DOUBLE)
     before = torch.tensor([0.5, 2.0], dtype=DOUBLE)
@@ -112,6 +138,9 @@ def test_noise_where_residuals_say_little() -> None:
     exact = fit_noise(zeros, zeros, targets, before, weights)[0]  # reproduced exactly
     assert bool((exact > 0).all())
     assert bool((exact < 0.1).all())
+    nothing = fit_noise(zeros, zeros, zeros, before, weights)[0]  # neither residuals nor targets tell
+    assert float(nothing[1] / nothing[0]) == pytest.approx(4.0)
+    assert float(nothing[0]) > 0
     few = fit_noise(targets[:5], zeros[:5], targets[:5], before, weights[:5])[0]  # the relation between outputs stays
     assert float(few[1] / few[0]) == pytest.approx(4.0)
 

@@ -6,6 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from aftermap.curvature.passes.closure import ClosureReader
-from aftermap.curvature.passes.gradient_reader import ClosureStatistics
+from aftermap.curvature.passes.gradient_reader import ClosureStatistics, with_loss
 from aftermap.errors import InputError, StatisticalWarning, UnsupportedError
 
 DTYPE = torch.float64
@@ -458,3 +459,17 @@ def test_two_calls_of_the_model_are_refused() -> None:
         reading.differentiate(F.cross_entropy(model(x), y) + F.cross_entropy(model(2 * x), y))
     with pytest.raises(UnsupportedError, match="called the model 2 times"):
         reading.finish()
+
+
+def test_a_step_returns_what_its_closure_returned_with_another_loss() -> None:
+    class Found(NamedTuple):
+        loss: Tensor
+        accuracy: float
+        count: int
+
+    loss, new = torch.tensor(3.0), torch.tensor(2.0)
+    assert with_loss(loss, new) is new
+    assert with_loss((loss, 0.5, 7), new) == (new, 0.5, 7)
+    assert with_loss([loss, 0.5, 7], new) == [new, 0.5, 7]
+    assert with_loss(Found(loss, 0.5, 7), new) == (new, 0.5, 7)
+    assert with_loss({"accuracy": 0.5, "loss": loss}, new) == {"accuracy": 0.5, "loss": new}

@@ -111,3 +111,19 @@ def test_few_examples_at_a_time_change_nothing(
         for layer, value in getattr(whole, kind).items():
             assert value.shape == ((7, 2) if diagonal else (7, 2, 2))
             assert_close(getattr(found, kind)[layer], value)
+
+
+@pytest.mark.parametrize("layer", list(LAYERS))
+def test_draws_of_a_layer_without_a_precision_have_its_marginal_covariance(
+    layer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, posterior = posterior_of("full")
+    (block,) = posterior.blocks
+    covariance = torch.linalg.inv(block.to_dense())
+    parts = DenseLayerParts(LAYERS, covariance, None, torch.ones(len(covariance)).double(), block.shapes, None, 0.0)
+    rows = parts.rows[layer]
+    # Numbers whose Gram matrix is the identity, more of them than the layer has weights.
+    numbers = torch.linalg.qr(torch.randn(len(rows) + 3, len(rows), dtype=torch.float64))[0]
+    monkeypatch.setattr(layer_parts, "normal_like", lambda like, generator: numbers)
+    drawn = torch.cat([v.flatten(1) for v in parts.draw(layer, len(numbers), None).values()], 1)
+    assert_close(drawn.T @ drawn, covariance[rows][:, rows], rtol=1e-9, atol=1e-11)

@@ -211,3 +211,23 @@ def test_residuals_of_eigenpairs_are_estimated_where_layers_are_added_up(monkeyp
     residuals = residuals * (3 * values * values[-1] / 2).sqrt()[:, None]
     off = 2 * (residuals @ (white @ outside) * (white @ inside / (1 + values))).sum(1)
     assert float(found.errors["eigenpairs"] / found.variance) == pytest.approx(spread(off) / float(exact), rel=0.03)
+
+
+def test_residuals_are_shared_out_over_the_directions_outside() -> None:
+    size, eigenvalues = CurvatureSize(30.0, 20.0, 1.5), torch.tensor([20.0, 3.0])
+    inside, outside = torch.tensor([[1.0, 2.0], [0.5, 0.0]]), torch.tensor([3.0, 4.0])
+
+    def errors(directions: int) -> torch.Tensor:
+        return size.residual_errors(torch.float32, eigenvalues, inside, outside, directions)
+
+    length = eigenvalues * 20.0 * (inside / (1 + eigenvalues)).square()
+    expected = 2 * size.product_noise(torch.float32) * (outside * length.sum(-1)).sqrt()
+    for directions, share in ((0, 1.0), (1, 1.0), (4, 0.5)):
+        assert_close(errors(directions), share * expected, rtol=1e-5, atol=0)
+
+
+def test_the_digits_that_are_told_are_those_of_the_worst_variance() -> None:
+    for error, digits in ((1e-2, 2), (0.5, 0), (30.0, 0)):
+        errors = {"gradients": torch.tensor([1e-9, error, 1e-6])}
+        with pytest.warns(NumericalWarning, match=f"variance of 1 of 3 outputs .* about {digits} are left"):
+            VarianceErrors(torch.float32, torch.ones(3), errors).warn()
