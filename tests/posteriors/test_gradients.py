@@ -1,4 +1,4 @@
-"""log |P| − log |P₀| is differentiable in the prior and the scale, for every structure and form of prior."""
+"""log |P| − log |P₀| is differentiable in the prior and the scale, for every structure and form of prior; variances of outputs are, too."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from aftermap.batches import Batch
+from aftermap.curvature import fit_curvature
+from aftermap.curvature.passes.plan import CheckedPlan
 from aftermap.posteriors import GaussianPosterior
+from aftermap.predictive import latent_gaussians
 from tests.posteriors.cases import CASES, made, mean_of, normal, posterior_of
 
 FEW = ["kron", "kron grouped expand", "kron embedding", "kron mixed with full", "ekfac", "kfra", "diagonal odd"]
@@ -105,3 +109,23 @@ def test_samples_and_variances_carry_no_gradient() -> None:
         posterior = posterior_of(case, prior, scale=scale_of())
         drawn, variance = posterior.sample(2), posterior.marginal_variance()
         assert not any(v.requires_grad for v in [*drawn.values(), *variance.values()])
+
+
+@pytest.mark.parametrize("structure", ["kron", "ekfac", "full"])
+def test_the_variance_of_outputs_is_differentiable_in_the_prior_where_a_layer_sees_nothing_but_zeros(
+    structure: str,
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 6, bias=False), nn.Tanh(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    model = model.double().eval()
+    data = [(normal(20, 3, seed=1), torch.arange(20) % 2)]
+    factors = fit_curvature(model, data, "classification", structure=structure, progress=False)
+    posterior = GaussianPosterior.from_factors(factors, mean_of(model), 1.0)
+    batch = Batch(torch.stack([torch.zeros(3, dtype=torch.float64), data[0][0][0]]), None, None, 2)
+    plan = CheckedPlan(model, posterior.names, batch)
+
+    def covariance(prior: Tensor) -> Tensor:
+        found = latent_gaussians(plan, posterior.with_prior(prior), batch)[0].cov
+        assert found is not None
+        return found
+
+    assert torch.autograd.gradcheck(covariance, (scale_of(),))

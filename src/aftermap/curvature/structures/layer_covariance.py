@@ -6,7 +6,8 @@ With G_c the gradient of output c in the layer's block, U_Bᵀ G_c U_A = G̃_c a
 
 The root of R is put into G̃, so that one tensor is multiplied with itself.
 
-Where a layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. Where the
+Where a layer has no shared positions, G_c = g_c aᵀ and V[c, c'] = Σ_o g̃_c,o g̃_c',o (R ã²)_o: no [o, i] tensor at all. R ã² may be
+zero, where a root has no derivative, so that it multiplies one side. Where the
 layer is the last one, g_c is a unit vector and V = U_B diag(R ã²) U_Bᵀ.
 
 Index legend: b example, v output, g group, t shared position, i feature in, o feature out.
@@ -85,7 +86,7 @@ def layer_covariance(
     turned = grads[:, :, :, 0].transpose(0, 1)  # [b, v, g, o]
     if outer is not None:
         turned = torch.einsum("bvgo,gop->bvgp", turned, outer.to(dtype))
-    return [_contract(turned, w.sqrt()[:, None], diagonal) for w in weights]
+    return [_contract(turned * w[:, None], turned, diagonal) for w in weights]
 
 
 def _with_sharing(
@@ -97,14 +98,15 @@ def _with_sharing(
     diagonal: bool,
 ) -> list[Tensor]:
     parts: list[list[Tensor]] = [[] for _ in tables]
-    roots = [t.to(gradients.vectors.dtype).sqrt() for t in tables]
+    roots = [t.sqrt().to(gradients.vectors.dtype) for t in tables]
     layout = gradients.record.plan.layers[layer].layout
     stride = examples_per_chunk(2 * gradients.n_vectors * layout.size)
     for start in range(0, gradients.record.size, stride):
         length = min(stride, gradients.record.size - start)
         turned = _turned(gradients, layer, start, length, outer, inner)  # [b, v, g, o, i]
         for place, root in enumerate(roots):
-            parts[place].append(_contract(turned, root, diagonal))
+            scaled = turned * root
+            parts[place].append(_contract(scaled, scaled, diagonal))
     return [torch.cat(covariances) for covariances in parts]
 
 
@@ -123,8 +125,8 @@ def _of_tokens(
         sums = sums @ outer[0].to(grads.dtype)
     places = index.clamp_min(0)
     sums = sums[:, :, None]  # [b, v, 1, t, o]
-    roots = [table[0].to(grads.dtype).sqrt().T[places] for table in tables]  # [b, t, o]
-    return [_contract(sums, root[:, None, None], diagonal) for root in roots]
+    scaled = [sums * table[0].sqrt().to(grads.dtype).T[places][:, None, None] for table in tables]
+    return [_contract(s, s, diagonal) for s in scaled]
 
 
 def _turned(
@@ -167,13 +169,15 @@ def _turned_outputs(grads: Tensor, outer: Tensor) -> Tensor:
     return (outer.transpose(-1, -2) @ lines).permute(1, 0, 2, 4, 3)
 
 
-def _contract(values: Tensor, roots: Tensor, diagonal: bool) -> Tensor:
-    """Returns the sum over all but the first two dimensions of r² x_c x_c': [b, v, v], or [b, v] for c = c'.
+def _contract(left: Tensor, right: Tensor, diagonal: bool) -> Tensor:
+    """Returns the sum over all but the first two dimensions of x_c y_c': [b, v, v], or [b, v] for c = c'.
 
     Args:
-        values: x [b, v, g, ...], which may lie in memory with g before v.
-        roots: r, the standard deviations, of a shape that goes with it.
+        left: x [b, v, g, ...], which may lie in memory with g before v.
+        right: y, of the same shape.
         diagonal: Whether only c = c' is wanted.
     """
-    scaled = (values * roots).transpose(1, 2).flatten(3)  # [b, g, v, ...]
-    return scaled.square_().sum((1, -1)) if diagonal else (scaled @ scaled.transpose(-1, -2)).sum(1)
+    if diagonal:
+        return (left * right).flatten(2).sum(-1)
+    x, y = (values.transpose(1, 2).flatten(3) for values in (left, right))
+    return (x @ y.transpose(-1, -2)).sum(1)
