@@ -127,6 +127,31 @@ def test_what_a_killed_process_left_goes_with_the_next_write(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["posterior"]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_what_a_library_laid_beside_a_file_goes_with_the_next_write(tmp_path: Path, before: bool) -> None:
+    """safetensors 0.8 writes to a neighbour with a random name, which stays where the process is killed before it is moved."""
+    target = tmp_path / "weights.safetensors"
+    if before:
+        target.write_text("old")
+    child = os.fork()
+    if child == 0:
+        with replaced_file(target) as part:
+            part.with_name(".tmpA1b2C3").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert {p.name for p in tmp_path.iterdir()} == {".weights.safetensors.part"} | ({target.name} if before else set())
+    with replaced_file(target) as part:
+        part.write_text("new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(target.name, "new")]
+
+
+def test_what_an_earlier_version_left_goes_too(tmp_path: Path) -> None:
+    (tmp_path / ".a.txt.part").write_text("half")
+    with replaced_file(tmp_path / "a.txt") as part:
+        part.write_text("new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.txt", "new")]
+
+
 def test_what_somebody_is_writing_stays(tmp_path: Path) -> None:
     target = tmp_path / "posterior"
     with replaced_folder(target, overwrite=True, known=["a.txt"]) as first:

@@ -16,7 +16,7 @@ try:
 except ImportError:  # Windows has no such locks.
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["flush", "give_permissions", "remove_abandoned", "replaced_file", "temporary_folder"]
+__all__ = ["flush", "give_permissions", "remove", "remove_abandoned", "replaced_file", "temporary_folder"]
 
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 # Whatever the umask says, strangers do not write; and what is not a folder is not run.
@@ -36,10 +36,11 @@ def flush(path: Path) -> None:
 
 @contextmanager
 def replaced_file(file: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a neighbour of ``file`` to write to, which takes its place when the body has ended without an exception.
+    """Yields a file to write to, which takes the place of ``file`` when the body has ended without an exception.
 
-    The neighbour is the user's alone while it is written. Then it gets the permissions of the file that it replaces, or
-    those that the umask gives to a new one, whatever the program that wrote it thinks of them.
+    It stands in a hidden folder of its own beside ``file``, so that whatever else a library lays beside it goes with the folder, after a
+    kill with the next write. It is the user's alone while it is written. Then it gets the permissions of the file that it replaces,
+    or those that the umask gives to a new one, whatever the program that wrote it thinks of them.
 
     Args:
         file: The path that the file shall have; missing folders are made.
@@ -53,19 +54,30 @@ def replaced_file(file: str | os.PathLike[str]) -> Iterator[Path]:
     """
     place = Path(file)
     place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(f".{place.name}.part")
-    part.unlink(missing_ok=True)  # What a kill has left; a link under this name is not followed either.
-    part.touch(exist_ok=False)
+    folder = place.with_name(f".{place.name}.part")
+    remove(folder)  # What a kill has left; a link under this name is not followed either.
+    folder.mkdir()
+    part = folder / place.name
     try:
+        part.touch(exist_ok=False)
         wanted = _mode(place if place.exists() else part) & _OF_FILES
         _allow(part, _PRIVATE_FILE)
+        _allow(folder, _PRIVATE_FOLDER)
         yield part
         _allow(part, wanted)
         flush(part)
         part.replace(place)
         flush(place.parent)
     finally:
-        part.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Deletes a file, a link or a folder with all that it holds, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

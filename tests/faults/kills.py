@@ -372,8 +372,8 @@ def try_job(job: Job, kills: int, source: random.Random, answer: Path) -> dict[s
 
 
 def _litter(place: Path) -> set[str]:
-    """The temporary files and folders below a place."""
-    return {p.relative_to(place).as_posix() for p in place.rglob(".*") if p.suffix in (".tmp", ".part", ".old")}
+    """The temporary files and folders below a place, which are hidden, whoever names them."""
+    return {p.relative_to(place).as_posix() for p in place.rglob(".*")}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -300,3 +300,18 @@ def test_another_number_of_processes_goes_on(tmp_path: Path) -> None:
             assert float((found["dense"] - expected["dense"]).abs().max()) <= 1e-8 * scale
             assert found["loss"] == pytest.approx(expected["loss"], rel=1e-12)
         assert torch.equal(three[0][structure]["dense"], three[2][structure]["dense"])
+
+
+def test_what_a_kill_left_of_a_write_is_no_foreign_file(tmp_path: Path) -> None:
+    model, (x, y) = network("kron"), examples()
+    left = tmp_path / ".kron_curvature-g0000-0of1.safetensors.part"
+    left.mkdir()
+    (left / ".tmpA1b2C3").write_bytes(b"half")
+    expected = am.Laplace(model, "classification").fit(Batches(x, y))
+    found = am.Laplace(model, "classification").fit(Batches(x, y), checkpoint=tmp_path, every=1)
+    assert_same(sums(found.factors), sums(expected.factors))
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    left.mkdir()
+    (left / "half").write_bytes(b"half")
+    clear_checkpoint(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -31,7 +31,7 @@ from aftermap.curvature.passes.counts import DataCounts
 from aftermap.distributed import all_reduce_, fail_together, rank, world_size
 from aftermap.errors import DataError, InputError
 from aftermap.params import weights_hash
-from aftermap.writing import replaced_file
+from aftermap.writing import remove, replaced_file
 
 __all__ = ["Checkpoint", "HasState", "ResumablePass", "clear_checkpoint", "example_hashes"]
 
@@ -389,7 +389,7 @@ def clear_checkpoint(folder: str | os.PathLike[str]) -> None:
         place = Path(folder).expanduser()
         if rank() == 0 and place.is_dir():
             for file in [f for f in place.iterdir() if _OURS.fullmatch(f.name)]:
-                file.unlink(missing_ok=True)
+                remove(file)
 
 
 def _gathered(hashes: Tensor) -> list[Tensor]:
