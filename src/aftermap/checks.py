@@ -21,6 +21,7 @@ __all__ = [
     "choice",
     "choices",
     "count",
+    "counted",
     "few",
     "fraction",
     "instance",
@@ -195,6 +196,15 @@ def keywords(owner: str, options: Iterable[str], allowed: Sequence[str]) -> None
         near = difflib.get_close_matches(unknown[0], allowed, n=1)
         hint = f". Did you mean {near[0]}?" if near else ""
         raise InputError(f"{owner} has no setting {', '.join(unknown)}; allowed are {', '.join(allowed)}{hint}")
+
+
+def counted(number: int, noun: str) -> str:
+    """Writes a number of things, for a message.
+
+    >>> counted(1, "epoch"), counted(2000, "step")
+    ('1 epoch', '2,000 steps')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def few(names: Iterable[str], limit: int = 6) -> str:

@@ -38,7 +38,7 @@ def dense(
     return reference.linearised_covariance(reference.jacobian(double, asked.double()), torch.linalg.inv(matrix))
 
 
-def check(
+def assert_matches_dense(
     model: nn.Module, x: Tensor, y: Tensor, *, batches: Any = None, prior: float = PRIOR, rtol: float = 1e-4
 ) -> None:
     """The full structure is the dense computation; the others give finite predictions whose variances are positive."""
@@ -57,27 +57,27 @@ def check(
 
 
 def test_one_datum() -> None:
-    check(net(), rows(1), torch.tensor([2]))
+    assert_matches_dense(net(), rows(1), torch.tensor([2]))
 
 
 def test_batches_of_one() -> None:
     x, y = rows(7), torch.arange(7) % 3
-    check(net(), x, y, batches=list(zip(x.split(1), y.split(1), strict=True)))
+    assert_matches_dense(net(), x, y, batches=list(zip(x.split(1), y.split(1), strict=True)))
 
 
 def test_constant_labels() -> None:
-    check(net(), rows(9), torch.full((9,), 1))
+    assert_matches_dense(net(), rows(9), torch.full((9,), 1))
 
 
 def test_duplicated_rows_count_as_often_as_they_come() -> None:
     x = rows(1).expand(6, 3).clone()
-    check(net(), x, torch.zeros(6, dtype=torch.int64))
+    assert_matches_dense(net(), x, torch.zeros(6, dtype=torch.int64))
 
 
 def test_many_more_weights_than_data() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 60), nn.Tanh(), nn.Linear(60, 3)).eval()
-    check(model, rows(2), torch.tensor([0, 1]), rtol=1e-3)
+    assert_matches_dense(model, rows(2), torch.tensor([0, 1]), rtol=1e-3)
 
 
 def test_dead_units_keep_the_prior() -> None:
@@ -85,7 +85,7 @@ def test_dead_units_keep_the_prior() -> None:
     with torch.no_grad():
         model[0].bias.copy_(torch.tensor([-50.0, 0.3, -50.0, 0.1]))
     x, y = rows(9), torch.arange(9) % 3
-    check(model, x, y)
+    assert_matches_dense(model, x, y)
     la = am.Laplace(model, "classification", structure="diagonal", prior_precision=PRIOR).fit([(x, y)])
     variance = la.posterior.marginal_variance()["0.weight"]
     torch.testing.assert_close(variance[[0, 2]], torch.full((2, 3), 1 / PRIOR, dtype=variance.dtype))

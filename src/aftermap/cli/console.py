@@ -35,7 +35,6 @@ __all__ = [
     "Reporter",
     "check_writable",
     "confirmed",
-    "counted",
     "guarded",
     "plain_table",
 ]
@@ -44,15 +43,6 @@ GOOD, BAD_INPUT, CHECK_FAILED, WORSE, PROCESS_LOST, INTERRUPTED = 0, 2, 3, 4, 5,
 P = ParamSpec("P")
 
 _out, _err = Console(highlight=False), Console(stderr=True, highlight=False)
-
-
-def counted(number: int, noun: str) -> str:
-    """Writes a number of things.
-
-    >>> counted(1, "epoch"), counted(2000, "step")
-    ('1 epoch', '2,000 steps')
-    """
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 class Reporter:

@@ -12,9 +12,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from aftermap import checks
 from aftermap.cli import options as o
 from aftermap.cli.builtin import Network, Standardise
-from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, check_writable, counted
+from aftermap.cli.console import CHECK_FAILED, GOOD, Reporter, check_writable
 from aftermap.cli.fit import build_for, check_before_data, likelihood_of, resolve_task, try_model
 from aftermap.cli.models import save_weights
 from aftermap.cli.sources import Source, open_parts
@@ -163,7 +164,7 @@ def train(
             every=training.checkpoint_seconds,
         )
         last = _epoch_in_words(progress.history[-1]).partition(": ")[2] if progress.history else "no epoch ended"
-        reporter.line(f"trained {counted(recipe.epochs, 'epoch')} with {recipe.optimizer}: {last}")
+        reporter.line(f"trained {checks.counted(recipe.epochs, 'epoch')} with {recipe.optimizer}: {last}")
         weights, code = output / "model.safetensors", GOOD
         content: dict[str, Any] = {"run": str(output), "steps": progress.step, "history": progress.history}
         with fail_together("saving"):
@@ -175,16 +176,12 @@ def train(
             else:
                 extras = describe_fit(model_config, source, data_format, task, run.seed)
                 fitted = Fitted(optimizer.posterior(likelihood), network, extras, {})
-                if tuned:
-                    _tune(fitted, validation, predictive.samples, reporter)
+                held_out = validation if tuned else None
+                options = fitted.predict_options("auto", predictive.samples)
+                _tune(fitted, held_out, options, reporter)
+                place, seed = output / "posterior", run.seed
                 code, saved = finish(
-                    fitted,
-                    output / "posterior",
-                    validation=validation,
-                    options=fitted.predict_options("auto", predictive.samples),
-                    seed=run.seed,
-                    overwrite=True,
-                    reporter=reporter,
+                    fitted, place, validation=validation, options=options, seed=seed, overwrite=True, reporter=reporter
                 )
                 content |= saved
                 if code == CHECK_FAILED:
@@ -194,10 +191,10 @@ def train(
     return code
 
 
-def _tune(fitted: Fitted, validation: Source | None, samples: int, reporter: Reporter) -> None:
-    """Tunes a posterior for the predictive that suits it, and says what was found."""
-    if isinstance(fitted.predictor, TrainedPosterior) and validation is not None:
-        fitted.predictor.tune(validation.batches.named(""), **fitted.predict_options("auto", samples))
+def _tune(fitted: Fitted, held_out: Source | None, options: Mapping[str, Any], reporter: Reporter) -> None:
+    """Tunes a posterior for the predictive that suits it, and says what was found; nothing without data."""
+    if isinstance(fitted.predictor, TrainedPosterior) and held_out is not None:
+        fitted.predictor.tune(held_out.batches.named(""), **options)
         reporter.line(f"tuned: {fitted.predictor.tuning}")
 
 
@@ -241,7 +238,7 @@ def _start(run: Run, network: nn.Module, likelihood: Likelihood, force: bool, re
     recipe, output = run.recipe, run.folder
     n_params = sum(p.numel() for p in network.parameters())
     reporter.note(
-        f"{recipe.optimizer}, {n_params:,} parameters, {counted(recipe.n_data, 'example')}, {counted(recipe.steps, 'step')}"
+        f"{recipe.optimizer}, {n_params:,} parameters, {checks.counted(recipe.n_data, 'example')}, {checks.counted(recipe.steps, 'step')}"
         + (f" on {world_size()} processes" if world_size() > 1 else "")
     )
     with fail_together("preparing the run"):

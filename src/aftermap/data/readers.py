@@ -37,7 +37,6 @@ _INPUTS = ("x", "X", "inputs", "images", "data", "features", "arr_0")
 _TARGETS = ("y", "Y", "targets", "labels", "target", "label", "arr_1")
 _SUFFIXES = {"train": ("_train", "_tr"), "validation": ("_val", "_validation"), "test": ("_test", "_te")}
 _TYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-_LARGEST = float(np.finfo(np.float32).max)
 _MOST_DIMENSIONS = 16
 _PACKED = 1100  # No byte of a compressed file stands for more: deflate, which gzip and zip use, reaches 1,032.
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")

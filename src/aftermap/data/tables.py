@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from aftermap import checks
 from aftermap.data.examples import Examples, existing_file
 from aftermap.errors import DataError
 
@@ -140,7 +141,7 @@ def _open_table(path: str | Path, *, quick: bool) -> _Table:
             columns = (
                 f"there are {len(header)} columns" if len(header) > 1 else f"the first line has one, {header[0]!r}"
             )
-            raise DataError(f"{file}, row {number}: {_counted(width, 'cell')}, but {columns}")
+            raise DataError(f"{file}, row {number}: {checks.counted(width, 'cell')}, but {columns}")
     return _Table(file, delimiter, header, [row for _, row in numbered], [number for number, _ in numbered])
 
 
@@ -154,10 +155,6 @@ def _lines(file: Path, text: str, delimiter: str) -> list[tuple[int, list[str]]]
     except csv.Error as error:
         raise DataError(f"{file}, row {first}: it is not a table of cells: {error}") from error
     return rows
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _number(cell: str) -> float | None:

@@ -270,7 +270,7 @@ class Verdict:
 
     Attributes:
         level: The judgement: "good" (better than the network alone in something, by more than chance, and worse in nothing), "same"
-            (no better, and no worse beyond the tolerance), "nothing" (its answers are the network's own), "worse" (worse beyond the
+            (not that, and no worse beyond the tolerance), "nothing" (its answers are the network's own), "worse" (worse beyond the
             tolerance), or "alone" (nothing to compare with).
         headline: The judgement in one sentence.
         text: The numbers behind the headline.
